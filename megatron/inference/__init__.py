@@ -1,13 +1,13 @@
-"""A trained model at work: requests of all clients share the steps of one engine.
+"""Text generation with a trained model: the requests of all clients share one engine's steps.
 
-load, build       from a checkpoint to an `engine`
-request           what goes into an engine and what comes out; `messages`: as JSON
-engine            requests in, events out: `scheduler` plans a step, `executor` runs it,
+load, build       make an `engine` from a checkpoint
+request           requests and events, which `messages` carries between processes as JSON
+engine            turns requests into events: `scheduler` plans a step, `executor` runs it,
                   `sampling` picks tokens, `cache` holds keys and values, `answers` say what
                   each request needs
-worker            the loop of every rank that serves
-samples, score    many texts to files; how likely given texts are
-text              tokens that come one by one, as text that can be shown
-fill              hidden words, by a BERT or T5
-server            all of it over HTTP
+worker            the loop that every serving rank runs
+samples, score    generate many texts into files; compute how likely given texts are
+text              turns tokens that arrive one by one into text that can be shown
+fill              fills in hidden words with a BERT or T5
+server            serves text generation over HTTP
 """

@@ -1,4 +1,4 @@
-"""What becomes of a request: which scores its sequences want, and what follows from them.
+"""Answers in progress: which scores a request needs next, and what to do with the results.
 
 `PlainAnswer` chooses token after token; `BeamAnswer` searches with several sequences.
 """
@@ -24,53 +24,53 @@ from megatron.inference.request import (
 from megatron.inference.sampling import Choice, Chosen, uniform
 from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
-Wish = tuple[int, Choice]  # place among a row's tokens, and what to do with the logits there
+Wish = tuple[int, Choice]  # index among a row's tokens, and what to do with the logits there
 
-_SMALLEST_TOP_P = 1e-9  # of top_p that decays without a bound: the most likely token
+_SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound: the most likely token
 
 
 class Answer(ABC):
-    """An answer in the making.
+    """An answer in progress.
 
     Attributes:
-        request: What it answers.
-        sequences: Its sequences. The scheduler has all of them.
+        request: The request that it answers.
+        sequences: Its sequences, all of which the scheduler has.
     """
 
     def __init__(self, request: Request) -> None:
         """Start with the prompt.
 
         Args:
-            request: What to answer.
+            request: The request to answer.
         """
         self.request = request
-        # For tokens found in the cache there would be no scores.
+        # Tokens found in the cache are not computed again, so they would have no scores.
         reuses = not request.sampling.prompt_logprobs
         self._first = Sequence(request.id, list(request.prompt), reuses)
         self.sequences = [self._first]
-        self._prompt_scores: dict[int, Chosen] = {}  # by place of the token that is scored
-        self._tells_prompt = request.sampling.prompt_logprobs  # and has not done so yet
+        self._prompt_scores: dict[int, Chosen] = {}  # by the position of the scored token
+        self._owes_prompt = request.sampling.prompt_logprobs  # until they are reported
 
     def wishes(self, row: Row) -> list[Wish]:
-        """Return the scores wanted from a row."""
+        """Return the scores that a row must compute for this answer."""
         wishes = self._prompt_wishes(row)
         if row.is_last:
             wishes += self._next_wishes(row)
         return wishes
 
     def take(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
-        """Take what was chosen for a row's wishes, once the row is computed.
+        """Process the results of a row once it is computed.
 
         Args:
-            row: The row.
-            results: One for each wish.
-            scheduler: Told about sequences that begin or end here.
+            row: The computed row.
+            results: One result for each of the row's `wishes`.
+            scheduler: The scheduler, which learns about sequences that begin or end here.
 
         Returns:
-            What there is to report.
+            The events to report.
         """
         events: list[Event] = []
-        if self._tells_prompt:
+        if self._owes_prompt:
             count = len(self._prompt_wishes(row))
             events = self._take_prompt(row, results[:count])
             results = results[count:]
@@ -80,32 +80,32 @@ class Answer(ABC):
 
     @property
     def can_expect(self) -> bool:
-        """Whether a step can be prepared before the one before it has chosen a token."""
+        """Whether the next step can be prepared before the current one has chosen a token."""
         return False
 
     def expect(self) -> None:
-        """Prepare for the step under way to choose the next token.
+        """Reserve a place for the token that the step under way is choosing.
 
-        The sequence has `UNKNOWN` in its place until then, unless the answer is complete with it.
-        Only called if `can_expect`.
+        The sequence ends with `UNKNOWN` until the token is known, unless that token completes the
+        answer. This is called only if `can_expect`.
         """
         raise AssertionError("a beam search waits for each round")
 
     @abstractmethod
     def finished(self) -> Finished:
-        """Return the end of the answer, with the counts so far."""
+        """Return the answer's final event, with the counts so far."""
 
     @abstractmethod
     def _next_wishes(self, row: Row) -> list[Wish]:
-        """Return the scores wanted after the last known token."""
+        """Return the scores that are needed after the last known token."""
 
     @abstractmethod
     def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
-        """Take them, and return what there is to report."""
+        """Process the results of `_next_wishes`, and return the events to report."""
 
     def _prompt_wishes(self, row: Row) -> list[Wish]:
-        """Return the scores of the prompt's tokens that a row computes; again if preempted."""
-        if not self._tells_prompt:
+        """Return the prompt scores that a row computes. A preempted request computes them again."""
+        if not self._owes_prompt:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs
         last = min(row.start + row.size, len(prompt) - 1)
@@ -119,26 +119,26 @@ class Answer(ABC):
         prompt = self.request.prompt
         if row.start + row.size < len(prompt):
             return []
-        self._tells_prompt = False
+        self._owes_prompt = False
         scores = [self._prompt_scores[place] for place in range(1, len(prompt))]
         tops = tuple(score.top for score in scores) if self.request.sampling.top_logprobs else ()
         return [Prompt(self.request.id, tuple(score.logprob for score in scores), tops)]
 
 
 class PlainAnswer(Answer):
-    """An answer of a single sequence, which gets one token a step."""
+    """An answer with a single sequence, which gains one token per step."""
 
     def __init__(self, request: Request, seed: int) -> None:
         """Start with the prompt.
 
         Args:
-            request: Without beams.
-            seed: Of the random draws.
+            request: A request without beam search.
+            seed: Seed of the random draws.
         """
         super().__init__(request)
         self._seed = seed
         sampling = request.sampling
-        self._choice = Choice(  # what is the same for every token
+        self._choice = Choice(  # the settings that are the same for every token
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             repetition_penalty=sampling.repetition_penalty,
@@ -148,24 +148,24 @@ class PlainAnswer(Answer):
         )
 
     def finished(self) -> Finished:
-        """Return the end of the answer, with the counts so far."""
+        """Return the answer's final event, with the counts so far."""
         cached = self._first.cached
         return Finished(self.request.id, "stop", new_tokens=self._new_tokens, cached_tokens=cached)
 
     @property
     def can_expect(self) -> bool:
-        """Whether the choice of the next token does not depend on the one under way."""
+        """Whether the next token's choice is independent of the token under way."""
         depends = self._choice.is_penalized or self.request.sampling.banned_pairs
-        return not self._tells_prompt and not depends
+        return not self._owes_prompt and not depends
 
     def expect(self) -> None:
-        """Put `UNKNOWN` in the place of the token under way, unless it is the last."""
+        """Append `UNKNOWN` for the token under way, unless it is the last one."""
         if self._new_tokens + 1 < self.request.sampling.max_new_tokens:
             self._first.tokens.append(UNKNOWN)
 
     @property
     def _new_tokens(self) -> int:
-        """Number of new tokens that are known."""
+        """Number of known new tokens."""
         tokens = self._first.tokens
         return len(tokens) - len(self.request.prompt) - (tokens[-1] == UNKNOWN)
 
@@ -174,7 +174,7 @@ class PlainAnswer(Answer):
         if not sampling.max_new_tokens:
             return []
         if choice.is_drawn or sampling.banned_pairs:
-            number = len(self._first.tokens) - len(self.request.prompt)  # of the new token, from 0
+            number = len(self._first.tokens) - len(self.request.prompt)  # new token's index, from 0
             top_p = sampling.top_p
             if top_p and sampling.top_p_decay:
                 decayed = top_p * sampling.top_p_decay**number
@@ -205,14 +205,14 @@ class PlainAnswer(Answer):
 
 
 class BeamAnswer(Answer):
-    """An answer with a sequence for each beam. A round is over when all have been computed."""
+    """An answer with one sequence per beam. A round ends once all beams have been computed."""
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         """Start with the prompt.
 
         Args:
-            request: With beams.
-            vocab_size: Entries of the vocabulary that can be chosen.
+            request: A request with beam search.
+            vocab_size: Number of vocabulary entries that can be chosen.
         """
         super().__init__(request)
         sampling = request.sampling
@@ -224,10 +224,10 @@ class BeamAnswer(Answer):
             endings=len(sampling.stop_tokens),
         )
         self._tops = min(self._search.candidates, vocab_size)
-        self._nexts: dict[Sequence, Chosen] = {}  # those of the round that are known
+        self._nexts: dict[Sequence, Chosen] = {}  # the results of this round so far
 
     def finished(self) -> Finished:
-        """Return the end of the answer, with the counts so far."""
+        """Return the answer's final event, with the counts so far."""
         answers = tuple(self._search.answers)
         return Finished(
             self.request.id,
@@ -252,7 +252,7 @@ class BeamAnswer(Answer):
             event = self.finished()
             is_complete = ends(self.request.sampling, self.request.prompt + event.beams[0].tokens)
             return [event if is_complete else replace(event, reason="length")]
-        # A beam's first continuation has its sequence, further ones a fork.
+        # A beam's first continuation keeps its sequence; each further one gets a fork.
         forks = {
             place: scheduler.fork(parents[step.parent], [*parents[step.parent].tokens, step.token])
             for place, step in enumerate(steps)
@@ -271,14 +271,14 @@ class BeamAnswer(Answer):
 
 @dataclass(frozen=True)
 class _Beginning:
-    """Tokens of a beam so far."""
+    """The tokens of a beam so far."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     total: float = 0.0
 
     def then(self, token: int, logprob: float) -> _Beginning:
-        """Return the beginning with one more token."""
+        """Return this beginning with one more token."""
         return _Beginning((*self.tokens, token), (*self.logprobs, logprob), self.total + logprob)
 
 
@@ -296,12 +296,12 @@ class Continuation:
 
 
 class BeamSearch:
-    """Which beginnings to continue, and the best answers so far, round by round. No tensors here.
+    """A beam search in rounds: the beginnings to continue and the best answers so far, no tensors.
 
-    The most likely of all ways to continue all beams are looked at. Among the best `width` of them
-    those that end are answers, and the best that do not end go on. The search is over when every
-    beam has ended at the longest length, or when `width` answers are known and no beam's score, by
-    its present length, beats the worst of them.
+    Each round considers the most likely continuations of all beams. Among the best `width` of them,
+    those that end become answers; the best that do not end become the next beams. The search is
+    over when every beam has ended at the longest length, or when `width` answers are known and no
+    beam's score, at its present length, beats the worst of them.
     """
 
     def __init__(
@@ -316,13 +316,13 @@ class BeamSearch:
         """Start with an empty beginning.
 
         Args:
-            width: Number of beams, and of answers wanted.
-            length_penalty: Power of the length that scores are divided by.
-            max_new_tokens: Longest answer.
+            width: Number of beams, which is also the number of answers.
+            length_penalty: Power of the length by which scores are divided.
+            max_new_tokens: Length of the longest answer, in tokens.
             ends: Returns whether an answer, without its prompt, is complete.
             endings: Number of tokens that can end an answer.
         """
-        # Of this many continuations at least `width` go on, even if all that can end do.
+        # Among this many continuations at least `width` go on, even if all that can end do.
         self.candidates = max(2, 1 + endings) * width
         self.answers: list[Beam] = []  # best first
         self._width = width
@@ -335,7 +335,7 @@ class BeamSearch:
         """Return the next round's beams, best first. If there are none, the search is over.
 
         Args:
-            nexts: For each beam of this round the most likely `candidates` tokens.
+            nexts: The most likely `candidates` tokens for each beam of this round.
         """
         ways = [
             (begin.then(token, logprob), Continuation(parent, token))
@@ -364,11 +364,11 @@ class BeamSearch:
 
 
 def ends(sampling: Sampling, tokens: Many[int]) -> bool:
-    """Return whether the last token, which is the answer's, completes it.
+    """Return whether the last token completes the answer.
 
     Args:
-        sampling: Has the rules.
-        tokens: Prompt and answer.
+        sampling: The request's stop tokens and stop sequences.
+        tokens: Tokens of the prompt and the answer, which has at least one.
     """
     if tokens[-1] in sampling.stop_tokens:
         return True

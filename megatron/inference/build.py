@@ -1,4 +1,4 @@
-"""An engine around a model: how much cache there is room for, and what attends over it."""
+"""Construction of an engine around a model: the cache's size, attention and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 
 _CPU_CACHE_BYTES = 2**30
-_GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
-# A GPU's free memory that is not for the cache: logits and activations of a step.
+_GPU_CACHE_SHARE = 0.9  # fraction of the memory that the model leaves free
+# GPU memory that is kept free for a step's logits and activations.
 _GPU_STEP_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Sizes of an engine.
+    """Options of an engine.
 
     Attributes:
-        max_sequences: Sequences computed at a time. Others wait.
-        max_step_tokens: Tokens that a step computes at most. Longer prompts take several steps.
-        cache_tokens: Tokens of all sequences together that the cache holds. `None`: as many as fit
-            in memory, but no more than `max_sequences` of full length need.
-        block_size: Tokens of a block of the cache.
-        seed: Seed of requests that have none of their own.
-        graphs: Record steps on a GPU (CUDA graphs), if a single process has the whole model.
+        max_sequences: Largest number of sequences computed at a time. Further ones wait.
+        max_step_tokens: Largest number of tokens in a step. Longer prompts take several steps.
+        cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
+            many as fit in memory, but no more than `max_sequences` of full length need.
+        block_size: Number of tokens in a cache block.
+        seed: Seed for requests that have none of their own.
+        graphs: Whether to record steps on a GPU (CUDA graphs) if one process holds the whole model.
     """
 
     max_sequences: int = 256
@@ -78,9 +78,9 @@ def engine_of(
 
     Args:
         loaded: The checkpoint's model.
-        device: Of the model.
-        options: Sizes. `None`: the defaults.
-        copy: As in `build_engine`.
+        device: Device that the model is on.
+        options: Options of the engine. `None` uses the defaults.
+        copy: Ranks of this copy of the model, as for `build_engine`.
     """
     return build_engine(
         loaded.model,
@@ -106,14 +106,16 @@ def build_engine(
     """Return an engine for a model in memory. Collective over `layout`.
 
     Args:
-        model: This process's part, built in a `serving_context`.
-        config: What it was built from.
-        layout: Who this process is: tensor and pipeline ranks.
-        device: Of the model.
-        vocab_size: Entries of the vocabulary that can be chosen. Those after them are padding.
-        options: Sizes. `None`: the defaults.
-        copy: With several data-parallel copies of the model, the ranks of this one, stage by
-            stage; each is an engine of its own. `None`: there is a single copy, of all ranks.
+        model: This process's part of the model, built in a `serving_context`.
+        config: Configuration that the model was built from.
+        layout: This process's tensor and pipeline ranks.
+        device: Device that the model is on.
+        vocab_size: Number of vocabulary entries that can be chosen. Entries after these are
+            padding.
+        options: Options of the engine. `None` uses the defaults.
+        copy: Ranks of this copy of the model, stage by stage, if there are several data-parallel
+            copies. Each copy has an engine of its own. `None` means that all ranks hold a single
+            copy.
 
     Raises:
         ConfigError: No sequence fits in memory.
@@ -133,13 +135,13 @@ def build_engine(
     memory = _make_cache(model, options, paged, layout, device, dtype)
     without = ""  # why there are no graphs
     if not options.graphs:
-        without = "not asked for"
+        without = "turned off"
     elif not records_on(device):
-        without = f"{device.type} has none"
+        without = f"not available on {device.type}"
     elif not paged.can_capture:
-        without = "attention is not of fixed kernels"
+        without = "the attention kernels cannot be recorded"
     elif copy.size > 1:
-        without = f"{copy.size} processes have the model"
+        without = f"the model is split over {copy.size} processes"
     graphs = None
     if not without:
         graphs = DecodeGraphs(
@@ -179,23 +181,23 @@ def build_engine(
         seed=options.seed,
         looks_ahead=queues_on(device),
         choices=[
-            ("attention", f"of new tokens {paged.name}; of prompts {chunks}"),
-            ("products", "cuBLASLt's, a row as if alone" if by_rows else "PyTorch's"),
+            ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
+            ("products", "cuBLASLt, independent of the batch" if by_rows else "PyTorch"),
             ("other kernels", str(library)),
             ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
             ("cache", f"{tokens}: {memory.size_bytes / 1e9:.3g} GB{each}"),
-            ("at a time", f"{options.max_sequences:,} sequences"),
+            ("batch", f"up to {options.max_sequences:,} sequences"),
         ],
     )
 
 
 def queues_on(device: Device) -> bool:
-    """Return whether work goes on there while this process prepares more."""
+    """Return whether the device computes while this process prepares more work."""
     return device.is_gpu
 
 
 def records_on(device: Device) -> bool:
-    """Return whether kernels can be recorded there."""
+    """Return whether the device can record kernels and run them again."""
     return device.is_gpu
 
 
@@ -207,8 +209,8 @@ def _make_cache(
     device: Device,
     dtype: torch.dtype,
 ) -> CacheMemory:
-    """Return a cache of as many blocks as every rank has memory for. Collective."""
-    shapes = {}  # KV heads of this process, and channels of each
+    """Return a cache with as many blocks as every rank has memory for. Collective."""
+    shapes = {}  # number of KV heads in this process, and channels of each, by layer
     for index in model.part.layers:
         mixer = model.plan.layers[index].mixer
         assert isinstance(mixer, AttentionPlan), f"layer {index} keeps no keys and values"

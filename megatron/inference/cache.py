@@ -1,8 +1,8 @@
-"""The KV cache: which sequence has which block, the memory of the blocks, and a step's view of it.
+"""The KV cache: the pool of blocks, their memory, and a step's view of it.
 
-A block holds the keys and values of consecutive tokens. A full block is known by a key that stands
-for its tokens and all before them, and sequences that begin alike share it. An unused block keeps
-its content until the block is needed, the longest unused first.
+A block holds the keys and values of consecutive tokens. A full block is known by a key that
+identifies its tokens and all tokens before them, and sequences that begin alike share it. An unused
+block keeps its content until the block is needed; the one that has been unused longest goes first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FIRST_KEY: BlockKey = b""
 def next_key(previous: BlockKey, tokens: Sequence[int]) -> BlockKey:
     """Return the key of a full block.
 
-    It is a cryptographic hash, so nobody can make two beginnings that are taken for one another.
+    It is a cryptographic hash, so nobody can construct two different prompts that share a key.
 
     Args:
-        previous: Key of the block before, `FIRST_KEY` if there is none.
+        previous: Key of the block before it, or `FIRST_KEY` if there is none.
         tokens: Tokens of this block.
     """
     text = ",".join(map(str, tokens)).encode()
@@ -36,10 +36,10 @@ def next_key(previous: BlockKey, tokens: Sequence[int]) -> BlockKey:
 
 
 class BlockPool:
-    """Blocks, counted from 0, and how many sequences use each. Numbers only, no memory."""
+    """The block numbers, from 0, and how many sequences use each block. It holds no memory."""
 
     def __init__(self, count: int) -> None:
-        """Start with unused blocks.
+        """Start with all blocks unused.
 
         Args:
             count: Number of blocks.
@@ -53,11 +53,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Number of blocks that nobody uses."""
+        """Number of unused blocks."""
         return len(self._empty) + len(self._kept)
 
     def take(self) -> int | None:
-        """Return a block to write to, or `None` if all are in use."""
+        """Return a block to write to, or `None` if all blocks are in use."""
         if self._empty:
             block = self._empty.popleft()
         elif self._kept:
@@ -72,32 +72,32 @@ class BlockPool:
         return block
 
     def is_known(self, key: BlockKey) -> bool:
-        """Return whether `share` would find a block."""
+        """Return whether a block has this key, so that `share` can return it."""
         return key in self._blocks
 
     def is_unused(self, key: BlockKey) -> bool:
-        """Return whether `share` would make one block less available."""
+        """Return whether the key's block is unused, so that `share` would leave one block fewer."""
         return self._users[self._blocks[key]] == 0
 
     def share(self, key: BlockKey) -> int:
-        """Use the block of a known key as well, and return it."""
+        """Add a user to the block of a known key, and return the block."""
         return self.share_block(self._blocks[key])
 
     def share_block(self, block: int) -> int:
-        """Use a block as well that is in use or known by a key, and return it."""
+        """Add a user to a block that is in use or known by a key, and return the block."""
         if self._users[block] == 0:
             del self._kept[block]
         self._users[block] += 1
         return block
 
     def publish(self, block: int, key: BlockKey) -> None:
-        """Record that a block in use is full and holds what `key` stands for."""
+        """Record that a block in use is full and holds the tokens that `key` identifies."""
         if key not in self._blocks:  # otherwise another block has the same content
             self._blocks[key] = block
             self._keys[block] = key
 
     def release(self, block: int) -> None:
-        """Use a block no more."""
+        """Remove a user from a block."""
         assert self._users[block] > 0, f"block {block} is released twice"
         self._users[block] -= 1
         if self._users[block]:
@@ -109,7 +109,7 @@ class BlockPool:
 
 
 class CacheMemory:
-    """Keys and values of every layer of this process, for its heads."""
+    """The keys and values of this process's layers and heads."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class CacheMemory:
         """Allocate the memory.
 
         Args:
-            shapes: KV heads of this process and channels of each, by the layer's index, from 0.
-            paged: Writes the cache, and attends for sequences that add one token.
-            blocks: Number of blocks. One more takes what fills batches up.
-            block_size: Tokens of a block.
-            device: Of the memory.
-            dtype: Of keys and values.
+            shapes: Number of KV heads in this process and channels of each, by layer index, from 0.
+            paged: Attention that writes the cache and serves sequences that add one token.
+            blocks: Number of blocks. One more is allocated for the padding of batches.
+            block_size: Number of tokens in a block.
+            device: Device of the memory.
+            dtype: Number format of keys and values.
         """
         self.paged = paged
         self.blocks = blocks
@@ -143,22 +143,22 @@ class CacheMemory:
         self.size_bytes = sum(memory.nbytes for memory in self._layers.values())
 
     def of_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [slots, g, d] of a layer, counted from 1."""
+        """Return the keys and values [slots, g, d] of a layer, counted from 1."""
         keys, values = self._layers[layer_number]
         return keys, values
 
 
 @dataclass(frozen=True)
 class StepCache:
-    """A step's tokens in the cache: the `models.attention.KeyValueCache` that a model is given.
+    """A step's view of the cache: the `models.attention.KeyValueCache` that a model receives.
 
     Attributes:
         memory: The cache.
-        positions: Place of each token in its sequence, int64 [s].
-        slots: Where its key and value go, int64 [s].
-        outputs: Tokens whose logits are wanted, int64 [k].
-        singles: The first tokens, one for each sequence, or `None` if there are none.
-        chunks: The tokens after them, or `None` if there are none.
+        positions: Position of each token in its sequence, int64 [s].
+        slots: Slot of each token's key and value, int64 [s].
+        outputs: Indices of the tokens whose logits are computed, int64 [k].
+        singles: Sequences that add one token, which come first, or `None` if there are none.
+        chunks: Sequences that add several tokens, or `None` if there are none.
     """
 
     memory: CacheMemory
@@ -169,16 +169,16 @@ class StepCache:
     chunks: Chunks | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
-        """Keep the tokens' keys and values, and attend to each one's sequence up to it.
+        """Store the tokens' keys and values, and attend from each token to its sequence so far.
 
         Args:
-            query: [s, 1, n/t, d].
-            key: [s, 1, g/t, d].
-            value: [s, 1, g/t, d].
-            layer_number: Counted from 1.
+            query: Queries [s, 1, n/t, d].
+            key: Keys [s, 1, g/t, d].
+            value: Values [s, 1, g/t, d].
+            layer_number: Number of the layer, counted from 1.
 
         Returns:
-            [s, 1, n d / t].
+            Attention output [s, 1, n d / t].
         """
         query, key, value = (x.squeeze(1) for x in (query, key, value))  # [s, heads, d]
         keys, values = self.memory.of_layer(layer_number)

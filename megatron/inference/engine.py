@@ -1,11 +1,11 @@
-"""The engine: requests in, steps, events out.
+"""The engine: it takes requests, computes in steps, and returns events.
 
-It joins the scheduler, which plans, the executor, which computes, and answers, which say what to
-compute. All that is decided here is the same on every rank.
+It joins the scheduler, which plans, the executor, which computes, and the answers, which say what
+to compute. Every decision made here is the same on every rank.
 
-On a GPU a step is queued before the results of the one before are read, so that no GPU waits for
-Python: its sequences have a token that only the GPU knows. If that token ends an answer, what the
-queued step finds for it is dropped.
+On a GPU a step is queued before the previous step's results are read, so that no GPU waits for
+Python. Its sequences then contain a token that only the GPU knows. If that token ends an answer,
+the queued step's result for it is dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step under way, and for each of its rows the number of results to come."""
+    """A step under way, and the number of results that each of its rows will have."""
 
     plan: StepPlan
     counts: list[int]
@@ -40,11 +40,13 @@ class _Flight:
 
 
 class BatchEngine:
-    """Runs requests, whose steps are shared. All ranks make the same calls in the same order.
+    """An engine whose steps are shared by all requests.
+
+    All ranks make the same calls in the same order.
 
     Attributes:
-        choices: What it runs on and why, by name, for the start-up panel.
-        limits: What `add` accepts.
+        choices: Names and descriptions of what it runs on, for the start-up panel.
+        limits: Limits of the requests that `add` accepts.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class BatchEngine:
         """Start without requests.
 
         Args:
-            executor: Computes.
+            executor: Executor that runs the model.
             settings: Sizes of steps and of the cache.
-            vocab_size: Entries of the vocabulary that can be chosen.
-            max_length: Largest number of tokens of a prompt and its answer, by the model's
-                positions.
-            seed: For requests that have none of their own.
-            looks_ahead: Whether to queue a step before the results of the one before are read.
+            vocab_size: Number of vocabulary entries that can be chosen.
+            max_length: Largest number of tokens in a prompt and its answer together, which the
+                model's positions set.
+            seed: Seed for requests that have none of their own.
+            looks_ahead: Whether to queue a step before the previous step's results are read.
             choices: Rows for the start-up panel.
         """
         self.choices = tuple(choices)
@@ -94,7 +96,7 @@ class BatchEngine:
 
     @property
     def stats(self) -> Stats:
-        """What it is doing."""
+        """Statistics about requests, tokens and the cache."""
         pool = self._scheduler.pool
         running = len({sequence.request for sequence in self._scheduler.running})
         return Stats(
@@ -107,10 +109,11 @@ class BatchEngine:
         )
 
     def add(self, request: Request) -> None:
-        """Take a request.
+        """Accept a request.
 
         Raises:
-            RequestError: It is over the limits, or its id is in use. Nothing has happened then.
+            RequestError: The request is over the limits, or its id is in use. The engine is then
+                unchanged.
         """
         if request.id in self._answers:
             raise RequestError(f"request id {request.id!r} is in use: choose another")
@@ -131,7 +134,7 @@ class BatchEngine:
             self._scheduler.add(*answer.sequences)
 
     def cancel(self, request: str) -> list[Event]:
-        """End a request now, and return its last event. Nothing happens if it has ended."""
+        """End a request now, and return its last event. Do nothing if it has already ended."""
         answer = self._answers.get(request)
         return [] if answer is None else [self._end_early(answer, "cancelled")]
 
@@ -140,10 +143,10 @@ class BatchEngine:
         return [self._end_early(answer, "error", message) for answer in [*self._answers.values()]]
 
     def step(self) -> list[Event]:
-        """Compute some tokens for the requests of the batch.
+        """Compute the next tokens for the requests in the batch.
 
         Returns:
-            What there is to report, in order for each request.
+            The events to report. Each request's events are in order.
         """
         flight, self._flight = self._flight or self._begin_step(), None
         if flight is None:
@@ -157,7 +160,7 @@ class BatchEngine:
         return events
 
     def _begin_step(self) -> _Flight | None:
-        """Plan a step and begin it. Return `None` if there is nothing to do."""
+        """Plan a step and begin it, or return `None` if there is nothing to do."""
         plan = self._scheduler.plan()
         if not plan:
             return None
@@ -174,7 +177,7 @@ class BatchEngine:
     def _expects(self, flight: _Flight) -> bool:
         """Return whether the next step can be planned already.
 
-        If so, the sequences count on their next tokens.
+        If so, reserve a place in each sequence for the token that is being chosen.
         """
         answers = [
             self._answers[row.sequence.request]
@@ -188,7 +191,7 @@ class BatchEngine:
         return True
 
     def _land(self, flight: _Flight) -> list[Event]:
-        """Hand a step's results to their answers, and return what there is to report."""
+        """Hand a step's results to their answers, and return the events to report."""
         chosen = iter(flight.step.wait())
         self._scheduler.done(flight.plan)
         events: list[Event] = []
@@ -198,14 +201,14 @@ class BatchEngine:
                 continue
             answer = self._answers[row.sequence.request]
             if any(result.token is None for result in results):
-                message = "the model's scores are not finite: its weights or precision are broken"
+                message = "the model's scores are not finite: check its weights and number format"
                 events.append(self._end_early(answer, "error", message))
                 continue
-            told = answer.take(row, results, self._scheduler)
-            self._totals["new_tokens"] += sum(isinstance(event, Token) for event in told)
-            if told and isinstance(told[-1], Finished):
-                self._end(answer, told[-1])
-            events += told
+            news = answer.take(row, results, self._scheduler)
+            self._totals["new_tokens"] += sum(isinstance(event, Token) for event in news)
+            if news and isinstance(news[-1], Finished):
+                self._end(answer, news[-1])
+            events += news
         return events
 
     def _end_early(self, answer: Answer, reason: Reason, message: str = "") -> Finished:
@@ -214,7 +217,7 @@ class BatchEngine:
         return event
 
     def _end(self, answer: Answer, event: Finished) -> None:
-        """Forget the answer and free its blocks."""
+        """Remove the answer and free its blocks."""
         del self._answers[answer.request.id]
         self._totals["cached_tokens"] += event.cached_tokens
         if event.beams:
@@ -234,11 +237,11 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
 
     Args:
         request: The request.
-        limits: Of the engine.
-        settings: Sizes of its cache.
+        limits: Limits of the engine.
+        settings: Sizes of the engine's steps and cache.
 
     Raises:
-        RequestError: It cannot, and why.
+        RequestError: The engine cannot answer it. The message says why.
     """
     sampling, vocab = request.sampling, limits.vocab_size
     length = len(request.prompt) + sampling.max_new_tokens
@@ -250,18 +253,25 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
     if length > limits.max_length:
         raise RequestError(
             f"prompt of {len(request.prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
-            f"are more than the model's {limits.max_length} positions: shorten one"
+            f"exceed the model's {limits.max_length} positions: shorten one of them"
         )
     if sampling.beam_width > limits.max_beams:
         raise RequestError(
-            f"beam_width {sampling.beam_width} is more than a step's {limits.max_beams} sequences"
+            f"beam_width {sampling.beam_width} exceeds the {limits.max_beams} sequences of a step: "
+            f"give at most {limits.max_beams}"
         )
     if blocks > settings.blocks:
         raise RequestError(
             f"{sampling.beam_width} x {length} tokens do not fit in the cache of "
-            f"{limits.cache_tokens}: ask for less, or start with a larger cache"
+            f"{limits.cache_tokens}: request fewer, or start with a larger cache"
         )
     if sampling.beam_width > 1 and sampling.repetition_penalty != 1:
-        raise RequestError("beam search has no repetition_penalty: give 1, or beam_width 1")
+        raise RequestError(
+            f"repetition_penalty {sampling.repetition_penalty} does not go with beam search: give "
+            "repetition_penalty 1, or beam_width 1"
+        )
     if sampling.top_logprobs > vocab:
-        raise RequestError(f"top_logprobs {sampling.top_logprobs}: there are {vocab} tokens")
+        raise RequestError(
+            f"top_logprobs {sampling.top_logprobs} exceeds the vocabulary's {vocab} tokens: give "
+            f"at most {vocab}"
+        )

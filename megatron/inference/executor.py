@@ -1,9 +1,9 @@
-"""Carries a plan out: tokens through the model, on every rank, and what was chosen back to all.
+"""Execution of a step: run its tokens through the model, and send the chosen tokens to every rank.
 
 On a GPU, steps in which every sequence adds one token are recorded once and run again. The GPU then
-gets all kernels of a step in one call, for which a CPU would need longer than the GPU computes.
-Passes of training are recorded by `training/recorded_passes.py`, because they have a backward pass;
-both record by `megatron.device.Recorder`.
+gets all kernels of a step in one call. Launching them one by one would take the CPU longer than the
+GPU needs to run them. Training's passes are recorded by `training/recorded_passes.py`, because they
+have a backward pass; both use `megatron.device.Recorder`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class WantedLogits(NamedTuple):
-    """Logits that are wanted, and what for.
+    """A token whose logits are needed, and what to do with them.
 
     Attributes:
-        row: Index in the plan.
-        place: Index among the row's tokens.
-        choice: What to do with them.
+        row: Index of the row in the plan.
+        place: Index of the token in the row.
+        choice: How to choose a token from the logits, or score one.
     """
 
     row: int
@@ -55,20 +55,21 @@ class StepUnderWay(NamedTuple):
     """A step under way.
 
     Attributes:
-        reading: What `sampling.choose` gives, or `None` if nothing is chosen.
-        choices: What was to be chosen.
+        reading: Result of `sampling.choose` on its way from the device, or `None` if the step
+            chooses nothing.
+        choices: What to choose for each row of the result.
     """
 
     reading: Reading | None
     choices: Many[Choice]
 
     def wait(self) -> list[Chosen]:
-        """Return what was chosen, once the device has come to it."""
+        """Wait until the device has finished, and return what was chosen."""
         return [] if self.reading is None else unpack(self.reading.wait(), self.choices)
 
 
 class Executor:
-    """One process's part of the work."""
+    """The part of each step that this process computes."""
 
     def __init__(
         self,
@@ -85,14 +86,16 @@ class Executor:
         """Join the parts.
 
         Args:
-            model: This process's part, in evaluation mode.
-            layout: Who this process is.
-            memory: The cache of the part's layers.
-            device: Where all of it is.
-            channel: Returns the way to the neighboring stages, for a number of tokens.
+            model: This process's part of the model, in evaluation mode.
+            layout: This process's place in the parallel layout.
+            memory: The cache for the part's layers.
+            device: Device of the model and the cache.
+            channel: Returns the channel to the neighboring stages for a number of tokens.
             copy: Ranks of the model's copy that this process is part of, stage by stage.
-            graphs: Runs steps in which every sequence adds one token. `None`: as any other step.
-            vocab_size: Entries of the vocabulary that can be chosen. Those after them are padding.
+            graphs: Recordings of steps in which every sequence adds one token. `None` runs them
+                like any other step.
+            vocab_size: Number of vocabulary entries that can be chosen. Entries after these are
+                padding.
         """
         self._model = model
         self._layout = layout
@@ -104,22 +107,22 @@ class Executor:
         self._vocab_size = vocab_size
         self._arrays: WeakKeyDictionary[Sequence, tuple[tuple[int, ...], Integers]]
         self._arrays = WeakKeyDictionary()
-        self._chosen = torch.zeros(0, dtype=torch.int64)  # by the last step, on the device,
-        self._places: dict[Sequence, int] = {}  # and where in it a sequence's next token is
+        self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
+        self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
 
     @torch.no_grad()
     def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> StepUnderWay:
         """Queue the work of a plan. Collective.
 
-        Its tokens may be `UNKNOWN` if the step before chooses them, whose result no host needs to
-        know for that.
+        Its tokens may be `UNKNOWN` if the previous step chooses them: they then pass from step to
+        step on the device, without the host.
 
         Args:
-            plan: What to compute.
-            wanted: Logits that are wanted.
+            plan: The step to compute.
+            wanted: The tokens whose logits are needed.
         """
         logits = None
-        # One token of each sequence, and for each the next one is wanted.
+        # Every sequence adds one token and chooses the next.
         if self._graphs is not None and len(wanted) == len(plan) and plan[-1].goes_on:
             blocks = [self._blocks(row) for row in plan]
             logits = self._graphs.run(plan, blocks, self._sources(plan), self._chosen)
@@ -136,12 +139,12 @@ class Executor:
             device = self._device.torch_device
             result = torch.empty(len(choices), width, dtype=torch.float64, device=device)
         copy = self._copy
-        if copy.size > 1:  # all get the result of the last stage's first rank, so that none differs
+        if copy.size > 1:  # all use the result of the last stage's first rank, so that none differs
             source = copy.ranks[copy.size - self._layout.tensor.size]
             work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
             copy.transfer("broadcast", work).wait()
-        # The next step finds here what is chosen now, at most one token for each sequence. Scores
-        # of prompts choose none, and there can be more of them than sequences in a step.
+        # The next step reads the tokens chosen now from here, at most one for each sequence. Prompt
+        # scores choose none, and a step can have more of them than sequences.
         tokens = result[:, 0]
         nexts = [i for i, choice in enumerate(choices) if choice.target is None]
         if len(nexts) < len(wanted):
@@ -151,10 +154,7 @@ class Executor:
         return StepUnderWay(self._device.read(result.flatten()), choices)
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
-        """Return this stage's result.
-
-        That is hidden states [s, 1, h], or on the last stage logits [1, k, v/t].
-        """
+        """Return this stage's hidden states [s, 1, h], or on the last stage logits [1, k, v/t]."""
         pipeline, hidden = self._layout.pipeline, None
         channel = self._channel(tokens.shape[1])
         if not pipeline.is_first:
@@ -169,11 +169,11 @@ class Executor:
         return result
 
     def _sources(self, plan: StepPlan) -> list[int]:
-        """Return where in `_chosen` the last token of each row is, -1 if it is known."""
+        """Return the index in `_chosen` of each row's last token, or -1 if the token is known."""
         return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
 
     def _inputs(self, plan: StepPlan, wanted: Many[WantedLogits]) -> tuple[Tensor, StepCache]:
-        """Return token ids [1, s], and where they belong."""
+        """Return the token ids [1, s], and the step's view of the cache."""
         size = self._memory.block_size
         firsts = np.cumsum([0] + [row.size for row in plan])
         blocks = [self._blocks(row) for row in plan]
@@ -223,7 +223,7 @@ class Executor:
         return Chunks(starts, sizes, self._tensor(ends), slots)
 
     def _blocks(self, row: Row) -> Integers:
-        """Return the row's blocks as an array, which is made when they change."""
+        """Return the row's blocks as an array, which is made again only when they change."""
         known = self._arrays.get(row.sequence)
         if known is None or known[0] is not row.blocks:
             known = self._arrays[row.sequence] = (row.blocks, np.array(row.blocks, dtype=np.int64))
@@ -238,16 +238,16 @@ def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:
 
 
 def row_counts(most: int) -> list[int]:
-    """Return numbers of sequences to record for: few, and none much larger than the one before."""
+    """Return the few numbers of sequences to record for, each not much larger than the last."""
     counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, most + 1, 64)}
     return sorted({*(count for count in counts if count < most), most})
 
 
 def lengths_to_record(most: int) -> list[int]:
-    """Return longest lengths to record for, each four times the one before.
+    """Return the maximum sequence lengths to record for, each four times the one before.
 
-    Parts of the keys that no sequence has cost little. The first length is a single part, because
-    nothing is joined then.
+    A recording for longer sequences costs shorter ones little. The first length is a single part of
+    keys, because then no partial results have to be joined.
     """
     lengths = [PART]
     while lengths[-1] < most:
@@ -258,9 +258,9 @@ def lengths_to_record(most: int) -> list[int]:
 class DecodeGraphs:
     """Recordings of steps in which every sequence adds one token, made when first needed.
 
-    A recording is for a number of sequences and a longest length. A step takes the next larger one
-    and fills it up with rows without tokens. All recordings read the same input memory, which is
-    written in the device's queue, so a step may be queued while another one runs.
+    A recording has a number of sequences and a maximum length. A step uses the next larger one and
+    pads it with empty rows. All recordings read the same input memory, which is written in the
+    device's queue, so a step may be queued while another one runs.
     """
 
     def __init__(
@@ -275,11 +275,11 @@ class DecodeGraphs:
         """Allocate the input memory.
 
         Args:
-            model: Of a process that is alone.
+            model: The whole model, in this single process.
             memory: The cache, with attention that can be recorded.
-            device: Where all of it is.
-            max_sequences: Sequences of a step.
-            max_length: Tokens of a sequence.
+            device: Device of the model and the cache.
+            max_sequences: Largest number of sequences in a step.
+            max_length: Largest number of tokens in a sequence.
         """
         self._model, self._memory, self._device = model, memory, device
         self._record = device.recorder()
@@ -287,7 +287,7 @@ class DecodeGraphs:
         self._lengths = lengths_to_record(max_length)
         self._recordings: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._works = True
-        # Rows: token, where else it is (`sources`), position, slot, length (with the new token).
+        # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token.
         self._inputs = torch.zeros(5, max_sequences, dtype=torch.int64, device=device.torch_device)
         self._chosen = torch.zeros_like(self._inputs[0])
         width = -(-max_length // memory.block_size)
@@ -297,13 +297,14 @@ class DecodeGraphs:
     def run(
         self, plan: StepPlan, blocks: Many[Integers], sources: Many[int], chosen: Tensor
     ) -> Tensor | None:
-        """Return logits [1, u, v] of the plan's sequences, or `None` if recording fails here.
+        """Return the logits [1, u, v] of the plan's sequences, or `None` if recording fails.
 
         Args:
-            plan: One token of each sequence.
-            blocks: Blocks of each.
-            sources: Where each one's token is among `chosen`, -1 if the plan has it.
-            chosen: What the step before chose, or will choose, int64, at most `max_sequences`.
+            plan: A step in which every sequence adds one token.
+            blocks: Blocks of each sequence.
+            sources: Index in `chosen` of each sequence's token, or -1 if the plan has the token.
+            chosen: Tokens that the previous step chose or will choose, int64, at most
+                `max_sequences`.
         """
         if not self._works:
             return None
@@ -317,15 +318,15 @@ class DecodeGraphs:
         if replay is None:
             try:
                 replay = self._record(lambda: self._step(count, longest))
-            except RuntimeError:  # any of CUDA's: without recordings everything runs, but slower
-                logger.exception("CUDA graphs: off: recording a step failed")
+            except RuntimeError:  # any CUDA error: everything also runs without graphs, only slower
+                logger.exception("recording a step failed: CUDA graphs are off")
                 self._works = False
                 return None
             self._recordings[count, longest] = replay
         return replay()[:, : len(plan)]
 
     def _step(self, count: int, longest: int) -> Tensor:
-        """Do the work of a step, from the input memory."""
+        """Compute a step from the input memory."""
         known, sources, positions, slots, lengths = self._inputs[:, :count]
         tokens = torch.where(sources >= 0, self._chosen[sources.clamp(min=0)], known)
         cache = StepCache(
@@ -346,7 +347,7 @@ class DecodeGraphs:
     def _fill_in(
         self, plan: StepPlan, blocks: Many[Integers], sources: Many[int], count: int
     ) -> None:
-        """Put the step's tokens and tables into the input memory."""
+        """Copy the step's tokens and tables into the input memory."""
         size, used = self._memory.block_size, len(plan)
         starts = np.fromiter((row.start for row in plan), np.int64, used)
         last = np.fromiter((array[-1] for array in blocks), np.int64, used)
@@ -358,7 +359,7 @@ class DecodeGraphs:
         inputs[3, :used] = last * size + starts % size
         inputs[4, :used] = starts + 1
         self._inputs[:, :count] = self._device.send(inputs)
-        # Of the tables only those that have changed in their place.
+        # Copy only the tables that have changed.
         changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]
         if not changed:
             return

@@ -1,6 +1,6 @@
-"""Hidden words, found by a trained BERT or T5: `[MASK]` in a text stands for them.
+"""Filling in hidden words, which `[MASK]` marks in a text, with a trained BERT or T5.
 
-For a BERT it is a single token, for a T5 a run of words of any length.
+A BERT fills each `[MASK]` with a single token, a T5 with a run of words of any length.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import model_state
 
 MARK = "[MASK]"
-_LONGEST_RUN = 20  # tokens that a T5 may put in one place
-# Lengths that T5s of Hugging Face, whose positions have no end, were trained with.
+_LONGEST_RUN = 20  # largest number of tokens with which a T5 fills one place
+# Lengths with which Hugging Face's T5s, whose positions have no limit, were trained.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class Guess(NamedTuple):
-    """Words for a marked place, and how sure the model is of them."""
+    """The words for a marked place, and the probability that the model gives them."""
 
     words: str
     probability: float
@@ -39,32 +39,38 @@ class Guess(NamedTuple):
 
 @dataclass(frozen=True)
 class Filler:
-    """A trained model that fills in hidden words, and what it was trained with."""
+    """A trained model that fills in hidden words, with its tokenizer and configuration."""
 
     model: BertModel | T5Model
     tokenizer: Tokenizer
     config: ModelRun
 
     def fill(self, text: str, *, top: int = 1) -> list[list[Guess]]:
-        """Return the most likely fillings for each `[MASK]` of a text, the most likely first.
+        """Return the likeliest fillings for each `[MASK]` of a text, the most likely first.
 
         Args:
-            text: With `[MASK]` in it.
-            top: Number of fillings. A T5 gives one, by taking the most likely token each time.
+            text: Text that contains `[MASK]`.
+            top: Number of fillings for each place. A T5 gives only one, by taking the most likely
+                token each time.
 
         Raises:
             UserError: Nothing is marked, or the text is longer than the model's window.
         """
         parts = [self.tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
         if len(parts) == 1:
-            raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} in place of words")
+            raise UserError(
+                f"--text {text!r} has nothing to fill in: write {MARK} in place of words"
+            )
         if isinstance(self.model, BertModel):
             return guess_tokens(self.model, self.tokenizer, self._checked(parts, 2), top=top)
         limit = self.config.data.decoder_seq_length or _DECODER_LENGTH
         # Each place takes a sentinel and at least one token, after the first token.
         most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
         if len(parts) - 1 > most:
-            raise UserError(f"--text {text!r}: this T5 fills in at most {most} places: mark fewer")
+            raise UserError(
+                f"--text {text!r} has {len(parts) - 1} {MARK}, but this T5 fills in at most "
+                f"{most}: mark fewer places"
+            )
         runs = guess_runs(
             self.model,
             self.tokenizer,
@@ -78,7 +84,7 @@ class Filler:
         window = self.config.data.seq_length or _ENCODER_LENGTH
         if length > window:
             raise UserError(
-                f"--text: {length} tokens, but the model reads {window}: give less text"
+                f"--text has {length} tokens, but the model reads at most {window}: shorten it"
             )
         return parts
 
@@ -87,7 +93,7 @@ def load_filler(folder: str, device: Device) -> Filler:
     """Load the newest complete checkpoint of a folder, in a single process.
 
     Raises:
-        CheckpointError: There is none, or it is damaged, or holds another kind of model.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds another kind of model.
     """
     reader = open_existing(folder)
     config = saved_config(reader, folder)
@@ -95,7 +101,7 @@ def load_filler(folder: str, device: Device) -> Filler:
     classes = {"bert": BertModel, "t5": T5Model}
     kind = config.model.architecture
     if kind not in classes:
-        raise CheckpointError(f"--load {folder}: holds a {kind}, but a bert or t5 is needed")
+        raise CheckpointError(f"--load {folder} holds a {kind}, but a bert or t5 is needed")
     rows = reader.meta["padded_vocab_size"]
     model = build_model(classes[kind], config, run_context(config, Layout.single(), device), rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
@@ -106,13 +112,13 @@ def load_filler(folder: str, device: Device) -> Filler:
 def guess_tokens(
     model: BertModel, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, top: int
 ) -> list[list[Guess]]:
-    """Return the `top` most likely tokens between each two parts of a text."""
+    """Return the `top` most likely tokens between each pair of neighboring parts of a text."""
     ids = [tokenizer.cls, *_joined(parts, [tokenizer.mask] * len(parts)), tokenizer.sep]
     tokens = _row(ids, model)
     result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
     assert isinstance(result, BertResult)
     places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
-    scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # padding has no text
+    scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # without padding entries
     best = scores.softmax(dim=-1).topk(top)
     return [
         [
@@ -127,16 +133,16 @@ def guess_tokens(
 def guess_runs(
     model: T5Model, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, limit: int
 ) -> list[Guess]:
-    """Return the words between each two parts of a text, taking the most likely token each time.
+    """Return the words between neighboring parts of a text, taking the likeliest token each time.
 
-    The decoder is held to the form that it was trained on: sentinels in order, words after each,
-    then the end.
+    The decoder may only write the form that it was trained on: sentinels in order, words after
+    each, then the end.
 
     Args:
         model: The T5.
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         parts: Token ids of the parts.
-        limit: Tokens that the decoder reads, at least two for each run and one more.
+        limit: Number of tokens that the decoder reads, at least two for each run and one more.
     """
     sentinels = tokenizer.additional_special_tokens_ids[: len(parts) - 1]
     encoder = _row([*_joined(parts, sentinels), *tokenizer.encoder_end], model)
@@ -160,7 +166,7 @@ def guess_runs(
 
 
 def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: bool) -> Tensor:
-    """Mask special tokens that cannot come here in scores `[v]`. A run is never empty."""
+    """Return scores `[v]` without special tokens that cannot come here. A run is never empty."""
     marks = {*tokenizer.additional_special_tokens_ids, tokenizer.eos} - {following}
     special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
     banned = [*marks, *special, *([following] if is_first else [])]
@@ -168,7 +174,7 @@ def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: 
 
 
 def _joined(parts: Sequence[Sequence[int]], marks: Sequence[int]) -> list[int]:
-    """Return the parts with a mark between each two."""
+    """Return the parts with a mark between neighbors."""
     ids = list(parts[0])
     for part, mark in zip(parts[1:], marks, strict=False):
         ids += [mark, *part]

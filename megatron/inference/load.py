@@ -1,6 +1,7 @@
-"""A trained model from its checkpoint alone, which holds shape, tokenizer and precision.
+"""Loading a trained model from its checkpoint alone, which holds shape, tokenizer and precision.
 
-Also the command line of programs that run such a model, and their rows of the start-up panel.
+This module also has the command line of programs that run such a model, and their rows of the
+start-up panel.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from megatron.training.loaded_settings import check_network
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run, and what it was trained with.
+    """A model that is ready to run, with its tokenizer and configuration.
 
     Attributes:
         model: The model in evaluation mode. In a layout it is this process's part: its tensor
             rank's shard of its pipeline stage's layers.
-        tokenizer: The tokenizer it was trained with.
-        config: The run's configuration, without what only training needs (`saved_config`).
+        tokenizer: The tokenizer that the model was trained with.
+        config: The run's configuration, without settings that only training needs (`saved_config`).
         iteration: Number of training steps taken.
-        layout: Who this process is.
+        layout: This process's place in the parallel layout.
         padded_vocab_size: Rows of the word embeddings over all tensor ranks.
     """
 
@@ -69,14 +70,15 @@ class Loaded:
 
 
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
-    """Return the context in which a model that generates is built.
+    """Return the context for building a model that generates text.
 
-    A row of its products has the same bits whatever rows come with it, if the device can do so.
+    If the device allows it, a row of a matrix product has the same bits whatever other rows are in
+    the batch.
 
     Args:
-        config: What the model was trained with.
-        layout: Who this process is.
-        device: Where it runs.
+        config: Configuration that the model was trained with.
+        layout: This process's place in the parallel layout.
+        device: Device to run on.
     """
     row_product = choose_row_product(device.torch_device)
     products = PLAIN if row_product is None else RowByRow(row_product)
@@ -99,16 +101,16 @@ def load_gpt(
 
     Args:
         folder: Folder of checkpoints.
-        device: Where to run.
-        layout: Who this process is. `None`: a single process.
+        device: Device to run on.
+        layout: This process's place in the parallel layout. `None` means a single process.
         config: A resolved run to use instead of the checkpoint's. Its network must be the same, its
             parallel sizes those of the layout, and each stage must have a single part of the model.
-        row_by_row: Build the model in a `serving_context`, which engines need. Otherwise it
-            multiplies as it was trained.
+        row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
+            it multiplies as it did in training.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged, or of another network.
-        ConfigError: The network does not divide over the layout.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds another network.
+        ConfigError: The network cannot be split over the layout.
         DataError: A file of the tokenizer is missing.
     """
     layout = layout or Layout.single()
@@ -128,7 +130,7 @@ def load_gpt(
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     context = (serving_context if row_by_row else run_context)(config, layout, device)
     model = build_model(GPTModel, config, context, rows, part)
-    # Under a pipeline no rank has a place for every parameter.
+    # In a pipeline no rank holds every parameter.
     whole = () if layout.pipeline.size > 1 else ("model.",)
     restore(reader, model_state([model]), prefixes=whole, cast=True)
     return Loaded(model.eval(), tokenizer, config, reader.iteration, layout, rows)
@@ -147,12 +149,12 @@ def open_existing(
     Args:
         folder: Folder of checkpoints.
         flag: The flag, for error messages.
-        step: Iteration to open (--ckpt-step). `None`: the newest.
+        step: Iteration to open (--ckpt-step). `None` opens the newest.
         verify: Whether to check the checkpoint's files.
-        layout: Processes that open it together.
+        layout: Layout of the processes that open it together.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     reader = open_root(Path(folder), step=step, verify=verify, layout=layout)
     if reader is None:
@@ -166,11 +168,11 @@ def check_architecture(config: RunOptions, expected: str, where: str) -> None:
 
     Args:
         config: The checkpoint's configuration.
-        expected: The architecture needed.
-        where: What names the checkpoint in error messages.
+        expected: The architecture that is needed.
+        where: The name of the checkpoint in error messages.
 
     Raises:
-        CheckpointError: It holds another kind.
+        CheckpointError: It holds another kind of network.
     """
     found = config.model.architecture
     if found != expected:
@@ -178,15 +180,15 @@ def check_architecture(config: RunOptions, expected: str, where: str) -> None:
 
 
 def saved_config(reader: Reader, folder: str) -> ModelRun:
-    """Return the configuration that a checkpoint's model runs with, resolved.
+    """Return the resolved configuration that a checkpoint's model runs with.
 
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
-    an approximation that speeds training up; the weights have 16 bits and are used in these.
-    Settings that only say how that run was to compute on its device, or how to begin, are left
-    out, because another run has another device.
+    left out: it is an approximation that speeds training up, and the weights have 16 bits. Settings
+    for how that run computed on its device, or how it started, are left out too, because this
+    device may differ.
 
     Args:
-        reader: Of the checkpoint.
+        reader: Reader of the checkpoint.
         folder: Folder of checkpoints, where an imported model's tokenizer may be.
     """
     sections = reader.meta["config"]
@@ -216,7 +218,7 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
     """Return the configuration with the layout's parallel sizes.
 
     Raises:
-        ConfigError: The network does not divide over it.
+        ConfigError: The network cannot be split over the layout.
     """
     parallel = ParallelOptions(
         tensor_model_parallel_size=layout.tensor.size,
@@ -238,17 +240,20 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
 
 
 def _rows(reader: Reader, ranks: int) -> int:
-    """Return the number of vocabulary rows: as saved, padded so that it divides over the ranks.
+    """Return the saved number of vocabulary rows, padded so that it divides over the ranks.
 
-    Each rank's share is a multiple of the granule of matrix products, because with GPT-2's 50257
-    entries products would not keep to one order of sums.
+    Each rank's share is a multiple of the matrix products' granule. With an odd size, such as
+    GPT-2's 50257 entries, products would not always add up in the same order.
     """
     unit = ranks * GRANULE
     return -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
 
 
 def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
-    """Find an imported model's tokenizer files in `beside`, wherever the folder was moved to."""
+    """Return the tokenizer's settings with missing files replaced by those in the folder `beside`.
+
+    An imported model keeps its tokenizer there, so the checkpoint folder can be moved.
+    """
 
     def find(path: str | None) -> str | None:
         if path is None or Path(path).exists():
@@ -272,22 +277,22 @@ def parse_generation(
     extra: Sequence[type],
     check_extra: Callable[..., Iterable[str]],
 ) -> ParsedRun:
-    """Parse the command line of a program that generates text, and check everything.
+    """Parse and check the command line of a program that generates text.
 
-    The run is what the checkpoint under `--load` says, changed by Megatron's flags, so `--load`
-    alone is enough. Flags of the network, as Megatron's own scripts give them, must be those of the
-    checkpoint; loading it compares them.
+    The run starts from the checkpoint under `--load`, and Megatron's flags change it, so `--load`
+    alone is enough. Flags that describe the network, which Megatron's own scripts pass, must agree
+    with the checkpoint; loading it compares them.
 
     Args:
         arguments: The command line.
         world_size: Number of processes.
         program: Name of the program.
         extra: Dataclasses of the program's own flags.
-        check_extra: Returns the mistakes in instances of these.
+        check_extra: Returns the mistakes in instances of these dataclasses.
 
     Raises:
-        ConfigError: All mistakes.
-        CheckpointError: --load names no checkpoint of a GPT.
+        ConfigError: The command line has mistakes. The error lists all of them.
+        CheckpointError: --load does not name a GPT's checkpoint.
     """
     return parse_config(
         arguments,
@@ -305,11 +310,11 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
     """Return the run of the GPT under --load, for `parse_config`'s `find_start`.
 
     Args:
-        given: Flags that were given. Without --load the run has the defaults.
+        given: Flags on the command line. Without --load the run has the defaults.
         micro_batch: Micro-batch size of the run.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is of another network.
+        CheckpointError: There is no checkpoint, or it holds another network.
     """
     folder = given.get("load")
     if folder is None:
@@ -320,7 +325,7 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
 
 
 def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Check that there is a model, and a tokenizer, which old checkpoints do not name."""
+    """Check that the run has a model and a tokenizer. Old checkpoints do not name theirs."""
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
     else:
@@ -328,7 +333,7 @@ def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Refuse what a model may be trained with, but is not run with afterwards."""
+    """Refuse settings that only training supports."""
     parallel, fp8 = config.parallel, config.precision.fp8_format
     if config.training.dry_run:
         yield "--dry-run is for training: drop it"
@@ -340,30 +345,30 @@ def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
         ("virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
     ):
         if value is not None:
-            yield f"--num-{name} {value}: outside of training a stage has a single part: drop it"
+            yield f"--num-{name} {value}: stages are divided only in training: drop it"
     if fp8 is not None:
-        yield f"--fp8-format {fp8}: a trained model multiplies in the weights' 16 bits: drop it"
+        yield f"--fp8-format {fp8} is for training; a trained model computes in 16 bits: drop it"
     if parallel.zero_stage == 3:
-        yield "--zero-stage 3 shares the weights of a training run: drop it"
+        yield "--zero-stage 3 shards the weights only in training: drop it"
     if parallel.tp_comm_overlap:
         yield "--tp-comm-overlap splits matrix products only in training: drop it"
 
 
 def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Check that the ranks are those of a single copy of the model."""
+    """Check that the launched ranks hold a single copy of the model."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if tensor * pipeline != world_size:
         yield (
-            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} is "
-            f"not the {world_size} launched process(es): text generation runs a single copy of the "
-            f"model, so launch {tensor * pipeline}"
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} "
+            f"does not match {world_size} launched process(es): text generation runs a single copy "
+            f"of the model, so launch {tensor * pipeline}"
         )
     if parallel.sequence_parallel:
         yield "--sequence-parallel is for training: drop it"
 
 
-# For every program that runs a saved model.
+# Rules of every program that runs a saved model.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
     _no_training,
@@ -379,7 +384,7 @@ SAVED_MODEL_RULES: tuple[Rule, ...] = (
 )
 RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
 
-# Fields of a network that only its training, or a new network, depends on.
+# Model fields that matter only for training or for a new network.
 _OF_TRAINING = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform"),
     *("perform_initialization", "make_vocab_size_divisible_by"),
@@ -403,12 +408,12 @@ _READ: dict[str, tuple[str, ...]] = {
     "training": ("deterministic_mode", "dry_run"),
     "checkpoint": ("load", "ckpt_step", "use_checkpoint_args"),
 }
-# What every program that runs a saved model depends on, or refuses by name.
+# Fields that every program that runs a saved model uses, or refuses by name.
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])
 
 
 def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:
-    """Return panel rows: which model, where, in what number format and layout."""
+    """Return the panel's rows about the model, its device, number format and layout."""
     config = loaded.config
     model = config.model
     dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
@@ -423,6 +428,6 @@ def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:
 
 
 def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[PanelRow]:
-    """Return the same rows, and what text generation chose there."""
+    """Return the rows of `model_rows`, and those about text generation."""
     window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
     return [*model_rows(loaded, device), ("window", window), *engine.choices]

@@ -1,7 +1,7 @@
 """Messages between the web server, rank 0 and the other ranks: typed JSON, never pickle.
 
 A message is a JSON list of records of one dataclass. On the socket between the web server and
-rank 0 a 4-byte big-endian length stands before it.
+rank 0 a 4-byte big-endian length precedes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _LENGTH = struct.Struct(">I")
-# The largest message is a batch of requests with their prompts' ids, which is far smaller.
+# Far above the largest real message, a batch of requests with their prompts' ids.
 MAX_MESSAGE = 256 << 20  # bytes
 
 Record = TypeVar("Record")
@@ -27,7 +27,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Add:
-    """Take this request."""
+    """The command to accept a request."""
 
     request: Request
     command: Literal["add"] = "add"
@@ -35,7 +35,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End this request."""
+    """The command to end a request."""
 
     request: str
     command: Literal["cancel"] = "cancel"
@@ -43,7 +43,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """End all requests and the loop."""
+    """The command to end all requests and the loop."""
 
     command: Literal["shutdown"] = "shutdown"
 
@@ -53,9 +53,9 @@ Command = Add | Cancel | Shutdown
 
 @dataclass(frozen=True)
 class Report:
-    """What the engine did in a step.
+    """The events of a step, and the engine's statistics after it.
 
-    Events are sorted by kind, because lists of a single kind are read three times as fast as a
+    Events are grouped by kind, because lists of a single kind are parsed three times as fast as a
     list of a union. A request's own events keep their order: it has at most one `Prompt`, before
     its tokens, and one `Finished`, after them.
     """
@@ -77,12 +77,12 @@ class Report:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All events, each request's in order."""
+        """All events. Each request's events are in order."""
         return (*self.prompts, *self.tokens, *self.finished)
 
 
 class MessageError(UserError):
-    """Bytes that are not a message of ours."""
+    """An error about bytes that are not one of these messages."""
 
 
 def pack(kind: Any, *records: Any) -> bytes:
@@ -109,7 +109,7 @@ def read(kind: Any, data: bytes) -> list[Any]:
         data: The list as JSON.
 
     Raises:
-        MessageError: The bytes are not such a list. The message names the field.
+        MessageError: The bytes are not such a list. The error names the field.
         RequestError: A value of a request is out of range.
     """
     from pydantic import ValidationError
@@ -124,10 +124,10 @@ def read(kind: Any, data: bytes) -> list[Any]:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[list[Any]]:
-    # Imported here because it takes 70 ms, for which a server's start would wait.
+    # Imported here because the import takes 70 ms, which would delay a server's start.
     from pydantic import ConfigDict, TypeAdapter
 
-    # Scores may be infinite, which JSON itself cannot say.
+    # Scores may be infinite, which standard JSON cannot express.
     config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
     return TypeAdapter(list[kind], config=config)
 
@@ -149,13 +149,13 @@ class Unpacker(Generic[Record]):
         """Yield the records of all messages that are complete with these bytes.
 
         Raises:
-            MessageError: A length or a body that `pack` does not write.
+            MessageError: A length or a body is not one that `pack` writes.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_MESSAGE:
-                raise MessageError(f"a message of {length:,} bytes; at most {MAX_MESSAGE:,}")
+                raise MessageError(f"a message has {length:,} bytes, more than {MAX_MESSAGE:,}")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return

@@ -1,6 +1,6 @@
-"""What goes into an engine and what comes out of it: requests and events, of tokens only, no text.
+"""The requests that an engine takes and the events that it returns: tokens only, no text.
 
-All of it is plain data, frozen, and travels between processes as JSON (`messages`).
+All of them are frozen records, which travel between processes as JSON (`messages`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Reason = Literal["stop", "length", "cancelled", "refused", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most likely first
 
 LARGEST_SEED = 2**63 - 1
-# A length to a larger power is not a floating-point number for long texts, in either direction.
+# With a larger power, a long text's length overflows or underflows a floating-point number.
 MOST_LENGTH_PENALTY = 20.0
 _MOST_TOP_LOGPROBS = 100
-# Field: (least, most, what to give).
+# Field: (smallest value, largest value, allowed values in words).
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_new_tokens": (0, math.inf, "0 or more"),
     "temperature": (0, math.inf, "0 (greedy) or more"),
@@ -39,41 +39,44 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 
 
 class RequestError(UserError):
-    """A request that the engine cannot serve. The message names field, value and remedy."""
+    """An error in a request. The message names the field, the value and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to continue a prompt, and what to report about it.
+    """Settings for continuing a prompt, and for the scores to report.
 
-    A token is sampled in this order: `repetition_penalty` weakens the scores of tokens that
-    occurred, all scores are divided by `temperature`, only the `top_k` most likely tokens are kept,
-    and of these only the most likely that together have `top_p`.
+    A token is sampled in this order: `repetition_penalty` weakens the scores of tokens that have
+    occurred, all scores are divided by `temperature`, the `top_k` most likely tokens are kept, and
+    among these the most likely ones that together have probability `top_p`.
 
     Attributes:
         max_new_tokens: Largest number of new tokens. 0 only scores the prompt.
-        temperature: 0 always takes the most likely token.
-        top_k: Sample from the k most likely tokens. 0: all; 1: greedy.
-        top_p: Sample from the smallest set of most likely tokens that has this probability. 0: all.
-        top_p_decay: `top_p` is multiplied by this after each token. 0: it stays.
-        top_p_bound: `top_p` does not decay below this.
-        repetition_penalty: Positive scores of tokens of the prompt and the answer are divided by
-            this, negative ones multiplied. 1: off.
-        seed: The same seed gives the same tokens, whatever else runs. `None`: derived from the
-            engine's seed and the request's id.
-        stop_tokens: The answer ends with the first of these, which is part of it. The tokenizer's
-            end of document must be one of them if it is to end an answer.
-        stop_sequences: The answer ends once its last tokens are one of these; the first ones may
-            belong to the prompt. Megatron's double end of line is the stop token 628 and the
-            sequence (198, 198); its end of line is the stop tokens 628 and 198.
-        banned_pairs: (first, second): `second` is never chosen right after `first`. Megatron's
-            "prevent newline after colon".
-        beam_width: Above 1, beam search for this many best answers, without sampling.
-        length_penalty: With beam search, an answer's score is the sum of its log probabilities
-            divided by its length to this power, which is within `MOST_LENGTH_PENALTY` of 0.
-        logprobs: Report each new token's log probability, before temperature and the like.
-        top_logprobs: Also report this many most likely tokens in its place.
-        prompt_logprobs: Report log probabilities of the prompt's tokens too.
+        temperature: Divisor of the scores before sampling. 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens. 0 disables the limit; 1 is greedy.
+        top_p: Sample from the smallest set of most likely tokens that has this probability. 0
+            disables the limit.
+        top_p_decay: Factor that multiplies `top_p` after each token. 0 keeps `top_p` constant.
+        top_p_bound: Value below which `top_p` does not decay.
+        repetition_penalty: Divisor of positive scores, and factor of negative scores, for tokens in
+            the prompt and the answer. 1 disables it.
+        seed: Seed of the random draws. The same seed gives the same tokens, whatever else runs.
+            `None` derives one from the engine's seed and the request's id.
+        stop_tokens: Tokens that end the answer; the one that does is part of it. The tokenizer's
+            end of document ends an answer only if it is one of them.
+        stop_sequences: Token sequences that end the answer once its last tokens match one. The
+            match may begin in the prompt. Megatron's double end of line is the stop token 628 and
+            the sequence (198, 198); its end of line is the stop tokens 628 and 198.
+        banned_pairs: Pairs (first, second), in which `second` is never chosen right after `first`.
+            Megatron's "prevent newline after colon" uses them.
+        beam_width: Number of beams. Above 1, a beam search returns this many best answers, without
+            sampling.
+        length_penalty: Power of an answer's length by which a beam search divides the sum of its
+            log probabilities. It is within `MOST_LENGTH_PENALTY` of 0.
+        logprobs: Whether to report each new token's log probability, before the temperature and
+            other settings change it.
+        top_logprobs: Number of most likely tokens to report with each token.
+        prompt_logprobs: Whether to report the log probabilities of the prompt's tokens too.
     """
 
     max_new_tokens: int
@@ -97,15 +100,17 @@ class Sampling:
         """Raise `RequestError` if a value is out of range."""
         values = {name: getattr(self, name) for name in _BOUNDS}
         if not all(value is None or math.isfinite(value) for value in values.values()):
-            raise RequestError("temperature, top_p, penalties: give finite numbers")
+            raise RequestError("a number is not finite: give finite temperature, top_p, penalties")
         for name, (least, most, wanted) in _BOUNDS.items():
             value = values[name]
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name} {value}: give {wanted}")
         if not all(self.stop_sequences):
-            raise RequestError("stop_sequences: one of them is empty")
+            raise RequestError("stop_sequences contains an empty sequence: remove it")
         if self.beam_width > 1 and self.max_new_tokens == 0:
-            raise RequestError("beam_width with max_new_tokens 0: there is nothing to search")
+            raise RequestError(
+                f"beam_width {self.beam_width} with max_new_tokens 0: give at least one new token"
+            )
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,9 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        id: Chosen by the caller. No two requests have the same at a time.
-        prompt: At least one token.
-        sampling: How to continue.
+        id: Name chosen by the caller. No two requests under way may share one.
+        prompt: Token ids of the prompt, at least one.
+        sampling: Settings for continuing the prompt.
     """
 
     id: str
@@ -130,12 +135,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt's log probabilities, once, before the first token, if they were asked for.
+    """The prompt's log probabilities, reported once, before the first token, if requested.
 
     Attributes:
         request: Id of the request.
-        logprobs: Of all tokens of the prompt except the first, which follows nothing.
-        top: The most likely tokens in those places. Empty without `top_logprobs`.
+        logprobs: Log probability of every prompt token except the first, which follows nothing.
+        top: The most likely tokens at those positions. Empty without `top_logprobs`.
     """
 
     request: str
@@ -145,13 +150,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Token:
-    """The next token of an answer. Beam search has only the end, none of these.
+    """The next token of an answer. A beam search reports no tokens, only its end.
 
     Attributes:
         request: Id of the request.
-        token: The token.
-        logprob: `None` if the request does not ask for it.
-        top: Empty if the request does not ask for it.
+        token: Id of the token.
+        logprob: Log probability of the token, or `None` without `logprobs`.
+        top: The most likely tokens at its position. Empty without `top_logprobs`.
     """
 
     request: str
@@ -165,9 +170,9 @@ class Beam:
     """One answer of a beam search.
 
     Attributes:
-        tokens: Without the prompt, but with the stop token if there is one.
+        tokens: Token ids without the prompt, but with the stop token if there is one.
         score: Sum of `logprobs` divided by the length to the power of `length_penalty`.
-        logprobs: Of each token.
+        logprobs: Log probability of each token.
     """
 
     tokens: tuple[int, ...]
@@ -181,11 +186,12 @@ class Finished:
 
     Attributes:
         request: Id of the request.
-        reason: "stop": a stop token or sequence. "length": `max_new_tokens`. "cancelled".
-            "refused": the engine cannot answer it, and never began. "error": something went wrong.
-        message: What is wrong, with reason "refused" or "error".
-        new_tokens: Length of the answer, for a beam search of the best one.
-        cached_tokens: Tokens of the prompt that had been computed for an earlier request.
+        reason: Cause of the end. "stop" is a stop token or sequence, "length" is `max_new_tokens`,
+            "cancelled" is a client's cancellation, "refused" means that the engine cannot answer
+            the request and never began, and "error" means that the answer failed.
+        message: Explanation of the problem if the reason is "refused" or "error".
+        new_tokens: Length of the answer in tokens. A beam search reports its best answer's.
+        cached_tokens: Number of prompt tokens that had been computed for an earlier request.
         beams: Answers of a beam search, best first.
     """
 
@@ -202,13 +208,13 @@ Event = Prompt | Token | Finished
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine can take.
+    """Limits of the requests that an engine can answer.
 
     Attributes:
-        vocab_size: Tokens are 0 to this, exclusive.
-        max_length: Largest number of tokens of a prompt and its answer.
-        cache_tokens: Tokens of all requests that fit in the KV cache.
-        max_beams: Widest beam search.
+        vocab_size: Number of token ids, which start at 0.
+        max_length: Largest number of tokens in a prompt and its answer together.
+        cache_tokens: Number of tokens that fit in the KV cache, for all requests together.
+        max_beams: Largest number of beams in a beam search.
     """
 
     vocab_size: int
@@ -219,17 +225,17 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine is doing, for metrics.
+    """Statistics of an engine, for metrics.
 
     Attributes:
-        running: Requests that have a place in the batch.
-        waiting: Requests that wait for one.
-        blocks: Blocks of the KV cache.
-        blocks_used: Blocks that running requests use.
-        preempted: Times that a request gave up its blocks, to be computed again later.
-        prompt_tokens: Tokens of prompts since the start.
-        cached_tokens: Those of them that were found in the cache.
-        new_tokens: Tokens generated since the start.
+        running: Number of requests in the batch.
+        waiting: Number of requests that wait for a place in the batch.
+        blocks: Number of blocks in the KV cache.
+        blocks_used: Number of blocks that running requests use.
+        preempted: Number of times that a sequence gave up its blocks, to be computed again later.
+        prompt_tokens: Number of prompt tokens since the start.
+        cached_tokens: Number of these prompt tokens that were found in the cache.
+        new_tokens: Number of tokens generated since the start.
     """
 
     running: int = 0

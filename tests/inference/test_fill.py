@@ -124,7 +124,7 @@ def test_a_t5_with_its_own_sentinels(own_t5: Filler) -> None:
     ((first,), (second,)) = own_t5.fill("w1 [MASK] w4 w5 [MASK] w7")
     assert (first.words, second.words) == ("w2 w3", "w6")
     # The end of the encoder's text counts.
-    with pytest.raises(UserError, match="17 tokens, but the model reads 16"):
+    with pytest.raises(UserError, match="17 tokens, but the model reads at most 16"):
         own_t5.fill("[MASK] " + "w1 " * 15)
 
 
@@ -151,7 +151,7 @@ def test_a_t5_finds_hidden_runs(t5: Filler) -> None:
     ("text", "message"),
     [
         ("w1 w2", r"write \[MASK\]"),
-        ("[MASK] " + "w1 " * 20, "the model reads 16"),
+        ("[MASK] " + "w1 " * 20, "the model reads at most 16"),
     ],
 )
 def test_texts_that_cannot_be_filled(bert: Filler, t5: Filler, text: str, message: str) -> None:
@@ -161,10 +161,10 @@ def test_texts_that_cannot_be_filled(bert: Filler, t5: Filler, text: str, messag
 
 
 def test_more_places_than_sentinels(t5: Filler) -> None:
-    with pytest.raises(UserError, match="at most 3 places"):
+    with pytest.raises(UserError, match="at most 3: mark fewer places"):
         t5.fill("[MASK] w1 [MASK] w2 [MASK] w3 [MASK]")
     narrow = DataConfig(seq_length=16, decoder_seq_length=4)
-    with pytest.raises(UserError, match="at most 1 places"):
+    with pytest.raises(UserError, match="at most 1: mark fewer places"):
         Filler(t5.model, t5.tokenizer, RunOptions(data=narrow)).fill("[MASK] w1 [MASK]")
 
 

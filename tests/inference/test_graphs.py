@@ -94,7 +94,7 @@ def test_where_recording_fails_everything_runs_as_before(
     expected = tokens_of(drain(toy_engine(folder), requests)["a"])
     found = tokens_of(drain(engine_with(record, folder, monkeypatch), requests)["a"])
     assert found == expected
-    assert caplog.text.count("CUDA graphs: off") == 1
+    assert caplog.text.count("CUDA graphs are off") == 1
 
 
 def test_sizes_to_record_reach_the_largest_and_grow_slowly() -> None:
