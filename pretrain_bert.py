@@ -55,7 +55,7 @@ class BertRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertModel:
-        """Build what a pipeline stage holds of the model."""
+        """Build one pipeline stage's part of the model."""
         return build_model(BertModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertModel) -> str:

@@ -61,7 +61,7 @@ class GPTRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> GPTModel:
-        """Build what a pipeline stage holds of the model."""
+        """Build one pipeline stage's part of the model."""
         return build_model(GPTModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: GPTModel) -> str:

@@ -54,7 +54,7 @@ class T5Recipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> T5Model:
-        """Build what a pipeline stage holds of the model."""
+        """Build one pipeline stage's part of the model."""
         return build_model(T5Model, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: T5Model) -> str:

@@ -99,16 +99,18 @@ def part_activations(
         seq_length: Tokens of a sequence, or of the encoder's sequence.
         decoder_seq_length: Tokens of the decoder's sequence, if there is one.
     """
-    passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # a T5 passes both on
+    passing = replace(
+        batch, length=seq_length + (decoder_seq_length or 0)
+    )  # a T5 passes on encoder and decoder
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
-    of_layers = []
+    per_layer = []
     for index in part.layers:
         length, read = plan.lengths(index, seq_length, decoder_seq_length)
         seen = replace(batch, length=length, encoder_length=read)
-        of_layers.append(Block.activation_bytes(plan.layers[index], seen))
-    total = sum(of_layers)
+        per_layer.append(Block.activation_bytes(plan.layers[index], seen))
+    total = sum(per_layer)
     if recompute is not None:
-        total = recompute.bytes_kept(of_layers, boundary, batch)
+        total = recompute.bytes_kept(per_layer, boundary, batch)
     if plan.position_bias is not None:
         for stack in plan.stacks(part):
             length, read = plan.lengths(stack.start, seq_length, decoder_seq_length)

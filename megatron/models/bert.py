@@ -115,7 +115,7 @@ class BertModel(nn.Module):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
-        """Build what the part holds."""
+        """Build the modules of the part that this process holds."""
         super().__init__()
         self.plan = plan
         self.part = part or whole_model(len(plan.layers))
@@ -272,7 +272,7 @@ class Pooler(nn.Module):
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to [b, h] on every rank."""
         first = x[:1]
         if self.sequence.size > 1:
-            # Other ranks' tokens are multiplied by 0, so backward reaches x on every rank.
+            # Other ranks multiply theirs by 0, so that backward passes through x on every rank.
             first = reduce_from(first * int(self.sequence.is_first), self.sequence)
         return torch.tanh(self.dense(first)).squeeze(0)
 

@@ -61,7 +61,7 @@ class GPTModel(nn.Module):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
-        """Build what the part holds."""
+        """Build the modules of the part that this process holds."""
         super().__init__()
         self.plan = plan
         self.part = part or whole_model(len(plan.layers))

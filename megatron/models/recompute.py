@@ -52,23 +52,23 @@ class RecomputePlan:
         method, count = training.recompute_method or "uniform", training.recompute_num_layers or 1
         return cls(training.recompute_granularity, method, count, split_inputs)
 
-    def bytes_kept(self, of_layers: list[int], boundary: int, batch: MicroBatch) -> int:
+    def bytes_kept(self, per_layer: list[int], boundary: int, batch: MicroBatch) -> int:
         """Count the bytes that layers keep for the backward pass of a micro-batch.
 
         Args:
-            of_layers: Bytes that each layer keeps without recomputation.
+            per_layer: Bytes that each layer keeps without recomputation.
             boundary: Bytes of the hidden states between two layers.
             batch: The micro-batch.
         """
         if self.granularity != "full":
-            return sum(of_layers)
+            return sum(per_layer)
         if self.split_inputs and batch.sequence == 1:
             boundary //= batch.tensor
-        count, largest = len(of_layers), max(of_layers, default=0)
+        count, largest = len(per_layer), max(per_layer, default=0)
         if self.method == "uniform":
             groups = -(-count // self.num_layers)
             return groups * boundary + min(self.num_layers, count) * largest
-        kept = of_layers[self.num_layers :]
+        kept = per_layer[self.num_layers :]
         return (count - len(kept)) * boundary + max(sum(kept), largest)
 
 

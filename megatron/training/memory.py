@@ -151,9 +151,9 @@ def _kept_for_weights(
     outside = sum(
         count_part_parameters(plan, replace(part, layers=range(0)), tensor=tensor) for part in parts
     )
-    of_8_bits = 0
+    in_8_bits = 0
     if numbers.fp8_format is not None:
-        of_8_bits = sum(count_part_matrices(plan, part, tensor=tensor) for part in parts)
+        in_8_bits = sum(count_part_matrices(plan, part, tensor=tensor) for part in parts)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
     is_shared = shares_weights(config.parallel, layout)
@@ -168,12 +168,12 @@ def _kept_for_weights(
         leaving = width * outside + (width + summed) * layer
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
     else:
-        weights = width * parameters + 2 * of_8_bits  # the 8-bit copies and their transposes
+        weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
         gradients = summed * parameters
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, tensor=tensor))
             if numbers.fp8_param_gather:  # all small weights fill a bucket of their own
-                passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
+                passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
             gradients *= 2  # it has its own buckets

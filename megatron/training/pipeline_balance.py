@@ -65,7 +65,7 @@ class Costs:
         """The head's time as a number of average layers."""
         return self.head * len(self.layers) / math.fsum(self.layers)
 
-    def of_parts(self, counts: Counts, *, again: int = 0) -> list[float]:
+    def part_times(self, counts: Counts, *, again: int = 0) -> list[float]:
         """Return the time of each part, with its layers run `again` more times.
 
         The last part includes the head.
@@ -78,9 +78,9 @@ class Costs:
         times[-1] += self.head
         return times
 
-    def of_updates(self, counts: Counts) -> list[float]:
+    def update_times(self, counts: Counts) -> list[float]:
         """Return each part's time for forward, input gradients and weight gradients together."""
-        passes = (self.of_parts(counts), self.of_parts(counts, again=self.again))
+        passes = (self.part_times(counts), self.part_times(counts, again=self.again))
         return [2 * forward + inputs for forward, inputs in zip(*passes, strict=True)]
 
 
@@ -105,7 +105,7 @@ class Pipeline:
         """Return the estimated time of an update."""
         if (counts, costs) not in self._times:
             forward, inputs = (
-                time_table(LAYOUT_FLAG, costs.of_parts(counts, again=n), self.stages, self.chunks)
+                time_table(LAYOUT_FLAG, costs.part_times(counts, again=n), self.stages, self.chunks)
                 for n in (0, costs.again)
             )
             total = self.course.total(Times(forward, inputs, forward))
@@ -125,11 +125,11 @@ class Pipeline:
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
         """Return the share of their time that the stages spend waiting."""
-        busy = sum(costs.of_updates(counts)) * self.micro_batches
+        busy = sum(costs.update_times(counts)) * self.micro_batches
         return 1 - busy / (self.stages * self.time(counts, costs))
 
     def _slowest(self, counts: Counts, costs: Costs) -> float:
-        parts = costs.of_updates(counts)
+        parts = costs.update_times(counts)
         return max(sum(parts[stage :: self.stages]) for stage in range(self.stages))
 
     def best(self, costs: Costs) -> Counts:

@@ -130,7 +130,7 @@ def test_memory_and_balance_read_each_layer():
     assert len({Block.activation_bytes(layer, micro) for layer in toys.layers}) == 4
     costs = Costs.of(run.config, toys)
     assert len(set(costs.layers)) == 4
-    first, last = costs.of_parts((1, 3))
+    first, last = costs.part_times((1, 3))
     assert first == costs.layers[0]
     assert last == pytest.approx(sum(costs.layers[1:]) + costs.head)
     assert sum(Pipeline("1f1b", 2, 1, 8).best(costs)) == 4

@@ -39,7 +39,7 @@ def test_a_long_update_takes_what_all_of_its_simulation_takes(
 ):
     counts = (2,) * (stages * chunks)
     costs = alike(sum(counts), again=again)
-    forward = costs.of_parts(counts)
+    forward = costs.part_times(counts)
     inputs = [x + 2 * costs.again for x in forward]
     tables = [time_table("", x, stages, chunks) for x in (forward, inputs, forward)]
     schedule = make_schedule(kind, stages, chunks, micro_batches)
