@@ -1,13 +1,13 @@
-"""Hugging Face folders, read and written: safetensors and config.json. Nothing in them is executed.
+"""Read and write Hugging Face folders: safetensors and config.json. Nothing in them is executed.
 
-    files       which files of a folder are read, and the tokenizer among them
+    files       which files of a folder are read, and which of them are the tokenizer
     settings    config.json, checked key by key
-    rules       how one of our parameters is made of a folder's tensors; what a family states
+    rules       how our parameters are made from a folder's tensors; what a family states
     families    the table of families
     llama, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`
     writer      a checkpoint as such a folder
 
 A family says how config.json becomes network flags and back, and which tensors make up each
-parameter. Neither direction holds more than the tensors that are being written.
+parameter. Both directions hold only the tensors that are being written in memory.
 """

@@ -1,10 +1,11 @@
-"""BERT: an encoder with token types, a pooler and two heads, of which files may lack some.
+"""BERT: an encoder with token types, a pooler and two heads, some of which files may lack.
 
-BERT normalizes after each residual sum. Ours, with --apply-residual-connection-post-layernorm,
-normalizes before each half of a layer and continues from the normalized values: the same sums and
-the same normalizations, cut into layers at another place. So the normalization after the embeddings
-is the first of our layer 0, and the last one of their layer i is the first of our layer i + 1. In
-training one thing differs: they apply dropout to the embeddings after normalizing them, we before.
+BERT normalizes after each residual sum. Our BERT, with --apply-residual-connection-post-layernorm,
+normalizes before each half of a layer and continues from the normalized values: the sums and the
+normalizations are the same, but the layers begin at another point. So the normalization after the
+embeddings is the first of our layer 0, and the last one of their layer i is the first of our
+layer i + 1. One thing differs in training: they apply dropout to the embeddings after normalizing
+them, we before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan, layer_plan, norm_plan
 
 _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
-# Pieces that files may lack as a whole.
+# Pieces of the model that a folder may lack entirely.
 _POOLER, _MASKED, _ORDER = "pooler", "masked tokens", "sentence order"
 _KEYS = (
     rules.Key("hidden_size", "hidden_size"),
@@ -40,10 +41,10 @@ _TOKEN_TYPES = 2
 
 
 class Bert(rules.Family):
-    """The family of BERT."""
+    """The BERT family."""
 
     def __init__(self) -> None:
-        """State names, keys and the pieces that files may lack."""
+        """State the family's names, its keys and the pieces that files may lack."""
         super().__init__(
             "bert",
             "BertForPreTraining",
@@ -55,14 +56,14 @@ class Bert(rules.Family):
         )
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the class of `transformers` that has these pieces."""
+        """Return the `transformers` class that has these pieces."""
         if _ORDER in pieces:
             both = _MASKED in pieces
             return self.language_model if both else "BertForNextSentencePrediction"
         return "BertForMaskedLM" if _MASKED in pieces else "BertModel"
 
     def read(self, settings: Settings) -> rules.Described:
-        """Return the network of a config.json."""
+        """Return the network that a config.json describes."""
         flags = rules.read_keys(settings, self.keys)
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         settings.must_be("model_type", self.name)
@@ -99,7 +100,7 @@ class Bert(rules.Family):
         }
 
     def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
-        """Return the records of all layers, which see both ways."""
+        """Return the plans of all layers, which attend in both directions."""
         plan = layer_plan(model, causal=False)
         return {f"layers.{layer}": plan for layer in range(model.num_layers)}
 
@@ -117,7 +118,7 @@ class Bert(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield our modules with theirs."""
+        """Yield each of our modules with their modules."""
         for table in ("word", "position", "token_type"):
             yield f"embedding.{table}", [f"bert.embeddings.{table}_embeddings"]
         norm_before = "bert.embeddings.LayerNorm"
@@ -134,8 +135,8 @@ class Bert(rules.Family):
         yield "binary_head", ["cls.seq_relationship"]
 
     def is_derived(self, name: str) -> bool:
-        """Return whether a tensor is the second name of the output's bias.
+        """Return whether a tensor duplicates the output's bias or holds position indices.
 
-        Or the places 0, 1, 2, ..., which older files hold.
+        Older files hold the position indices 0, 1, 2, ...
         """
         return name.endswith("embeddings.position_ids") or name == "cls.predictions.decoder.bias"

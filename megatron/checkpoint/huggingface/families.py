@@ -1,4 +1,4 @@
-"""The table of families, and which of them can express a network."""
+"""The table of families, and the choice of a family that can express a network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def family_named(name: object, path: object) -> Family:
         path: The file, for messages.
 
     Raises:
-        CheckpointError: It is not among those known.
+        CheckpointError: The `model_type` is not supported.
     """
     known = families()
     if not isinstance(name, str) or name not in known:
@@ -55,10 +55,10 @@ def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
     Args:
         model: The network.
         vocab: Rows of the word embedding.
-        wanted: A `model_type`, or None for any.
+        wanted: The `model_type` to write, or None for any.
 
     Raises:
-        CheckpointError: None can; the message says for each what does not fit.
+        CheckpointError: No family can express the network. The message says why not, for each.
     """
     known = families()
     candidates = [known[wanted]] if wanted else list(known.values())
@@ -75,12 +75,12 @@ def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
 
 
 def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
-    """Return what the family's config.json cannot say about a network, a line each."""
+    """Return a line for each setting of a network that the family's config.json cannot express."""
     written = Settings(family.write(model, vocab), "config.json")
     said = family.read(written).model
     differing = differing_fields(family, model, said)
     values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
-    # What the flag alone does not tell, as it follows from others, these others do.
+    # If the flags are equal but their meanings differ, show the meanings, which other flags decide.
     values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     if not values:
         values = {
@@ -110,7 +110,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "rotary_seq_len_interpolation_factor":
             return model.rotary_seq_len_interpolation_factor or 1
         case "openai_gelu":
-            # Compared as one; a head for masked tokens has an activation of its own.
+            # Compare both as a pair, because a head for masked tokens has an activation of its own.
             return model.activation, family.head_activates and model.openai_gelu
         case "add_qkv_bias":
             return model.add_bias_linear or model.add_qkv_bias

@@ -1,4 +1,4 @@
-"""The files of a folder that comes from elsewhere: which are read, and where they may lie."""
+"""The files of an untrusted folder: which are read, and to which locations links may lead."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-COMPANION_FOLDER = "huggingface"  # in a folder of checkpoints: where an import puts them
+COMPANION_FOLDER = "huggingface"  # the subfolder in which an import puts a model's small files
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_model.safetensors"  # of LoRA and the like
+ADAPTER = "adapter_model.safetensors"  # written by LoRA and similar methods
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 VOCAB, MERGES = "vocab.json", "merges.txt"
 WORDPIECES = "vocab.txt"
 SPIECE = "spiece.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# What goes along with a model: text, never code.
+# Files that are copied along with a model: text, never code.
 COMPANIONS = (
     CONFIG,
     GENERATION_CONFIG,
@@ -38,22 +38,22 @@ COMPANIONS = (
     WORDPIECES,
     SPIECE,
 )
-MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have some ten million
+MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have about ten million
 
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
-_SENTINELS = 100  # of a T5, if the folder does not say
-# Files that are a tokenizer only of networks of this kind (`ModelConfig.architecture`).
+_SENTINELS = 100  # number of a T5's sentinel tokens if the folder does not say
+# Files that are a tokenizer only for this kind of network (`ModelConfig.architecture`).
 _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
 
 def inside(folder: Path, name: str) -> Path:
     """Return the path of a file in the folder.
 
-    Links of the hub's cache are followed: from `snapshots/REVISION` into `blobs` of the same model.
+    Links from `snapshots/REVISION` into `blobs` of the same model (the hub's cache) are followed.
 
     Raises:
-        CheckpointError: It is missing, or a link that leads out of the folder.
+        CheckpointError: The file is missing, or is a link that leads out of the folder.
     """
     path = folder / name
     if not path.is_file():
@@ -68,17 +68,17 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Return whether a folder looks like Hugging Face's, even if its tensors are pickled."""
+    """Return whether a folder looks like a Hugging Face model, even if its tensors are pickled."""
     names = (SINGLE, INDEX, *_PICKLED)
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in names)
 
 
 def find_shards(folder: Path) -> dict[str, Path]:
-    """Return every tensor's name with its file; for one file without an index, {"": file}.
+    """Return every tensor's name with its file, or {"": file} for a single file without an index.
 
     Raises:
-        CheckpointError: There are none that can be read, or the index names other than plain files
-            of this folder.
+        CheckpointError: There are no readable files, or the index names something other than plain
+            files of this folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder; give a local one (nothing is downloaded)")
@@ -107,7 +107,7 @@ def find_shards(folder: Path) -> dict[str, Path]:
 
 
 def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the small files that belong to the model."""
+    """Yield the name and content of each small file that belongs to the model."""
     for name in COMPANIONS:
         if not (folder / name).exists():
             continue
@@ -120,19 +120,19 @@ def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def json_bytes(value: object) -> bytes:
-    """Return JSON as `transformers` writes it: indented, sorted, a newline at the end."""
+    """Return JSON as `transformers` writes it: indented, sorted, with a final newline."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def tokenizer_in(folder: Path, architecture: str) -> TokenizerConfig:
-    """Return the tokenizer of a folder, without a type if it has none.
+    """Return the tokenizer settings of a folder, without a type if it has no tokenizer.
 
     Args:
         folder: The folder.
         architecture: The kind of network (`ModelConfig.architecture`).
 
     Raises:
-        CheckpointError: Its settings cannot be read.
+        CheckpointError: The tokenizer's settings cannot be read.
     """
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)

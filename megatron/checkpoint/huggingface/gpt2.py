@@ -31,14 +31,14 @@ _LAYER = {
 
 
 class GPT2(rules.Family):
-    """The family of GPT-2."""
+    """The GPT-2 family."""
 
     def __init__(self) -> None:
-        """State names and keys."""
+        """State the family's names and keys."""
         super().__init__("gpt2", "GPT2LMHeadModel", prefix="transformer.", keys=_KEYS)
 
     def read(self, settings: Settings) -> rules.Described:
-        """Return the network of a config.json."""
+        """Return the network that a config.json describes."""
         flags = rules.read_keys(settings, self.keys)
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         settings.must_be("model_type", self.name)
@@ -74,7 +74,7 @@ class GPT2(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield our modules with theirs."""
+        """Yield each of our modules with their modules."""
         yield "embedding.word", ["transformer.wte"]
         yield "embedding.position", ["transformer.wpe"]
         for layer in range(model.num_layers):
@@ -89,5 +89,5 @@ class GPT2(rules.Family):
         return super().form(layer, module, tensors)
 
     def is_derived(self, name: str) -> bool:
-        """Return whether a tensor is the causal mask of a layer, which older files hold."""
+        """Return whether a tensor is a layer's causal mask, as stored in older files."""
         return re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", name) is not None

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the models that are Llama but for a detail: Mistral, Qwen2, Qwen3."""
+"""Llama 2 and 3, and the models that differ from Llama only in details: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
-# What --use-rope-scaling computes with; other values cannot be expressed.
+# The values that --use-rope-scaling uses; no others can be expressed.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -37,14 +37,14 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class LlamaLike(rules.Family):
-    """A family with RMSNorm, rotary positions, grouped queries, SwiGLU, no biases.
+    """A family with RMSNorm, rotary positions, grouped queries, SwiGLU and no biases.
 
     Attributes:
-        qkv_bias: Queries, keys and values have biases.
-        head_norm: Queries and keys are normalized, head by head.
-        window: config.json may limit attention to a window.
-        old_files: config.json may leave out what its first version did not have.
-        head_size: The head size if config.json does not say it; None for hidden size / heads.
+        qkv_bias: Whether queries, keys and values have biases.
+        head_norm: Whether queries and keys are normalized head by head.
+        window: Whether config.json may limit attention to a window.
+        old_files: Whether config.json may lack keys that its first version did not have.
+        head_size: The head size if config.json does not give one. None means hidden size / heads.
     """
 
     keys: tuple[rules.Key, ...] = _KEYS
@@ -55,7 +55,7 @@ class LlamaLike(rules.Family):
     head_size: int | None = None
 
     def read(self, settings: Settings) -> rules.Described:
-        """Return the network of a config.json."""
+        """Return the network that a config.json describes."""
         flags = rules.read_keys(settings, self.keys)
         heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
         kv_heads = settings.size("num_key_value_heads", heads if self.old_files else None)
@@ -95,7 +95,7 @@ class LlamaLike(rules.Family):
         return rules.Described(model, vocab, (notice,) if window else (), window)
 
     def _read_window(self, settings: Settings, positions: int) -> int | None:
-        """Return to how many tokens attention is limited, or None if that is no limit."""
+        """Return the attention window in tokens, or None if it does not limit attention."""
         if not self.window:
             return None
         layers = settings.words("layer_types")
@@ -108,7 +108,7 @@ class LlamaLike(rules.Family):
         return window if used and window < positions else None
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json, in the older keys, which all versions of `transformers` read."""
+        """Return a config.json with the older keys, which all versions of `transformers` read."""
         scaling, factor = None, model.rotary_seq_len_interpolation_factor or 1
         if model.use_rope_scaling:
             scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
@@ -128,7 +128,7 @@ class LlamaLike(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield our modules with theirs."""
+        """Yield each of our modules with their modules."""
         yield "embedding.word", ["model.embed_tokens"]
         for layer in range(model.num_layers):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
@@ -136,12 +136,12 @@ class LlamaLike(rules.Family):
         yield "output", ["lm_head"]
 
     def is_derived(self, name: str) -> bool:
-        """Return whether a tensor holds rotary frequencies, as Llama 2's first files do."""
+        """Return whether a tensor holds rotary frequencies, as stored in Llama 2's first files."""
         return name.endswith("rotary_emb.inv_freq")
 
 
 def _read_rotation(settings: Settings) -> dict[str, Any]:
-    """Return flags of the rotary embedding, from the keys of transformers 4 or of 5."""
+    """Return the rotary embedding's flags from the keys of transformers 4 or 5."""
     new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
     base = settings.number("rope_theta", 10000.0)
     flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}

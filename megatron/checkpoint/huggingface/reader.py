@@ -1,4 +1,4 @@
-"""A Hugging Face folder behind the interface of our own checkpoints."""
+"""Read a Hugging Face folder through the interface of our own checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# The first BERT's files call a normalization's weight and bias gamma and beta.
+# The first BERT files call the weight and bias of a normalization gamma and beta.
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 @dataclass(frozen=True)
 class _HeldTensor:
-    """A tensor in a file: its type's name in safetensors, its shape, its values on demand."""
+    """A tensor in a file: safetensors' name of its type, its shape, and its values on demand."""
 
     path: Path
     name: str
@@ -35,7 +35,7 @@ class _HeldTensor:
     shape: Shape
 
     def load(self) -> torch.Tensor:
-        """Return the values: pages of the file until something is computed from them."""
+        """Return the values, which are mapped from the file and read when they are used."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 return file.get_tensor(self.name)
@@ -44,26 +44,26 @@ class _HeldTensor:
 
 
 class HFReader:
-    """Safetensors of a known family under our names.
+    """The safetensors of a known family under our names.
 
-    `meta` holds the network's configuration, lines for the user and what the folder was like.
+    `meta` holds the network's configuration, lines for the user and a description of the folder.
 
     Attributes:
         family: The family of the model.
         vocab: Rows of the word embedding.
-        bare_names: The files leave the family's prefix out of tensor names.
-        notices: Lines for the user about what is different here.
-        architecture: The class of `transformers` that the folder is of.
+        bare_names: Whether tensor names in the files lack the family's prefix.
+        notices: Lines that tell the user what is different here.
+        architecture: The `transformers` class of the folder's model.
     """
 
     format = "hf"
     iteration = 0
 
     def __init__(self, path: Path) -> None:
-        """Check every name, shape and type against config.json; no tensor is read.
+        """Check every name, shape and type against config.json. Read no tensor.
 
         Raises:
-            CheckpointError: Something is missing, not known, or does not fit config.json.
+            CheckpointError: A tensor or key is missing, unknown or contradicts config.json.
         """
         self.path = path
         shards = find_shards(path)
@@ -79,7 +79,7 @@ class HFReader:
         rules = self.family.rules(model, self.vocab)
         self._words = next(r.theirs[0] for r in rules if r.name == "model.embedding.word.weight")
         tied = not model.untie_embeddings_and_output_weights
-        # Files may hold an output weight that config.json does not tell of.
+        # Files may hold an output weight that config.json does not mention.
         if tied and self.family.head_follows_files and not self._is_word_copy(head):
             model, tied = replace(model, untie_embeddings_and_output_weights=True), False
             rules = self.family.rules(model, self.vocab)
@@ -128,13 +128,13 @@ class HFReader:
         return whole[wanted.within(Box.whole(rule.shape))].contiguous()
 
     def _name(self, name: str) -> str:
-        """Return the name that a tensor has in the files."""
+        """Return a tensor's name in the files."""
         return name.removeprefix(self.family.prefix) if self.bare_names else name
 
     def _check(self, architectures: object) -> None:
-        """Check that the files hold what config.json describes, and no more."""
+        """Check that the files hold exactly what config.json describes."""
         problems: list[str] = []
-        # Their class, if config.json names one that our networks are not.
+        # A problem if config.json names a class other than the one of this network.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(
                 f"config.json names the class {architectures[0]!s:.80}, which is not read; of this "
@@ -167,16 +167,16 @@ class HFReader:
             raise CheckpointError(f"{self.path}: {'; '.join(problems[:SHOWN])}{more}")
 
     def _is_word_copy(self, name: str) -> bool:
-        """Return whether a tensor is that of the word embeddings, or one of both is not there."""
+        """Return whether a tensor is absent or equals the word embeddings."""
         held, words = self._held.get(name), self._held.get(self._name(self._words))
         return held is None or (words is not None and torch.equal(held.load(), words.load()))
 
 
 def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _HeldTensor]:
-    """Return all tensors of the files, by their modern names.
+    """Return all tensors of the files by their modern names.
 
     Raises:
-        CheckpointError: They are not those of the index.
+        CheckpointError: The tensors are not those of the index.
     """
     held: dict[str, _HeldTensor] = {}
     for path in sorted(set(shards.values())):

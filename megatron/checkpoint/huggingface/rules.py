@@ -1,8 +1,8 @@
-"""Rules for making our parameters of a Hugging Face folder's tensors, and what a family states.
+"""Rules for making our parameters from a Hugging Face folder's tensors, and what a family states.
 
-A family's module gives a table of names: which of their modules make up each of ours. Shapes follow
-from the network's layers, and forms from what a parameter is. Each form is a pure function of
-shapes: `join` and `split` undo each other bit for bit.
+A family's module gives a table of names: which of their modules make up each of ours. The shapes
+follow from the network's layers, and the forms from the kind of parameter. Each form only moves
+values: `join` and `split` undo each other bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IN_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
 
 
 class TensorForm(Protocol):
-    """One of our tensors from several of theirs, and back."""
+    """A conversion of several of their tensors to one of ours, and back."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our parameter from their tensors."""
@@ -52,7 +52,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Transposed:
-    """A matrix [in, out], as GPT-2 keeps it, which is [out, in] here; a bias is the same."""
+    """A matrix that GPT-2 stores as [in, out] and that is [out, in] here. A bias is unchanged."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our parameter."""
@@ -65,7 +65,7 @@ class Transposed:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Gate [f, h] and up [f, h], which are one tensor [2, f, h] here."""
+    """Gate and up projections [f, h], which are one tensor [2, f, h] here."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our parameter."""
@@ -84,9 +84,9 @@ class Grouped:
 
     Attributes:
         groups: The number of groups, g.
-        heads: Heads that a group has of each of their tensors: n / g queries, a key, a value.
-        is_fused: They keep one tensor [h, 3 n d] (or a bias [3 n d]) with all queries, all keys and
-            all values side by side, as GPT-2 does.
+        heads: Heads per group in each of their tensors: n / g queries, one key, one value.
+        is_fused: Whether they store one tensor [h, 3 n d] (or a bias [3 n d]) with all queries, all
+            keys and all values next to each other, as GPT-2 does.
     """
 
     groups: int
@@ -118,10 +118,10 @@ class ParameterRule:
     Attributes:
         name: Our name.
         shape: Our shape.
-        theirs: Names of the tensors that make it up.
-        form: How they do.
-        piece: The piece of the model that it belongs to, which files may lack as a whole; "" if
-            they may not.
+        theirs: Names of their tensors that make up the parameter.
+        form: The conversion between their tensors and our parameter.
+        piece: The piece of the model that the parameter belongs to if a folder may lack that piece
+            entirely, otherwise "".
     """
 
     name: str
@@ -137,20 +137,20 @@ class ParameterRule:
 
 
 def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
-    """Return the rules without those of pieces that nothing at all is held of."""
+    """Return the rules without those of pieces that the folder lacks entirely."""
     pieces = {rule.piece for rule in held} | {""}
     return [rule for rule in rules if rule.piece in pieces]
 
 
 class Key(NamedTuple):
-    """A key of config.json whose value is that of a network flag.
+    """A key of config.json with the same value as a network flag.
 
     Attributes:
         key: Their name.
         field: Our name in `ModelConfig`.
-        kind: The method of `Settings` that reads it.
-        default: What a config.json without the key means; None if it must be there.
-        most: The largest size.
+        kind: The method of `Settings` that reads the value.
+        default: The value if config.json lacks the key. None means that the key is required.
+        most: The largest value of a size.
     """
 
     key: str
@@ -174,10 +174,11 @@ class Described:
     """The network that a config.json describes.
 
     Attributes:
-        model: The network by our flags.
+        model: The network, described by our flags.
         vocab: Rows of the word embedding.
-        notices: Lines for the user about what is different here.
-        window: Tokens that a token attends to, itself included; None for all before it.
+        notices: Lines that tell the user what is different here.
+        window: Number of tokens that a token attends to, including itself. None means that it
+            attends to all tokens before it.
     """
 
     model: ModelConfig
@@ -188,20 +189,20 @@ class Described:
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """Models that share a config.json and tensor names.
+    """A family of models that share the keys of config.json and the names of tensors.
 
     Attributes:
-        name: `model_type` in config.json.
-        language_model: The class of `transformers`.
-        prefix: What the names of all tensors but the head's begin with; some files leave it out.
-        tied_head: What files may call the word embeddings a second time, as the output's weight.
-        head_follows_files: The output has a weight of its own if files hold one that differs from
-            the word embeddings, although config.json may call the two tied.
-        word_copies: Further names that files may have for the word embeddings.
+        name: The `model_type` in config.json.
+        language_model: The `transformers` class of the language model.
+        prefix: Prefix of all tensor names except the head's. Some files leave it out.
+        tied_head: Name of the output's weight, under which files may repeat the word embeddings.
+        head_follows_files: Whether the output has a weight of its own if the files hold one that
+            differs from the word embeddings, even if config.json calls the two tied.
+        word_copies: Further names under which files may hold the word embeddings.
         pieces: Our modules outside the layers that files may lack, by name, with the piece that
             each belongs to.
-        keys: Keys of config.json that stand for a network flag.
-        head_activates: The head has an activation of its own, which --openai-gelu chooses.
+        keys: Keys of config.json that correspond to a network flag.
+        head_activates: Whether the head has an activation of its own, chosen by --openai-gelu.
     """
 
     name: str
@@ -215,35 +216,35 @@ class Family(ABC):
     head_activates: bool = False
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the class of `transformers`.
+        """Return the `transformers` class of a model.
 
         Args:
-            pieces: Those that are there, of the ones that the family's files may lack.
+            pieces: Optional pieces of the family that the model has.
         """
         return self.language_model
 
     @abstractmethod
     def read(self, settings: Settings) -> Described:
-        """Return the network of a config.json.
+        """Return the network that a config.json describes.
 
         Raises:
-            CheckpointError: Our network cannot express the value of a key, which is named.
+            CheckpointError: Our network cannot express a value. The message names its key.
         """
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network; if the family cannot express it, the nearest one.
+        """Return a config.json for a network, or the nearest one that the family can express.
 
-        `families.misfits` says what the family cannot express.
+        `families.misfits` returns what the family cannot express.
         """
         values = {key.key: getattr(model, key.field) for key in self.keys}
         return {"model_type": self.name, "vocab_size": vocab, **values}
 
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
-        """Yield our modules with theirs, in the order in which files hold them."""
+        """Yield each of our modules with their modules, in the order of the files."""
 
     def layers(self, model: ModelConfig) -> dict[str, plans.LayerPlan]:
-        """Return the records of all layers by our names, for a decoder without an encoder."""
+        """Return the plans of all layers by our names, for a decoder without an encoder."""
         plan = plans.layer_plan(model, causal=True)
         return {f"layers.{layer}": plan for layer in range(model.num_layers)}
 
@@ -259,7 +260,7 @@ class Family(ABC):
         return found
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """Return how each parameter is made of tensors, in the order in which files hold them."""
+        """Return how each parameter is made from tensors, in the order of the files."""
         shapes, layers = self.shapes_outside(model, vocab), self.layers(model)
         for name, layer in layers.items():
             shapes |= under(name, layer_shapes(layer))
@@ -279,7 +280,7 @@ class Family(ABC):
         return rules
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
-        """Return the form of a layer's module that so many of their tensors make up."""
+        """Return the form of a layer's module that is made from this number of their tensors."""
         if module == "attention.qkv":
             mixer = attention_of(layer)
             in_group = (mixer.heads // mixer.kv_heads, 1, 1)
@@ -290,7 +291,7 @@ class Family(ABC):
         return Stacked() if tensors > 1 else Same()
 
     def is_derived(self, name: str) -> bool:
-        """Return whether a tensor in a file follows from config.json (masks, frequencies)."""
+        """Return whether a tensor in a file is derived from config.json (masks, frequencies)."""
         return False
 
 
@@ -305,18 +306,18 @@ def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str
 
 
 def under(module: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return shapes by names that begin with a module's."""
+    """Return the shapes with the module's name as a prefix of their names."""
     return {f"{module}.{name}": shape for name, shape in shapes.items()}
 
 
 def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
-    """Return a layer's self-attention; the families here have no other mixers."""
+    """Return the plan of a layer's self-attention. The families here have no other mixers."""
     assert isinstance(layer.mixer, plans.AttentionPlan), layer.mixer
     return layer.mixer
 
 
 def layer_shapes(layer: plans.LayerPlan) -> dict[str, Shape]:
-    """Return the shapes of a layer's parameters by their names within it."""
+    """Return the shapes of a layer's parameters by their name within the layer."""
     mixer, mlp, cross = attention_of(layer), layer.mlp, layer.cross_attention
     assert isinstance(mlp, plans.MLPPlan), mlp
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
@@ -343,6 +344,6 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, Shape]:
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
-    """Yield the modules of a layer, ours with theirs, from a table of names within a layer."""
+    """Yield each of our modules of a layer with their modules, from a table of names."""
     for module, names in modules.items():
         yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]

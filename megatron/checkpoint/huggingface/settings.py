@@ -1,7 +1,7 @@
-"""config.json, read key by key: what nobody asks for is refused, not ignored.
+"""Read config.json key by key. Unknown keys are refused, not ignored.
 
-A key that this program does not know may change the network (another attention, a quantization, a
-file of Python code), so the weights would be read as something that they are not.
+A key that this program does not know may change the network (another kind of attention, a
+quantization, a file of Python code), and the weights would then be misinterpreted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from megatron.errors import CheckpointError
 
-MAX_BYTES = 1 << 20  # of a JSON file that describes a model; real ones have some thousand
-# Larger than any model's, and small enough to compute with.
+MAX_BYTES = 1 << 20  # limit of a JSON file that describes a model; real ones have a few thousand
+# Larger than in any model, and small enough to compute with.
 MOST = 1 << 24
 MOST_LAYERS = 1 << 14
 MOST_HEADS = 1 << 16  # and channels of a head
 
-# These say nothing about what the network computes, but how it was made, is loaded or is asked.
+# These keys say how the network was made, or is loaded or used, but not what it computes.
 _HARMLESS = frozenset(
     """
     _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return an object from a JSON file of moderate size.
 
     Raises:
-        CheckpointError: It is missing, too large, or no JSON object.
+        CheckpointError: The file is missing, too large, or does not hold a JSON object.
     """
     try:
         with open(path, "rb") as file:
@@ -64,19 +64,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Settings:
-    """The keys of a config.json, each with its type checked when it is taken.
+    """The keys of a config.json. The type of each is checked when it is taken.
 
-    Methods that take a value raise `CheckpointError` if it is of another type, or missing without a
-    default.
+    Methods that take a value raise `CheckpointError` if it is of another type, or if it is missing
+    and has no default.
 
     Attributes:
-        values: The file's object, or a part of it, without keys that are null: they count as
+        values: The file's object, or a part of it, without keys that are null, which count as
             absent.
-        path: Where it stands, for messages.
+        path: The file, and the part in it, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path | str) -> None:
-        """Take the file's object, or a part of it, and where it stands."""
+        """Create settings from the file's object, or a part of it, and its path for messages."""
         self.values = {key: value for key, value in values.items() if value is not None}
         self.path = path
         self._taken: set[str] = set()
@@ -96,35 +96,35 @@ class Settings:
         return float(value)
 
     def share(self, key: str, default: float) -> float:
-        """Take a number from 0 to below 1."""
+        """Take a number that is at least 0 and below 1."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise self.error(key, "expected a number from 0 to below 1")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
-        """Take a value that is on or off."""
+        """Take a boolean."""
         value = self._take(key, default)
         if type(value) is not bool:
             raise self.error(key, "expected true or false")
         return value
 
     def word(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
-        """Take a text, and return what `choices` has for it."""
+        """Take a string, and return its value in `choices`."""
         value = self._take(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"possible here: {', '.join(choices)}")
         return choices[value]
 
     def words(self, key: str) -> list[str]:
-        """Take a list of texts, which is empty if there is none."""
+        """Take a list of strings, which is empty if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
             raise self.error(key, "expected a list of texts")
         return value
 
     def part(self, key: str) -> Settings:
-        """Take an object within, which is empty if there is none."""
+        """Take a nested object, which is empty if the key is absent."""
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "expected an object")
@@ -134,16 +134,16 @@ class Settings:
         """Check that the key is absent or has this value.
 
         Raises:
-            CheckpointError: It has another, which our network cannot express.
+            CheckpointError: The key has another value, which our network cannot express.
         """
         if self._take(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} can be expressed here")
 
     def refuse_the_rest(self) -> None:
-        """Check that no key is left that nobody took.
+        """Check that every key has been taken.
 
         Raises:
-            CheckpointError: Some are; the message names all of them.
+            CheckpointError: Some keys have not. The message names all of them.
         """
         rest = sorted(self.values.keys() - self._taken - _HARMLESS)
         if rest:
@@ -163,8 +163,8 @@ class Settings:
 
 
 def harmless(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the pairs that say nothing about the network.
+    """Return the keys and values that say nothing about the network.
 
-    They stay when another network is written.
+    They are kept when another network is written.
     """
     return ((key, value) for key, value in values.items() if key in _HARMLESS)

@@ -1,9 +1,9 @@
-"""T5 of Google: relative positions, RMSNorm, no biases, unscaled attention scores.
+"""Google's T5: relative positions, RMSNorm, no biases, unscaled attention scores.
 
-The first version has ReLU and an output that shares the words' matrix and divides by the root of
-the width before; version 1.1 (and mT5's and Flan's T5s) a gated GeLU and an output of its own. In
-training two things differ: they apply dropout to the MLP's inner values too, and after the last
-normalization of each half.
+The first version has ReLU and an output that shares the word embeddings' matrix, after dividing its
+input by the root of the width. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and a separate
+output matrix. Two things differ in training: they also apply dropout to the MLP's inner values, and
+after the last normalization of each half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Se
 from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan, layer_plan, norm_plan
 
-# `feed_forward_proj` with our flag.
+# Values of `feed_forward_proj` by our flag.
 _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
     "relu": {"relu": True},
     "gated-gelu": {"geglu": True},
@@ -37,7 +37,7 @@ _KEYS = (
     rules.Key("d_ff", "ffn_hidden_size", default=2048),
     rules.Key("num_heads", "num_attention_heads", default=8, most=MOST_HEADS),
     rules.Key("d_kv", "kv_channels", default=64, most=MOST_HEADS),
-    # What it was trained with; it computes any.
+    # The length that the model was trained with; it can compute any length.
     rules.Key("n_positions", "max_position_embeddings", default=512),
     rules.Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
     rules.Key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
@@ -46,10 +46,10 @@ _KEYS = (
 
 
 class T5(rules.Family):
-    """The family of T5."""
+    """The T5 family."""
 
     def __init__(self) -> None:
-        """State names and keys."""
+        """State the family's names and keys."""
         super().__init__(
             "t5",
             "T5ForConditionalGeneration",
@@ -59,7 +59,7 @@ class T5(rules.Family):
         )
 
     def read(self, settings: Settings) -> rules.Described:
-        """Return the network of a config.json."""
+        """Return the network that a config.json describes."""
         settings.must_be("model_type", self.name)
         flags = rules.read_keys(settings, self.keys)
         tied = settings.switch("tie_word_embeddings", True)
@@ -112,7 +112,7 @@ class T5(rules.Family):
         }
 
     def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
-        """Return the records of the layers of both stacks."""
+        """Return the plans of the layers of both stacks."""
         found: dict[str, LayerPlan] = {}
         for stack, layers in _stacks(model).items():
             below = stack == "decoder"
@@ -133,7 +133,7 @@ class T5(rules.Family):
         return found
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield our modules with theirs."""
+        """Yield each of our modules with their modules."""
         yield "embedding.word", ["shared"]
         up = ("wi_0", "wi_1") if model.is_gated else ("wi",)
         for stack, layers in _stacks(model).items():
@@ -159,13 +159,13 @@ class T5(rules.Family):
         yield "output", ["lm_head"]
 
     def is_derived(self, name: str) -> bool:
-        """Return whether a tensor is a bias between decoder and encoder, which T5 does not use.
+        """Return whether a tensor is a position bias of cross attention, which T5 does not use.
 
-        The first files hold it.
+        The first files hold such a bias.
         """
         return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
 def _stacks(model: ModelConfig) -> dict[str, int]:
-    """Return the layers of both stacks."""
+    """Return the number of layers of each stack by its name."""
     return {"encoder": model.num_layers, "decoder": model.decoder_layers}

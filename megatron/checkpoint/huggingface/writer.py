@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: safetensors in shards, index, config.json, companions."""
+"""Write a checkpoint as a Hugging Face folder: safetensors shards, index, config.json and so on."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Tensors = dict[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint that is to become a folder.
+    """A checkpoint to be written as a Hugging Face folder.
 
     Attributes:
-        reader: A checkpoint whose vocabulary tables have `vocab` rows.
-        family: The family as which it is written.
-        model: Its network.
+        reader: The checkpoint. Its vocabulary tables must have `vocab` rows.
+        family: The family to write it as.
+        model: The checkpoint's network.
         vocab: Rows of the word embedding.
-        bare_names: Leave the family's prefix out of tensor names, as the original did.
+        bare_names: Whether to leave the family's prefix out of tensor names, as in the original.
     """
 
     reader: Reader
@@ -46,7 +46,7 @@ class Export:
     bare_names: bool = False
 
     def tensors(self) -> Tensors:
-        """Return the tensors by their names, in order; each is read when it is written."""
+        """Return the tensors by name, in order. Each is read only when it is written."""
         found: Tensors = {}
         rules = self._rules()
         for rule in rules:
@@ -80,8 +80,8 @@ class Export:
         """Return config.json.
 
         Args:
-            template: A config.json. If it describes this network it is kept; otherwise what it says
-                about tokens and the like is.
+            template: A config.json. If it describes this network, it is kept. Otherwise only the
+                keys that do not describe the network, such as token ids, are kept.
         """
         dtype = _DTYPES.get(self.reader.dtype("model.embedding.word.weight"), "float32")
         if template and template.get("model_type") == self.family.name:
@@ -112,18 +112,18 @@ def write_folder(
     max_shard_bytes: int,
     check: durable.Check | None = None,
 ) -> None:
-    """Write a new folder, which has its name only once it is whole.
+    """Write a new folder, which gets its name only when it is complete.
 
     Args:
-        folder: The folder, which must not exist, or be empty.
-        export: What to write.
-        companions: Further files by name, config.json among them.
-        max_shard_bytes: A shard gets no further tensor that would make it larger.
-        check: A look at the folder before it has its name (`durable.check_unpublished`).
+        folder: The folder, which must not exist or must be empty.
+        export: The checkpoint to write.
+        companions: Further files by name, including config.json.
+        max_shard_bytes: Largest size of a shard, unless a single tensor is larger.
+        check: Check to run on the folder before it gets its name (`durable.check_unpublished`).
 
     Raises:
-        StorageError: It cannot be written; nothing is left behind.
-        CheckpointError: There is something already, or the checkpoint does not fit the family.
+        StorageError: The folder cannot be written. Nothing is left behind.
+        CheckpointError: The folder is not empty, or the checkpoint does not fit the family.
     """
     folder = folder.absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -159,11 +159,11 @@ def write_folder(
 
 
 def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
-    """Return files by name, with their tensors, in order.
+    """Return the files by name, in order, each with its tensors.
 
     Args:
         tensors: All tensors.
-        most: Bytes that a file may have, unless a single tensor has more.
+        most: Largest size of a file in bytes, unless a single tensor is larger.
     """
     groups: list[Tensors] = [{}]
     for name, tensor in tensors.items():

@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError
 _MAX_LIST = 10_000
 _DROPPED = object()
 
-# What describes the network: names that are the same on both sides.
+# Fields that describe the network and have the same names on both sides.
 _MODEL_FIELDS = (
     *NETWORK_FIELDS,
     "make_vocab_size_divisible_by",
@@ -31,7 +31,7 @@ _MODEL_FIELDS = (
     "attention_dropout",
     "hidden_dropout",
 )
-# What a model needs to run, beside its network, by sections of `RunOptions`.
+# Other fields that a model needs to run, by section of `RunOptions`.
 _OTHER_FIELDS = {
     "tokenizer": (
         *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
@@ -43,7 +43,7 @@ _OTHER_FIELDS = {
 
 
 def plain_arguments(args: Any) -> dict[str, Json]:
-    """Return the Namespace's fields that are scalars or flat lists; a missing one is empty."""
+    """Return the Namespace's fields that are scalars or flat lists; none if it is missing."""
     if args is None:
         return {}
     if not isinstance(args, Namespace):
@@ -53,7 +53,7 @@ def plain_arguments(args: Any) -> dict[str, Json]:
 
 
 def _plain(value: Any) -> Json:
-    """Return a field as JSON. Not recursive: a small pickle can hold an endless tree."""
+    """Return a field as JSON. This is not recursive: a small pickle can hold an endless tree."""
     if isinstance(value, list | tuple) and len(value) <= _MAX_LIST:
         scalars = [_scalar(one) for one in value]
         return scalars if _DROPPED not in scalars else _DROPPED
@@ -69,9 +69,10 @@ def _scalar(value: Any) -> Json:
 
 
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """Return what a model needs to run, beside its network, by `RunOptions`' sections.
+    """Return the settings, other than the network, that a model needs to run.
 
-    Files of a tokenizer are named as the run named them: they may be elsewhere now.
+    They are ordered by section of `RunOptions`. The tokenizer's files have the paths that the run
+    gave them; they may have been moved since.
     """
     sections = {
         section: {name: args[name] for name in names if args.get(name) is not None}
@@ -85,7 +86,7 @@ def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:
     """Return a network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
 
-    Fields that the file's version did not have are left out: their defaults hold.
+    Fields that the file's version did not have are left out: their defaults apply.
     """
     config = {name: args[name] for name in _MODEL_FIELDS if name in args}
     config["architecture"] = architecture
@@ -96,7 +97,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[s
     elif args.get("add_position_embedding") is False:
         config["position_embedding_type"] = "none"
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
-    if isinstance(hidden, int) and isinstance(heads, int):  # not yet flags in v1
+    if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
         config.setdefault("kv_channels", hidden // heads)
         config.setdefault("ffn_hidden_size", 4 * hidden)
     return {name: value for name, value in config.items() if value is not None}
@@ -109,9 +110,9 @@ def optimizer_config(args: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
-    """Return the training samples seen.
+    """Return the number of training samples seen.
 
-    The number is the saved one, or for older files iterations times the batch size.
+    It is the saved number, or for older files the iterations times the batch size.
     """
     if "consumed_train_samples" in args:
         return int(args["consumed_train_samples"])
@@ -133,11 +134,11 @@ def megatron_arguments(
 ) -> argparse.Namespace:
     """Return the command line as Megatron 23.08 would have had it.
 
-    It has our values under their names, which are Megatron's in most cases; over them what the
-    checkpoint kept of an older Namespace; over those what the file itself decides.
+    It starts with our values, most of which have Megatron's names. The fields that the checkpoint
+    kept of an older Namespace override them, and the fields that the file decides override both.
 
     Args:
-        config: The run that wrote the checkpoint, or that it stands for.
+        config: The configuration of the run that wrote the checkpoint, or for which it was made.
         meta: The checkpoint's meta data.
         dtype: The number type of the weights.
         rows: The rows of the word embedding.
@@ -148,10 +149,10 @@ def megatron_arguments(
     layers, stages = model.num_layers, parallel.pipeline_model_parallel_size
     chunks = chunks_of(layers, parallel)
     split_rank = None
-    if model.decoder_layers and stages > 1:  # the stage on which a T5's decoder begins
+    if model.decoder_layers and stages > 1:  # find the stage on which a T5's decoder begins
         parts = plan_model(model, parallel)
         split_rank = sum(part.layers.start < layers for part in parts)
-    evaluated = 0  # validation samples that the run has seen; Megatron evaluates before it saves
+    evaluated = 0  # validation samples seen by the run; Megatron evaluates before it saves
     if evaluation.eval_interval:
         times = evaluations_until(config, meta.get("iteration", 0))
         evaluated = times * evaluation.eval_iters * (config.training.global_batch_size or 0)
@@ -186,5 +187,5 @@ def megatron_arguments(
         "fp16": dtype == torch.float16,
         "bf16": dtype == torch.bfloat16,
     }
-    values.pop("model_type", None)  # an enum of Megatron's; its loader does not ask for it
+    values.pop("model_type", None)  # an enum of Megatron's that its loader does not read
     return argparse.Namespace(**values)

@@ -1,9 +1,9 @@
-"""Plan where Megatron-LM 23.08 keeps every parameter: which file, which name, which part of it.
+"""Plan the file, the name and the part under which Megatron-LM 23.08 keeps each parameter.
 
-The order of a file's parameters is that in which Megatron registers them, by which its optimizer
-numbers them. If a T5's decoder begins on a later stage (`--pipeline-model-parallel-split-rank`),
-that stage has a copy of all embeddings, and the last one has a copy of the word embeddings for the
-output, unless it is that stage.
+A file's parameters are in the order in which Megatron registers them, because its optimizer numbers
+them so. If a T5's decoder begins on a later stage (`--pipeline-model-parallel-split-rank`), that
+stage has a copy of all embeddings. The last stage has a copy of the word embeddings for the output,
+unless it is the stage on which the decoder begins.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.checkpoint.legacy import names
 from megatron.config.stages import ModelPart, megatron_misfit, parts_of_stage
 from megatron.errors import CheckpointError
 
-VERSION = 3.0  # `checkpoint_version` of what is written
+VERSION = 3.0  # the `checkpoint_version` of the files written
 _WORDS = "embedding.word.weight"
 _VOCABULARY = (_WORDS, "output.weight", "output.bias")
 _TIED = "(tied)"
-_ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one of each
+_ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one per layer
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -32,8 +32,8 @@ class FileParameter:
 
     Attributes:
         path: Keys under `model`, outermost first.
-        name: Our name.
-        box: The part of ours that the file holds.
+        name: Our name of the parameter.
+        box: The part of our parameter that the file holds.
     """
 
     path: tuple[str, ...]
@@ -42,18 +42,18 @@ class FileParameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether Megatron applies weight decay to it: to matrices, but to no bias."""
+        """Whether Megatron applies weight decay to the parameter. It does to matrices only."""
         return not self.path[-1].endswith("bias") and len(self.box.shape) > 1
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One rank's file.
+    """The file of one rank.
 
     Attributes:
-        folder: `mp_rank_TT` or `mp_rank_TT_PPP`.
-        tensor_rank: Which tensor-parallel part it is.
-        stage: Which pipeline stage it is.
+        folder: The rank's folder, `mp_rank_TT` or `mp_rank_TT_PPP`.
+        tensor_rank: The tensor-parallel rank.
+        stage: The pipeline stage.
         chunks: The parameters of each of the stage's virtual stages.
     """
 
@@ -63,7 +63,7 @@ class FilePlan:
     chunks: tuple[tuple[FileParameter, ...], ...]
 
     def parameters(self) -> list[FileParameter]:
-        """Return all of them in the optimizer's order: decayed ones first."""
+        """Return all parameters in the optimizer's order: those with weight decay first."""
         found = [one for chunk in self.chunks for one in chunk]
         return sorted(found, key=lambda one: not one.is_decayed)
 
@@ -71,17 +71,19 @@ class FilePlan:
 def plan_files(
     shapes: Shapes, parts: Sequence[ModelPart], *, tensor: int, stages: int, gated: bool
 ) -> list[FilePlan]:
-    """Plan the files of a checkpoint, by stage and tensor rank.
+    """Plan the files of a checkpoint, ordered by stage and tensor rank.
 
     Args:
         shapes: The shapes of all parameters, by our names without "model.".
-        parts: The model's parts, first to last; each stage has as many, of equal size.
+        parts: The model's parts, first to last. Each stage has the same number of parts, and all
+            parts have the same number of layers.
         tensor: The number of tensor-parallel ranks.
         stages: The number of pipeline stages.
-        gated: The up projections hold gate and up.
+        gated: Whether the up projections hold gate and up.
 
     Raises:
-        CheckpointError: A parameter has no place in Megatron's model, or cannot be split so.
+        CheckpointError: Megatron's model lacks a parameter, or a parameter cannot be split this
+            way.
     """
     _check(shapes, parts, stages)
     arrangement = names.Arrangement(VERSION, heads=0, gated=gated)
@@ -119,12 +121,12 @@ def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int) -> None:
 
 
 def _encoder_layers(shapes: Shapes) -> int:
-    """Return the layers of a T5's encoder, and 0 for other networks."""
+    """Return the number of layers of a T5's encoder, or 0 for other networks."""
     return sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)
 
 
 def _stacks(shapes: Shapes, part: ModelPart) -> Iterator[tuple[str, range, bool]]:
-    """Yield the stacks of a part: what their names begin with, its layers, whether it ends them."""
+    """Yield a part's stacks: prefix of names, layers in the part, whether the stack ends here."""
     encoder = _encoder_layers(shapes)
     if encoder:
         of_encoder, of_decoder = part.halves(encoder)
@@ -135,7 +137,7 @@ def _stacks(shapes: Shapes, part: ModelPart) -> Iterator[tuple[str, range, bool]
 
 
 def _names(shapes: Shapes, part: ModelPart) -> Iterator[str]:
-    """Yield all that could stand in a part, in Megatron's order, and _TIED for the copy."""
+    """Yield all names that a part may hold, in Megatron's order, and _TIED for the tied copy."""
     encoder = _encoder_layers(shapes)
     has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
     if has_embedding:

@@ -1,8 +1,8 @@
 """Megatron's parameters by our names, and how its files split and order them.
 
-These are read: GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and the flat trees
-of Megatron Core (GPT), which its `torch` format holds since 2023. A layer's number in a file counts
-from the first layer of its stage, or of its virtual stage.
+The reader supports GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and the flat
+trees of Megatron Core (GPT), which its `torch` format has held since 2023. A layer's number in a
+file counts from the first layer of its stage, or of its virtual stage.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron.errors import CheckpointError
 
 KINDS = ("weight", "bias")
 
-# Our modules with Megatron's names: first that of 23.08, then older ones and those of the fork.
-# They stand in the order in which Megatron registers them.
+# Our modules with Megatron's names: first the one of 23.08, then older ones and those of the fork.
+# They are in the order in which Megatron registers them.
 Modules = Mapping[str, tuple[str, ...]]
 EMBEDDINGS: Modules = {
     "embedding.word": ("embedding.word_embeddings",),
@@ -39,7 +39,7 @@ LAYER: Modules = {
     "mlp_norm": ("post_attention_layernorm", "post_attention_norm"),
     **_MLP,
 }
-# A decoder's layer attends to the encoder before its MLP.
+# A decoder layer attends to the encoder output before its MLP.
 DECODER_LAYER: Modules = {
     **_ATTENTION,
     "cross_norm": ("post_attention_layernorm", "post_attention_norm"),
@@ -51,8 +51,9 @@ DECODER_LAYER: Modules = {
 }
 _FINAL_NORM = ("final_layernorm", "final_norm")
 AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
-# These stand beside `language_model`, not in it. Before them the last stage has its copy of tied
-# word embeddings. The last two are heads of tasks: BERT that chooses among classes, or among texts.
+# These are siblings of `language_model`, not inside it. The last stage's copy of tied word
+# embeddings comes before them. The last two are task heads, with which BERT chooses among classes
+# or among texts.
 HEADS: Modules = {
     "output": ("lm_head",),
     "head.dense": ("lm_head.dense",),
@@ -105,8 +106,8 @@ _READ_LAYERS = {
 }
 
 # Megatron Core: `decoder.layers.3.self_attention.linear_qkv.weight` and so on. With Transformer
-# Engine a normalization's weights are kept by the linear layer after it.
-_CORE_OUTPUT = "output_layer.weight"  # on the last stage a copy, if the word embeddings are tied
+# Engine, the linear layer after a normalization holds the normalization's weights.
+_CORE_OUTPUT = "output_layer.weight"  # a copy on the last stage if the word embeddings are tied
 _CORE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _CORE_OUTSIDE = {
     "embedding.word_embeddings.weight": "embedding.word.weight",
@@ -130,14 +131,14 @@ _CORE_PARTS = {
 
 
 class FirstLayers(NamedTuple):
-    """Numbers of a stage's first layer in a GPT, a BERT or a T5's encoder, and in its decoder."""
+    """The numbers of a stage's first layer: in a GPT, BERT or T5 encoder, and in a T5 decoder."""
 
     encoder: int
     decoder: int = 0
 
 
 class Network(NamedTuple):
-    """The network that a tree's keys tell of: its architecture, and whether it has a decoder."""
+    """The kind of network, found from a tree's keys: architecture, and whether it has a decoder."""
 
     architecture: str
     has_decoder: bool = False
@@ -149,8 +150,8 @@ class Parameter:
 
     Attributes:
         name: Our name; None for the copy of tied word embeddings that the last stage holds.
-        tensor: Where its values are.
-        is_bias: Megatron's name ends in `.bias`.
+        tensor: Reference to the values.
+        is_bias: Whether Megatron's name ends in `.bias`.
     """
 
     name: str | None
@@ -159,12 +160,12 @@ class Parameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether Megatron applies weight decay to it."""
+        """Whether Megatron applies weight decay to the parameter."""
         return not self.is_bias and len(self.tensor.shape) > 1
 
 
 def chunks_of_tree(tree: Mapping[str, Any]) -> list[Any]:
-    """Return what stands under `model`, or with virtual stages under `model0`, `model1`, ..."""
+    """Return the values of `model`, or with virtual stages those of `model0`, `model1`, ..."""
     if "model0" not in tree:
         return [tree.get("model")]
     numbered = (tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
@@ -172,7 +173,7 @@ def chunks_of_tree(tree: Mapping[str, Any]) -> list[Any]:
 
 
 def is_core(tree: Mapping[str, Any]) -> bool:
-    """Return whether a file is Megatron Core's: names in one flat dict."""
+    """Return whether a file is Megatron Core's, which holds all names in one flat dict."""
     model = chunks_of_tree(tree)[0]
     return isinstance(model, dict) and any(
         str(key).startswith(("decoder.", "embedding.")) for key in model
@@ -180,7 +181,7 @@ def is_core(tree: Mapping[str, Any]) -> bool:
 
 
 def network_of(models: Iterable[Any]) -> Network:
-    """Return the kind of network that trees are parts of."""
+    """Return the kind of network to which the trees belong."""
     trees = [model for model in models if isinstance(model, dict)]
     keys = {key for model in trees for key in model}
     for language in (model.get("language_model") for model in trees):
@@ -197,13 +198,13 @@ def list_parameters(
 
     Args:
         model: The tree under the key `model`.
-        first: Where the stage's layers begin.
-        network: What `network_of` found.
-        tied: The output shares the word embeddings.
-        is_first: It is of the first stage; embeddings elsewhere are copies.
+        first: The numbers of the stage's first layers.
+        network: The kind of network, from `network_of`.
+        tied: Whether the output shares the word embeddings.
+        is_first: Whether the file is of the first stage. On other stages, embeddings are copies.
 
     Raises:
-        CheckpointError: It is of another kind, or a tensor has a name that is not known.
+        CheckpointError: The file is of an unsupported kind, or the name of a tensor is unknown.
     """
     if is_core({"model": model}):
         return [
@@ -213,7 +214,7 @@ def list_parameters(
                 is_bias=path.endswith("bias"),
             )
             for path, value in _flatten(model, "")
-            # State that follows from the flags: fp8 scales, rotary frequencies.
+            # This is state that is derived from the flags: fp8 scales, rotary frequencies.
             if not path.endswith(("_extra_state", "inv_freq"))
         ]
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
@@ -240,7 +241,7 @@ def list_parameters(
         )
         for top, tree in trees.items()
         for path, value in _flatten(tree, top)
-        if not path.endswith("inv_freq")  # rotary frequencies follow from the flags
+        if not path.endswith("inv_freq")  # rotary frequencies are derived from the flags
     ]
 
 
@@ -251,7 +252,7 @@ def _tensor(value: Any, path: str) -> TensorRef:
 
 
 def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield leaves of nested dicts by dotted path: at most two levels, as many as a model has."""
+    """Yield the leaves of nested dicts by dotted path, no deeper than a model's tree."""
     if not isinstance(tree, dict):
         yield path, tree
         return
@@ -319,7 +320,7 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
 
 
 def count_layers(model: Any) -> FirstLayers:
-    """Return the layers of a file's `model`, by which the next stage's first layers move on."""
+    """Return the number of layers in a file's `model`, per stack."""
     if is_core({"model": model}):
         return FirstLayers(_count(_CORE_LAYER, model))
     language = model.get("language_model", {}) if isinstance(model, dict) else {}
@@ -336,12 +337,12 @@ def _count(layer: re.Pattern[str], paths: Iterable[Any]) -> int:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The rules by which Megatron's rows become ours.
+    """The rules for converting Megatron's order of rows to ours.
 
     Attributes:
         version: The file's `checkpoint_version`.
-        heads: Attention heads in one tensor-parallel part.
-        gated: The up projection holds gate and up.
+        heads: Number of attention heads in one tensor-parallel part.
+        gated: Whether the up projection holds gate and up.
     """
 
     version: float
@@ -349,7 +350,7 @@ class Arrangement:
     gated: bool
 
     def arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor-parallel part of a parameter, or of its optimizer state, as ours."""
+        """Convert a tensor-parallel part of a parameter or optimizer state to our order."""
         if ".attention.qkv." in name and self.version < 2:
             return self._rows_by_head(tensor, 3)
         if ".cross_attention.key_value." in name and self.version < 2:
@@ -359,12 +360,12 @@ class Arrangement:
         return tensor
 
     def flatten(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reverse `arrange`, for version 2.0 and later."""
+        """Reverse `arrange` for version 2.0 and later."""
         assert self.version >= 2, self.version
         return tensor.flatten(0, 1) if ".mlp.up." in name and self.gated else tensor
 
     def _rows_by_head(self, tensor: torch.Tensor, kinds: int) -> torch.Tensor:
-        """Put the rows of each head's (query,) key and value together, as since version 2.0."""
+        """Group the rows of (query,) key and value by head, as in version 2.0 and later."""
         if self.version == 0:
             split = tensor.unflatten(0, (kinds, self.heads, -1)).transpose(0, 1)
         else:
@@ -372,7 +373,7 @@ class Arrangement:
         return split.flatten(0, 2)
 
     def split_dim(self, name: str) -> int | None:
-        """Return the dimension (of ours) that tensor ranks split, or None if each holds all."""
+        """Return the dimension of our tensor that tensor ranks split, or None if each holds all."""
         match = _OURS.fullmatch(name)
         module, _, kind = name.rpartition(".")
         if match and match.group(3):

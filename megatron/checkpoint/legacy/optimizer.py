@@ -1,13 +1,14 @@
 """Find which optimizer state in a file belongs to which parameter.
 
-Megatron's optimizer numbers parameters by group: first those that decay, then biases and 1-D ones,
-each group in the model's order. 16-bit runs keep fp32 masters in the same order.
+Megatron's optimizer numbers parameters by group: first those with weight decay, then biases and
+other 1-D parameters, each group in the model's order. 16-bit runs keep fp32 masters in the same
+order.
 
-The distributed optimizer of 23.06 and 23.08 keeps its states in `distrib_optim.pt`: for every
-virtual stage and gradient type three flat fp32 tensors, `param`, `exp_avg` and `exp_avg_sq`. All
-parameters of the stage lie in them in reverse order of registration, padded at the end to a
-multiple of the data-parallel size. The Llama-2 fork, and Megatron from late 2023, cut them into
-buckets: a list of tensors, each padded.
+The distributed optimizer of 23.06 and 23.08 keeps its states in `distrib_optim.pt`: three flat fp32
+tensors, `param`, `exp_avg` and `exp_avg_sq`, for every virtual stage and gradient type. They hold
+all parameters of the stage in reverse order of registration, padded at the end to a multiple of the
+data-parallel size. The Llama-2 fork, and Megatron from late 2023, cut them into buckets: a list of
+tensors, each padded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.checkpoint.legacy.names import Parameter
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.errors import CheckpointError
 
-# The kinds of states: Megatron's keys, ours. First in an optimizer's state, then in flat tensors.
+# The kinds of state, as Megatron's key and ours: in an optimizer's state, then in flat tensors.
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
 FLAT_KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -36,9 +37,9 @@ class OptimizerState:
     """An optimizer's tensors and counters in one file.
 
     Attributes:
-        tensors: "<our parameter>.exp_avg" and so on.
-        steps: The step count wherever the file has it, numbers or scalar tensors; all should agree.
-        loss_scale: The file's `grad_scaler`, empty without one.
+        tensors: The states by name, such as "<our parameter>.exp_avg".
+        steps: All step counts in the file, as numbers or scalar tensors. They should agree.
+        loss_scale: The file's `grad_scaler`, or empty if it has none.
     """
 
     tensors: dict[str, TensorRef] = field(default_factory=dict)
@@ -46,26 +47,26 @@ class OptimizerState:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def add(self, parameter: Parameter, kind: str, tensor: Any) -> None:
-        """Take the state of a kind; another shape is the sure sign of a wrong order.
+        """Add a parameter's state. A different shape is a sure sign of a wrong order.
 
         Raises:
-            CheckpointError: It has another shape than the parameter.
+            CheckpointError: The state and the parameter have different shapes.
         """
         if not isinstance(tensor, TensorRef) or tensor.shape != parameter.tensor.shape:
             raise CheckpointError(f"{kind} of {parameter.name} does not have the parameter's shape")
-        if parameter.name is not None:  # a tied copy's state equals that of the first stage
+        if parameter.name is not None:  # a tied copy's state equals the one on the first stage
             self.tensors[f"{parameter.name}.{kind}"] = tensor
 
 
 def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerState:
-    """Return a state with the counters alone."""
+    """Return a state with only the counters."""
     scaler = optimizer.get("grad_scaler", {})
     steps = [group["step"] for group in groups if "step" in group]
     return OptimizerState(steps=steps, loss_scale=scaler if isinstance(scaler, dict) else {})
 
 
 def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
-    """Return the state in a file's `optimizer`, or None if it is elsewhere or was not saved.
+    """Return the state in a file's `optimizer`, or None if it is in another file or was not saved.
 
     Raises:
         CheckpointError: The number or the shapes of states do not match the parameters.
@@ -121,8 +122,8 @@ def read_distributed(
     """Return the state in a rank's `distrib_optim.pt`.
 
     Args:
-        optimizer: The tree `optimizer` of the rank's other file, with the counters.
-        flat: The file's tree.
+        optimizer: The tree `optimizer` of the rank's other file, which holds the counters.
+        flat: The tree of `distrib_optim.pt`.
         chunks: The parameters of each virtual stage, in the model's order.
 
     Raises:
@@ -146,14 +147,14 @@ def read_distributed(
 
 
 def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
-    """Return where each parameter's values are in a file's flat tensor, or in its buckets.
+    """Return references to each parameter's values in a flat tensor of a file, or in its buckets.
 
     Args:
         flat: A tensor of the file, or a list of them.
-        shapes: Those of the parameters, in order of registration.
+        shapes: The shapes of the parameters, in order of registration.
 
     Raises:
-        CheckpointError: It is not such a tensor, or not as long as the parameters are.
+        CheckpointError: `flat` is not a flat tensor, or its length does not match the parameters.
     """
     buckets = flat if isinstance(flat, list) else [flat]
     if not all(isinstance(one, TensorRef) and len(one.shape) == 1 for one in buckets):
@@ -164,7 +165,10 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
 def _windows(
     buckets: Sequence[TensorRef], shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[TensorRef]:
-    """Yield windows into the buckets in order; a bucket is full when the next one has no room."""
+    """Yield windows into the buckets in order.
+
+    A parameter that does not fit into the current bucket begins the next one.
+    """
     index, start = 0, 0
     for shape in shapes:
         size = math.prod(shape)
@@ -180,11 +184,11 @@ def _windows(
 
 
 def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:
-    """Return the flat tensor of a stage, which is put together when it is read.
+    """Return the flat tensor of a stage, which is assembled when it is read.
 
     Args:
         parts: The states of the parameters, in order of registration.
-        data_parallel: The number of processes among which it is cut.
+        data_parallel: The number of processes that share the tensor.
     """
     total = sum(part.numel() for part in parts)
     padded = -(-total // data_parallel) * data_parallel

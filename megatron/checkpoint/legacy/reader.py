@@ -1,7 +1,7 @@
-"""Megatron-LM's torch files behind the interface of our own checkpoints.
+"""Read Megatron-LM's torch files through the interface of our own checkpoints.
 
-A folder holds a file for each tensor and pipeline rank (`torch_file`). All are opened, which reads
-only the small pickled trees, and a read joins the tensor ranks' parts.
+A folder holds a file for each tensor and pipeline rank (`torch_file`). All files are opened, which
+reads only the small pickled trees. Reading a tensor joins the tensor ranks' parts.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class RankPart:
 class LegacyReader:
     """A checkpoint of Megatron-LM under our names.
 
-    It may hold a GPT, BERT or T5 of v1.0 to 23.08 or of its Llama-2 fork, or the weights of
+    It may hold a GPT, BERT or T5 of v1.0 to 23.08 or of the Llama-2 fork, or the weights of
     Megatron Core's GPT in its `torch` format.
 
     `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
-    padded_vocab_size, optimizer (None if its state cannot be had), schedule (Megatron's fields),
-    config (the model's part and the optimizer's), and legacy_args: all plain fields of the command
-    line.
+    padded_vocab_size, optimizer (None if its state is not available), schedule (Megatron's fields),
+    config (the sections of the model and the optimizer), and legacy_args (all plain fields of the
+    command line).
     """
 
     format = "legacy"
@@ -67,15 +67,15 @@ class LegacyReader:
         Args:
             path: The checkpoint's folder.
             verify: Check the CRCs of a rank's share of the files.
-            rank: Which share.
-            ranks: Into how many shares they are divided.
+            rank: Index of the share.
+            ranks: Number of shares.
 
         Raises:
-            CheckpointError: A file is missing, damaged, refused, or of a kind not read.
+            CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
         """
         self.path = path
         try:
-            # As long as there is a reader, `--keep-latest` of another job leaves ours alone.
+            # As long as the reader exists, `--keep-latest` of another job keeps the checkpoint.
             if is_as_listed(path):
                 weakref.finalize(self, os.close, hold_for_reading(path, "legacy"))
         except OSError as error:
@@ -87,7 +87,7 @@ class LegacyReader:
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
         self._check_grid()
         self._arrangement = self._find_arrangement(first)
-        # Later Megatron numbers the optimizer's parameters in orders of its own.
+        # Later versions of Megatron number the optimizer's parameters in other orders.
         self._weights_only = legacy.is_core(first)
         self._network = legacy.network_of(
             model for file in self._files for model in legacy.chunks_of_tree(file.tree)
@@ -108,7 +108,7 @@ class LegacyReader:
         self.meta = self._find_meta(first, states, warns=rank == 0)
 
     def _check_grid(self) -> None:
-        """Check that no folder of another split of the same iteration is taken for a rank's."""
+        """Check that no folder is left over from another split of the same iteration."""
         found = (self._tensor_size, len(self._files) // self._tensor_size)
         for file in self._files:
             args = plain_arguments(file.tree.get("args"))
@@ -159,7 +159,7 @@ class LegacyReader:
     def _add_file(
         self, file: RankFile, first_layers: Sequence[legacy.FirstLayers]
     ) -> OptimizerState | None:
-        """Take the tensors of a file, and return its optimizer's state if it is read."""
+        """Add the tensors of a file, and return its optimizer state if it can be read."""
         try:
             tied = not self._args.get("untie_embeddings_and_output_weights", False)
             chunks = [
@@ -191,7 +191,7 @@ class LegacyReader:
             self._parts.setdefault(name, []).append((file, ref))
 
     def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[RankPart]:
-        """Return the boxes of a tensor's parts in the whole."""
+        """Return a tensor's parts with the box of each in the whole tensor."""
         if len(parts) != self._tensor_size:
             raise CheckpointError(f"{self.path}: {name} is in {len(parts)} files, not in all")
         dim = self._arrangement.split_dim(_parameter_of(name))
@@ -256,7 +256,7 @@ class LegacyReader:
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
 
     def _warn_of_states(self) -> None:
-        """Say why optimizer states that are there are not read."""
+        """Warn that the folder's optimizer states are not read, and why."""
         if any(states_beside(self.path)):
             warn(
                 f"{self.path}: a file with optimizer states for each data rank, as Megatron-LM "
@@ -268,7 +268,7 @@ class LegacyReader:
             warn(f"{self.path}: {DISTRIBUTED_FILE} is missing: only the weights are read")
 
     def _number(self, file: RankFile, value: Any) -> int | float:
-        """Return a counter that was saved as a number or as a tensor of one element."""
+        """Return a counter that was saved as a number or as a one-element tensor."""
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             return file.load(value).item()
         if type(value) not in (int, float):
@@ -300,6 +300,6 @@ class LegacyReader:
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter that an entry is, or is the optimizer state of."""
+    """Return the name of the parameter to which an entry or optimizer state belongs."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]

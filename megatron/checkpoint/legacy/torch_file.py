@@ -1,4 +1,4 @@
-"""The files of torch.save, read and written, and those of a whole checkpoint of Megatron-LM.
+"""Read and write the files of torch.save, and find the files of a Megatron-LM checkpoint.
 
 A file is a zip of uncompressed records:
 
@@ -7,15 +7,17 @@ A file is a zip of uncompressed records:
     <top>/byteorder     "little"
 
 Records are memory-mapped, never extracted: opening costs nothing, and a name in the file is
-compared, not used as a path. Writing takes a tensor at a time, where `torch.save` wants all tensors
-of a file in memory at once. The only file that may touch `pickle.Pickler`.
+compared, not used as a path. Files are written one tensor at a time, whereas `torch.save` needs all
+tensors of a file in memory at once. This is the only module that may use `pickle.Pickler`.
 
 The files of a checkpoint:
 
-    mp_rank_TT[_PPP]/model_optim_rng.pt    everything, or all but the optimizer's states
-    mp_rank_TT[_PPP]/distrib_optim.pt      those, with --use-distributed-optimizer (23.06, 23.08)
-    mp_rank_TT[_PPP]/model_rng.pt          the same as the first, in 23.04
-    mp_rank_TT[_PPP]_DDD/optim.pt          of each data-parallel rank, in 23.04: not read
+    mp_rank_TT[_PPP]/model_optim_rng.pt    everything, or everything except the optimizer states
+    mp_rank_TT[_PPP]/distrib_optim.pt      optimizer states, with --use-distributed-optimizer
+                                           (23.06, 23.08)
+    mp_rank_TT[_PPP]/model_rng.pt          the same as model_optim_rng.pt, in 23.04
+    mp_rank_TT[_PPP]_DDD/optim.pt          optimizer states of each data-parallel rank, in 23.04;
+                                           not read
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ DISTRIBUTED_FILE = "distrib_optim.pt"
 MODEL_FILE_OF_23_04 = "model_rng.pt"
 STATES_FILE_OF_23_04 = "optim.pt"
 
-_LOCAL_HEADER = 30  # bytes before a record's name; the last four: length of name and extra
+_LOCAL_HEADER = 30  # bytes before a record's name; the last four hold the lengths of name and extra
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 1
 _CHUNK = 64 << 20
-_PROTOCOL = 2  # what torch.save writes, and what the oldest readers know
-_VERSION = b"3\n"  # of the container, since PyTorch 1.6
-_ALIGNMENT = 64  # bytes, so that a reader may map the tensors
+_PROTOCOL = 2  # the pickle protocol that torch.save writes and that the oldest readers know
+_VERSION = b"3\n"  # version of the container since PyTorch 1.6
+_ALIGNMENT = 64  # bytes; lets a reader map the tensors
 _PADDING_ID = b"FB"  # as PyTorch marks it
 _LARGE = 1 << 30  # bytes; larger records have a ZIP64 header
 _ZIP64_FIELD = 20  # bytes
@@ -61,7 +63,7 @@ _STORAGE_TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items(
 
 
 class TorchZip:
-    """The byte ranges of one file by record name, without the top folder's name.
+    """The byte ranges of a file's records, by name without the top folder.
 
     Attributes:
         path: The file.
@@ -72,13 +74,13 @@ class TorchZip:
         """Open a file.
 
         Raises:
-            CheckpointError: It is not such a file, is truncated or compressed, or has names that
-                leave it.
+            CheckpointError: The file is not one of torch.save, is truncated or compressed, or has
+                record names that lead out of it.
         """
         self.path = path
         try:
             with open(path, "rb") as file:
-                # A private copy-on-write mapping: tensors over it may be written without effect.
+                # Map a private copy-on-write view: writing to its tensors does not change the file.
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             with zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
@@ -129,7 +131,7 @@ class TorchZip:
         """Return the first byte and the size of a record.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such record.
         """
         if name not in self._ranges:
             raise CheckpointError(f"{self.path}: record {name!r} is missing")
@@ -139,7 +141,7 @@ class TorchZip:
         """Return a record's bytes.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such record.
         """
         start, size = self.range(name)
         return memoryview(self.buffer)[start : start + size]
@@ -148,7 +150,7 @@ class TorchZip:
         """Compare all records with their CRC-32.
 
         Raises:
-            CheckpointError: One differs; the message names the first.
+            CheckpointError: A record differs. The message names the first.
         """
         for name in self._ranges:
             self.check(name)
@@ -157,7 +159,7 @@ class TorchZip:
         """Compare a record with its CRC-32.
 
         Raises:
-            CheckpointError: It differs.
+            CheckpointError: The record differs from its CRC-32.
         """
         data, crc = self.record(name), 0
         for position in range(0, len(data), _CHUNK):
@@ -170,12 +172,12 @@ def write_torch_file(path: Path, tree: Any) -> None:
     """Write a new file that `torch.load` reads and flush it to the disk, but not its folder.
 
     Args:
-        path: The file; its stem names the records, as with torch.save.
+        path: The file. Its stem begins the names of the records, as with torch.save.
         tree: Dicts, lists, tuples, scalars, argparse.Namespace, and tensors, which may be lazy:
             each is read when its record is written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -207,7 +209,7 @@ def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """A stand-in for a tensor's bytes, which have a record of their own."""
+    """A stand-in for a tensor's bytes, which are in a separate record."""
 
     kind: Any
     key: str
@@ -215,7 +217,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that puts a reference to a record in the place of every tensor.
+    """A pickler that replaces every tensor with a reference to a record.
 
     Attributes:
         tensors: The tensors in the order of their records.
@@ -243,7 +245,7 @@ class _Pickler(pickle.Pickler):
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file: its place in the grid, its tree, and its tensors' bytes."""
+    """The file of one rank: its position in the grid, its tree, and its tensors' bytes."""
 
     tensor_rank: int
     stage: int
@@ -254,7 +256,7 @@ class RankFile:
         """Return the file position of a tensor's storage.
 
         Raises:
-            CheckpointError: The storage is missing, or not as large as the tree says.
+            CheckpointError: The storage is missing, or its size is not the one in the tree.
         """
         start, size = self.zip.range(f"data/{ref.storage.key}")
         if size != ref.storage.numel * ref.storage.dtype.itemsize:
@@ -262,7 +264,7 @@ class RankFile:
         return start
 
     def load(self, ref: TensorRef) -> torch.Tensor:
-        """Return a tensor over the mapped file; nothing is copied."""
+        """Return a tensor over the mapped file without copying it."""
         start = self.find(ref)
         if not math.prod(ref.shape):
             return torch.empty(ref.shape, dtype=ref.storage.dtype)
@@ -273,17 +275,17 @@ class RankFile:
 
 
 def open_files(path: Path) -> list[RankFile]:
-    """Open the files of a checkpoint's folder, by stage and tensor rank.
+    """Open the files of a checkpoint's folder, ordered by stage and tensor rank.
 
     Raises:
-        CheckpointError: The grid is not complete, or a file is damaged, refused, or of a kind that
-            is not read.
+        CheckpointError: The grid is incomplete, or a file is damaged or refused, or its kind is not
+            supported.
     """
     files = []
     for folder in sorted(path.glob("mp_rank_*")):
         old = folder / MODEL_FILE_OF_23_04
         has_model = old.exists() or (folder / MODEL_FILE).exists()
-        # A data rank's folder of 23.04 can have a name like that of a pipeline stage.
+        # The folder of a data rank of 23.04 can look like that of a pipeline stage.
         if (folder / STATES_FILE_OF_23_04).exists() and not has_model:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
@@ -303,17 +305,17 @@ def open_files(path: Path) -> list[RankFile]:
 
 
 def open_distributed(file: RankFile) -> RankFile | None:
-    """Open the distributed optimizer's file beside a rank's, or return None if there is none.
+    """Open the distributed optimizer's file of a rank, or return None if there is none.
 
     Raises:
-        CheckpointError: It is damaged, or refused.
+        CheckpointError: The file is damaged or refused.
     """
     path = file.zip.path.parent / DISTRIBUTED_FILE
     return RankFile(file.tensor_rank, file.stage, *_open(path)) if path.exists() else None
 
 
 def states_beside(path: Path) -> Iterator[Path]:
-    """Return files of 23.04 with optimizer states, which are not read."""
+    """Return the folder's optimizer files of 23.04, which are not read."""
     return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
 
 

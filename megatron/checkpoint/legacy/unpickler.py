@@ -1,11 +1,11 @@
-"""Read a checkpoint's pickle into plain records. The only file that may touch `pickle.Unpickler`.
+"""Read a checkpoint's pickle into plain records.
 
-There are two gates. First the byte code is walked, without running it, and refused if it holds an
-instruction that checkpoints do not use, or a length or memo index that does not fit its size. Then
-the unpickler runs with a `find_class` that never imports: a name is looked up in a table of our own
-stand-ins, and everything else is refused by name. So nothing that a file names is imported or
-called. Stand-ins are plain data that can do nothing, and each refuses `__setstate__`, through which
-a pickle could otherwise change it.
+This is the only module that may use `pickle.Unpickler`. There are two gates. First the byte code is
+scanned without running it. It is refused if it holds an instruction that checkpoints do not use, or
+a length or memo index that does not fit its size. Then the unpickler runs with a `find_class` that
+never imports: a name is looked up in a table of our own stand-ins, and every other name is refused.
+So nothing that a file names is imported or called. Stand-ins are plain data without behavior, and
+each refuses `__setstate__`, through which a pickle could otherwise change it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from megatron.errors import CheckpointError
 
-MAX_BYTES = 64 << 20  # a tree of a hundred layers takes 100 KB
+MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
 
 _OPCODES = frozenset(
     "PROTO STOP FRAME MARK POP POP_MARK NONE NEWTRUE NEWFALSE "
@@ -47,11 +47,14 @@ STORAGES = {
 
 
 class RefusedError(Exception):
-    """A file asks for something that a checkpoint has no need of."""
+    """An error for a file that asks for something that no checkpoint needs."""
 
 
 def show(value: Any) -> str:
-    """Return a value for a message, but no container: a small pickle can hold an endless one."""
+    """Return a value for a message, or only its type if it is not a scalar.
+
+    A small pickle can hold an endless container.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return repr(value)[:80]
     return f"a {type(value).__name__}"
@@ -69,7 +72,7 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class Factory(_Fixed):
-    """One of our functions, in the place of a global name that the file calls."""
+    """A stand-in for a global name that the file calls: one of our own functions."""
 
     name: str
     call: Callable[..., Any]
@@ -88,7 +91,7 @@ class StorageType(_Fixed):
 
 @dataclass(frozen=True)
 class StorageRef(_Fixed):
-    """A storage in the container: its record's key, and how many elements it claims to have."""
+    """A storage in the container: its record's key and the number of elements that it claims."""
 
     dtype: torch.dtype
     key: str
@@ -120,13 +123,13 @@ class Namespace:
     fields: dict[str, Any]
 
     def __new__(cls) -> Namespace:
-        """Make an empty one: a pickle makes one without calling `__init__`."""
+        """Create an empty namespace. A pickle creates one without calling `__init__`."""
         made = super().__new__(cls)
         made.fields = {}
         return made
 
     def __setstate__(self, state: Any) -> None:
-        """Take the fields, once."""
+        """Set the fields. This is allowed only once."""
         if type(state) is not dict or self.fields:
             raise RefusedError("a Namespace is filled once, from a dict")
         self.fields = state
@@ -136,16 +139,16 @@ class StateDict(dict[Any, Any]):
     """A stand-in for OrderedDict."""
 
     def __setstate__(self, state: Any) -> None:
-        """Drop what PyTorch attaches to it (`_metadata`)."""
+        """Ignore the attributes that PyTorch adds (`_metadata`)."""
 
 
 class Array:
-    """A stand-in for a numpy array, which only random states are."""
+    """A stand-in for a numpy array. Only random states are numpy arrays."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Drop the content."""
+        """Ignore the content."""
 
 
 def read_pickle(data: bytes, source: str) -> Any:
@@ -156,7 +159,7 @@ def read_pickle(data: bytes, source: str) -> Any:
         source: The file's name in messages.
 
     Raises:
-        CheckpointError: It is damaged, or asks for anything that a checkpoint has no need of.
+        CheckpointError: The pickle is damaged, or asks for something that no checkpoint needs.
     """
     try:
         if len(data) > MAX_BYTES:
@@ -166,19 +169,19 @@ def read_pickle(data: bytes, source: str) -> Any:
     except RefusedError as error:
         raise CheckpointError(f"{source}: refused, nothing in it was run: {error}") from None
     except Exception as error:
-        # A broken pickle can make the machine fail in any way, as can one that calls our
-        # stand-ins with what they do not take.
+        # A broken pickle can make the unpickler fail in any way, as can one that calls our
+        # stand-ins with unsuitable arguments.
         raise CheckpointError(
             f"{source}: refused, nothing in it was run: {type(error).__name__}: {error}"
         ) from None
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Walk the byte code; lengths are checked against the data by the walk itself."""
+    """Check every instruction. `genops` itself checks lengths against the data."""
     for opcode, argument, position in pickletools.genops(data):
         if opcode.name not in _OPCODES:
             raise RefusedError(f"instruction {opcode.name} at byte {position}")
-        # The memo is an array: a far index would allocate everything before it.
+        # The memo is an array: a large index would allocate everything before it.
         if opcode.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
             raise RefusedError(f"memo index {argument} at byte {position}")
 
@@ -188,10 +191,10 @@ class _RestrictedUnpickler(pickle.Unpickler):
         """Return our stand-in for a global name in the file."""
         if module in ("torch", "torch.cuda") and name in STORAGES:
             return StorageType(STORAGES[name])
-        # By vars(): getattr on torch imports some modules when asked for their name.
+        # Use vars(): getattr on torch imports some modules when asked for their name.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return f"torch.{name}"
-        # Enums and the like of Megatron itself. The class is not looked for: its name is enough.
+        # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
         if module.partition(".")[0] == "megatron" and name.isidentifier():
             return Factory(name, lambda *args: Opaque(name, args))
         if (module, name) in _STAND_INS:
@@ -199,7 +202,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        """Return the storage that a reference names."""
+        """Return the storage to which a reference points."""
         if type(pid) is tuple and len(pid) == 5:
             word, kind, key, _location, numel = pid
             if word == "storage" and type(kind) is StorageType and type(key) is str:
@@ -220,7 +223,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRef:
-    """Return a window that lies inside its storage and is not larger than it."""
+    """Return a window into a storage, after checking that it fits inside."""
     if type(storage) is not StorageRef:
         raise RefusedError("a tensor without a storage")
     ref = TensorRef(storage, _size(offset), _sizes(shape), _sizes(stride))
@@ -247,7 +250,7 @@ def _ordered_dict(*args: Any) -> StateDict:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Return bytes as Python 3 writes them in the older protocols."""
+    """Return the bytes that Python 3 encodes as text in the older protocols."""
     if type(text) is not str or encoding != "latin1":
         raise RefusedError("bytes in an encoding other than latin1")
     return text.encode("latin1")

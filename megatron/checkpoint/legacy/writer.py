@@ -1,13 +1,13 @@
-"""Write any checkpoint, or a run's state, as files of Megatron-LM 23.08, a tensor at a time.
+"""Write any checkpoint, or a run's state, as files of Megatron-LM 23.08, one tensor at a time.
 
-A conversion has a checkpoint to read from. A training run has its state spread over its ranks in
-whatever layout: it is written as a native checkpoint inside the temporary folder first, from which
-every rank then makes its share of the files. That doubles what is written, but asks nothing of the
-layout and holds one tensor at a time in memory. Both are published by the protocol of `store`.
+A conversion has a checkpoint to read from. A training run's state is spread over its ranks in any
+layout, so it is first written as a native checkpoint inside the temporary folder, from which every
+rank then makes its share of the files. That doubles the bytes written, but works for every layout
+and holds only one tensor at a time in memory. Both are published by the protocol of `store`.
 
-Our own dropout is drawn from the seed and the place in the sample order, so there is no generator
-whose state could be saved. The files hold what Megatron's generators have after it seeded them,
-each iteration with numbers of its own.
+Our dropout is drawn from the seed and the position in the sample order, so there is no generator
+whose state could be saved. The files hold the states of Megatron's generators after seeding, each
+iteration with different numbers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from megatron.durable import Check, remove_tree, storage_errors, sync_folder
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
-_STAGE_STRIDE = 100  # of seeds, as in Megatron
+_STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
 _TENSOR_OFFSET = 2718
-_NUMBERS_PER_ITERATION = 1 << 32  # of a device's generator; a multiple of 4, as it wants
+_NUMBERS_PER_ITERATION = 1 << 32  # numbers drawn from a device's generator; a multiple of 4
 _STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 _MASTER = "master"
 _STAGING = "native"
@@ -55,7 +55,7 @@ _WORDS = f"{WEIGHTS}embedding.word.weight"
 
 
 def notices(model: ModelConfig) -> Iterator[str]:
-    """Yield what Megatron-LM 23.08 computes differently with the same weights, for the user."""
+    """Yield a line for the user for each thing that Megatron-LM 23.08 computes differently."""
     if model.position_embedding_type == "rope":
         if model.rotary_base != 10000.0:
             yield (
@@ -87,7 +87,7 @@ class LegacySaver:
 
     Attributes:
         config: The run's configuration.
-        vocabulary: The tokenizer's entries, which Megatron pads by a rule of its own.
+        vocabulary: Number of the tokenizer's entries, which Megatron pads by its own rule.
     """
 
     config: ModelRun
@@ -107,18 +107,18 @@ class LegacySaver:
         """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
 
         Args:
-            root: Folder of checkpoints, made if it is missing.
+            root: Folder of checkpoints, created if it is missing.
             iteration: Training steps taken.
-            plan: Who holds what, from `store.agree`.
+            plan: The plan of the parts that each rank holds, from `store.agree`.
             mine: This rank's share of the plan.
             meta: A JSON value; rank 0's is saved.
             layout: The ranks that take part.
-            keep: Which older checkpoints stay. None deletes none.
+            keep: Which older checkpoints to keep. None keeps all of them.
 
         Raises:
             StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
                 tracker stays, and temporary files are removed.
-            CheckpointError: Megatron's model has no place for a parameter.
+            CheckpointError: Megatron's model lacks one of the parameters.
         """
         exchange, folder = JsonExchange(layout.world), iteration_folder(iteration)
 
@@ -134,7 +134,7 @@ class LegacySaver:
             writer = LegacyWriter(padded, self.config, data_parallel=layout.replica.size)
             writer.write(temporary, layout.world.rank, layout.world.size)
 
-        need = plan.total_bytes  # twice: the staged checkpoint asks for its own room
+        need = plan.total_bytes  # the native checkpoint inside checks for its own space
         last = (COMPLETE, list_files)
         return write_folder(root, folder, exchange, need, fill, last, keep, None)
 
@@ -147,22 +147,22 @@ def convert_to_legacy(
     keep_optimizer: bool,
     check: Check | None = None,
 ) -> Path:
-    """Save an opened checkpoint and return the new one's folder.
+    """Save an opened checkpoint as Megatron's files and return the new checkpoint's folder.
 
-    A model that was not trained yet, such as Hugging Face's, becomes a `release`, from which
-    Megatron starts at iteration 0.
+    A checkpoint without training steps, such as a Hugging Face model, becomes a `release`, from
+    which Megatron starts at iteration 0.
 
     Args:
-        reader: The checkpoint; its vocabulary tables have the rows to write.
-        root: Folder of checkpoints, made if it is missing.
-        config: The run that it stands for, as for `LegacyWriter`.
-        keep_optimizer: Write its optimizer states too.
-        check: A look at the checkpoint before it gets its name.
+        reader: The checkpoint. Its vocabulary tables must have the number of rows to write.
+        root: Folder of checkpoints, created if it is missing.
+        config: The configuration of the checkpoint's run, as for `LegacyWriter`.
+        keep_optimizer: Also write the optimizer states.
+        check: Check to run on the checkpoint before publishing it.
 
     Raises:
-        StorageError: It cannot be written. Nothing is left behind.
-        CheckpointError: Megatron's model has no place for a parameter, another job writes there,
-            or the source turns out damaged.
+        StorageError: The checkpoint cannot be written. Nothing is left behind.
+        CheckpointError: Megatron's model lacks one of the parameters, another job is saving into
+            the folder, or the source is damaged.
     """
     writer = LegacyWriter(reader, config, keep_optimizer=keep_optimizer)
     folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
@@ -175,7 +175,7 @@ def convert_to_legacy(
 
 
 class LegacyWriter:
-    """A writer of a checkpoint as Megatron's files."""
+    """A writer that turns a checkpoint into Megatron's files."""
 
     def __init__(
         self,
@@ -188,15 +188,15 @@ class LegacyWriter:
         """Plan the files.
 
         Args:
-            reader: What to write; its vocabulary tables have the rows to write.
-            config: The run that it stands for. `parallel` says how the files are split, and whether
-                optimizer states are kept as --use-distributed-optimizer keeps them.
+            reader: The checkpoint. Its vocabulary tables must have the number of rows to write.
+            config: The configuration of the checkpoint's run. `parallel` says how to split the
+                files, and whether to store optimizer states as --use-distributed-optimizer does.
             data_parallel: The number of processes that hold the same weights.
             keep_optimizer: Write optimizer states, if the checkpoint has them.
 
         Raises:
-            CheckpointError: Megatron's model has no place for a parameter, cannot be split so, or
-                computes another network.
+            CheckpointError: Megatron's model lacks one of the parameters, cannot be split this way,
+                or computes another network.
         """
         refused = ", ".join(not_computed(config.model))
         if refused:
@@ -226,7 +226,7 @@ class LegacyWriter:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors, without the copies that Megatron keeps of tied embeddings."""
+        """Bytes of all tensors, without Megatron's copies of tied embeddings."""
         written = (WEIGHTS, STATES) if self._keeps_optimizer else (WEIGHTS,)
         names = (name for name in self._held if name.startswith(written))
         shapes = ((self.reader.global_shape(n), self.reader.dtype(n)) for n in names)
@@ -237,12 +237,12 @@ class LegacyWriter:
 
         Args:
             folder: The folder.
-            rank: Which share.
-            ranks: Into how many shares the files are divided.
+            rank: Index of the share.
+            ranks: Number of shares into which the files are divided.
 
         Raises:
-            StorageError: It cannot be written.
-            CheckpointError: The source turns out damaged.
+            StorageError: A file cannot be written.
+            CheckpointError: The source is damaged.
         """
         for plan in self.files[rank::ranks]:
             place = folder / plan.folder
@@ -254,7 +254,7 @@ class LegacyWriter:
                 sync_folder(place)
 
     def _tree(self, plan: FilePlan) -> dict[str, Any]:
-        """Return what a rank's `model_optim_rng.pt` holds."""
+        """Return the content of a rank's `model_optim_rng.pt`."""
         meta = self.reader.meta
         tree: dict[str, Any] = {
             "args": megatron_arguments(
@@ -289,7 +289,7 @@ class LegacyWriter:
 
     def _optimizer(self, plan: FilePlan) -> dict[str, Any]:
         parameters, scale = plan.parameters(), self.reader.meta["optimizer"].get("loss_scale")
-        # Numbers of the decayed parameters, then of the others; an empty group is left out.
+        # Number the parameters with weight decay first, then the others. Omit an empty group.
         decayed = sum(one.is_decayed for one in parameters)
         groups = [group for group in (range(decayed), range(decayed, len(parameters))) if group]
         tree: dict[str, Any] = {
@@ -317,7 +317,7 @@ class LegacyWriter:
         settings: dict[str, Any] = {
             "wd_mult": float(decays),
             "lr_mult": 1.0,
-            # Megatron sets it anew from its schedule before it is used.
+            # Megatron sets the learning rate from its schedule before using it.
             "lr": self.reader.meta["schedule"].get("max_lr", schedule.lr),
             "weight_decay": optimizer.weight_decay if decays else 0.0,
             "maximize": False,
@@ -351,7 +351,7 @@ class LegacyWriter:
         return {"step": step, **found}
 
     def _flat_states(self, plan: FilePlan) -> dict[int, Any]:
-        """Return what a rank's `distrib_optim.pt` holds."""
+        """Return the content of a rank's `distrib_optim.pt`."""
         accumulates = self.config.precision.accumulate_allreduce_grads_in_fp32
         tree: dict[int, Any] = {}
         for index, chunk in enumerate(plan.chunks):
@@ -380,7 +380,7 @@ class LegacyWriter:
 
 
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
-    """Return our name of a parameter, or of its optimizer state of a kind."""
+    """Return our name of a parameter, or of its optimizer state of this kind."""
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
 
 
@@ -391,7 +391,7 @@ def _random_states(seed: int, iteration: int, plan: FilePlan) -> dict[str, Any]:
     model_parallel = base + _TENSOR_OFFSET + plan.tensor_rank
     return {
         "random_rng_state": random.Random(base).getstate(),
-        # Numbers, not an array: every version of numpy reads them.
+        # Use a list of numbers, not an array: every version of numpy reads it.
         "np_rng_state": (kind, tuple(int(key) for key in keys), place, has_normal, normal),
         "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
         "cuda_rng_state": _device_state(base, iteration),
@@ -400,7 +400,7 @@ def _random_states(seed: int, iteration: int, plan: FilePlan) -> dict[str, Any]:
 
 
 def _device_state(seed: int, iteration: int) -> torch.Tensor:
-    """Return a GPU generator's state: its seed and how many numbers were drawn, 8 bytes each."""
+    """Return a GPU generator's state: seed and count of numbers drawn, 8 bytes each."""
     drawn = iteration * _NUMBERS_PER_ITERATION
     data = seed.to_bytes(8, "little") + (drawn % (1 << 63)).to_bytes(8, "little")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
