@@ -1,9 +1,9 @@
-"""Samples of a BERT run: two segments in or out of order, some of their tokens hidden.
+"""BERT samples: two segments, in order or swapped, with some of their tokens masked.
 
     [CLS] segment A [SEP] segment B [SEP] [PAD] ...
 
-The model predicts the hidden tokens, and whether B came before A in the text. Without the binary
-head there is a single segment and no second [SEP]. s is the sequence length.
+The model predicts the masked tokens, and whether B came before A in the text. Without the binary
+head there is a single segment and no second [SEP]. In shapes, s is the sequence length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
+from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
 from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
 from megatron.data.sentences import (
     SentenceRequest,
@@ -26,8 +26,8 @@ from megatron.data.sentences import (
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
-# A run has 1, 2 or 3 words, with probabilities in proportion to 1, 1/2, 1/3, computed in the
-# floating-point operations of numpy's choice(), whose draws these are.
+# A run has 1, 2 or 3 words, with probabilities in proportion to 1, 1/2, 1/3. They are computed with
+# the floating-point operations of numpy's choice(), so that the draws are the same as its draws.
 _SHARES = 1.0 / np.arange(1, 4)
 _SHARES /= _SHARES.sum()
 _CUMULATIVE = (_SHARES / _SHARES.sum()).cumsum()
@@ -36,13 +36,13 @@ _RUN_LENGTHS: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
 
 @dataclass(frozen=True)
 class BertOptions:
-    """The settings of BERT's samples.
+    """The settings of BERT samples.
 
     Attributes:
-        seq_length: s, special tokens included.
-        mask_prob: Share of tokens to hide.
-        seed: Seed of all draws; sample i adds its number.
-        binary_head: Whether a sample has two segments, swapped in half of the cases.
+        seq_length: The sequence length s, special tokens included.
+        mask_prob: The fraction of tokens to mask.
+        seed: The seed of all draws. The draws of sample i are seeded with `seed + i`.
+        binary_head: Whether a sample has two segments, which are swapped in half of the samples.
     """
 
     seq_length: int
@@ -53,14 +53,14 @@ class BertOptions:
 
 @dataclass(eq=False)
 class BertDataset:
-    """BERT's samples, made from runs of sentences. A sample holds arrays `[s]` of int64.
+    """BERT samples, made from runs of sentences. A sample holds int64 arrays `[s]`.
 
-    `text`: Tokens, some of them replaced.
-    `types`: 0 in segment A (and padding), 1 in segment B.
-    `labels`: The token that was replaced, or -1 where none was.
-    `is_random`: A number, 1 if the segments are swapped.
-    `loss_mask`: 1 where a token was replaced.
-    `padding_mask`: 0 where a token is padding, otherwise 1.
+    `text`: The tokens, some of them replaced.
+    `types`: 0 in segment A and in padding, 1 in segment B.
+    `labels`: The original token at masked positions, -1 at all others.
+    `is_random`: A single number: 1 if the segments are swapped, otherwise 0.
+    `loss_mask`: 1 at masked positions, otherwise 0.
+    `padding_mask`: 0 at padding, otherwise 1.
     `id`: The sample's number.
     """
 
@@ -71,7 +71,7 @@ class BertDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples differ."""
+        """A text that differs whenever the samples differ."""
         return f"BERT Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class BertDataset:
         a, b = truncate(a, b, target, random)
         second = [b, [self.ids.sep]] if len(b) else []
         text = np.concatenate([[self.ids.cls], a, [self.ids.sep], *second]).astype(np.int64)
-        masked, labels = _hide(text, target, self.ids, self.options.mask_prob, random)
+        masked, labels = _mask(text, target, self.ids, self.options.mask_prob, random)
         length, in_a = self.options.seq_length, len(a) + 2
         return {
             "text": filled_up(masked, length, self.ids.pad),
@@ -122,15 +122,16 @@ def _segments(
 def truncate(
     a: Tokens, b: Tokens, most: int, random: np.random.RandomState
 ) -> tuple[Tokens, Tokens]:
-    """Remove tokens until `most` are left, each from the longer segment, or from B if equal.
+    """Remove tokens until `most` are left.
 
-    A draw decides whether the segment's first or last token is removed.
+    Each token is taken from the longer segment, or from B if both are equally long. A random draw
+    decides whether the segment's first or last token is removed.
     """
     excess = len(a) + len(b) - most
     if excess <= 0:
         return a, b
     lead = len(a) - len(b)
-    from_a = np.arange(excess) % 2 != lead % 2  # in turn, once the lengths are equal
+    from_a = np.arange(excess) % 2 != lead % 2  # alternating, once the lengths are equal
     from_a[: abs(lead)] = lead > 0
     at_front = random.random_sample(excess) < 0.5
     cuts = []
@@ -140,19 +141,19 @@ def truncate(
     return cuts[0], cuts[1]
 
 
-def _hide(
+def _mask(
     text: NDArray[np.int64],
     target: int,
     ids: SpecialIds,
     mask_prob: float,
     random: np.random.RandomState,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return `text` with some tokens replaced, and the labels.
+    """Return `text` with the masked tokens replaced, and the labels.
 
-    Of the chosen tokens, 80% become [MASK], 10% become any token, and 10% stay.
+    80% of the chosen tokens become [MASK], 10% become a random token, and 10% stay the same.
     """
     masked, labels = text.copy(), np.full(len(text), IGNORED_LABEL, np.int64)
-    budget = hidden_budget(mask_prob, len(text), target)
+    budget = masking_budget(mask_prob, len(text), target)
 
     def draw_words() -> int:
         return 1 + bisect_right(_RUN_LENGTHS, random.random_sample())
@@ -170,18 +171,18 @@ def _hide(
 def build_bert_datasets(
     request: DataRequest, *, seq_length: int, tokenizer: Tokenizer, binary_head: bool
 ) -> Datasets:
-    """Build BERT's datasets that the flags name. Every process calls this.
+    """Build the BERT datasets that the flags name. Every process calls this function.
 
     Args:
-        request: What the run asks for.
-        seq_length: Tokens of a sample, [CLS] and [SEP] included.
-        tokenizer: Gives the special ids.
+        request: The run's requirements for its data.
+        seq_length: The number of tokens in a sample, [CLS] and [SEP] included.
+        tokenizer: The tokenizer, which supplies the special ids.
         binary_head: Whether samples have two segments, in order or swapped.
 
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
-            data is named, or --data-path or --split cannot be read.
-        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+            data is named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
     options = BertOptions(seq_length, request.data.mask_prob, request.seed, binary_head)
     fewest = 2 if binary_head else 1

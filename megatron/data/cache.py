@@ -1,10 +1,11 @@
 """Index arrays kept on disk, named by the md5 of a text that describes them.
 
-The names are Megatron-LM's, `<md5>.dsc` and `<md5>_<suffix>.npy`, so its caches are found here and
-ours there. A file appears under its name complete or not at all: it is written beside, flushed and
-renamed. Any number of processes and jobs may therefore build the same arrays at once; they write
-the same bytes. What is on disk is used only if it loads, has the expected type and shape, passes
-the caller's check and is not older than the dataset. Otherwise it is built again.
+The file names are those of Megatron-LM, `<md5>.dsc` and `<md5>_<suffix>.npy`, so each program finds
+the other's caches. A file appears under its name complete or not at all: it is written under a
+temporary name, flushed and renamed. Any number of processes and jobs may therefore build the same
+arrays at the same time; they write the same bytes. An array on disk is used only if it loads, has
+the expected type and shape, passes the caller's check and is not older than the dataset. Otherwise
+it is built again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class IndexCache:
     """The folders in which index arrays are kept.
 
     Attributes:
-        folders: Searched in order; new arrays go to the last. Empty: nothing is kept.
+        folders: The folders, searched in order. New arrays are written to the last one. If there
+            are none, nothing is kept.
         warns: Whether this process reports a folder that cannot be written to.
     """
 
@@ -61,9 +63,9 @@ class IndexCache:
         Args:
             description: The text whose md5 names the files.
             specs: The expected arrays, in the order in which `build` returns them.
-            build: Makes the arrays; called only if they are not found.
+            build: A function that makes the arrays. It is called only if they are not found.
             is_sound: A further check of arrays found on disk.
-            source: The file that the arrays are made from; older arrays are not used.
+            source: The file that the arrays are made from. Arrays older than it are not used.
 
         Raises:
             DataError: The arrays do not fit in memory.
@@ -78,7 +80,7 @@ class IndexCache:
         except MemoryError:
             size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
             raise DataError(
-                f"an index of {size / 1e9:,.1f} GB does not fit in memory: it lists every sample "
+                f"an index of {size / 1e9:,.1f} GB does not fit in memory; it lists every sample "
                 "of the run: give fewer --train-iters or --train-samples, fewer --eval-iters or a "
                 "larger --eval-interval"
             ) from None
@@ -101,10 +103,10 @@ class IndexCache:
 
 
 def warn_of_unwritable(what: str, error: OSError) -> None:
-    """Say that an index could not be saved, what that costs, and the remedy."""
+    """Warn that an index could not be saved, and name the consequence and the remedy."""
     warn(
         f"{what}: cannot write ({error.strerror}); the index is kept in memory and built again at "
-        "every start. Set --data-cache-path to a folder that can be written to"
+        "every start. Set --data-cache-path to a writable folder"
     )
 
 
@@ -112,12 +114,13 @@ def warn_of_unwritable(what: str, error: OSError) -> None:
 def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[None]:
     """Run the body in one process, then in the others, which find its files.
 
-    If they do not, because disks are local to a node, each body builds for itself.
+    If they find none, because disks are local to a node, each process builds its own.
 
     Args:
         is_builder: True in exactly one process.
-        barrier: Waits until every process has called it. It is called once per process, also after
-            an error, so that the others meet the error themselves instead of waiting forever.
+        barrier: A function that waits until every process has called it. It is called once per
+            process, even after an error, so that the other processes meet the error themselves
+            instead of waiting forever.
     """
     if not is_builder:
         barrier()
@@ -129,7 +132,7 @@ def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[Non
 
 
 def open_array(path: Path, source: Path | None) -> np.memmap[Any, Any] | None:
-    """Map the array in `path`; return `None` if it is missing, torn or older than `source`."""
+    """Map the array in `path`; return `None` if it is missing, damaged or older than `source`."""
     try:
         if source is not None and path.stat().st_mtime < source.stat().st_mtime:
             return None
@@ -140,7 +143,7 @@ def open_array(path: Path, source: Path | None) -> np.memmap[Any, Any] | None:
 
 
 def _load(stem: Path, specs: Sequence[ArraySpec], source: Path | None) -> Arrays | None:
-    """Map the arrays; return `None` if one is missing, stale, torn or unlike its spec."""
+    """Map the arrays; return `None` if one is missing, stale, damaged or unlike its spec."""
     arrays = []
     for spec in specs:
         array = open_array(Path(f"{stem}_{spec.suffix}.npy"), source)

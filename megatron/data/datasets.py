@@ -1,12 +1,12 @@
-"""The datasets that the flags name: opened, cut into splits, blended.
+"""The datasets that the flags name: opened, divided into splits, blended.
 
 Each kind of sample (`gpt`, `bert`, `t5`) calls `build_datasets` with a function that makes the
 samples of one part of one indexed dataset.
 
 A blend draws from several datasets in fixed proportions. Its sample i comes from the dataset that
 lags furthest behind its share: with weights w and t samples taken from each so far, the one whose
-`w * max(i, 1) - t` is largest, or the first of equals. The order is Megatron-LM's, computed in the
-same floating-point operations.
+`w * max(i, 1) - t` is largest, or the first of several with the same value. The order is that of
+Megatron-LM, computed with the same floating-point operations.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
 from megatron.errors import ConfigError, DataError, warn
 
-_BLOCKS, _BLOCK = 64, 4096  # read of each file for a fingerprint: places, bytes at each
+_BLOCKS, _BLOCK = 64, 4096  # a fingerprint reads this many places of each file, and bytes at each
 _MAX_DATASETS = np.iinfo(np.int16).max
 _BLEND_BLOCK = 4096  # samples of the shortest block of a blend
-_MAX_ELEMENTS = 1 << 20  # of a step's arrays, so that they stay in a processor's cache
+_MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in a processor's cache
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Everything that a run asks of its data, for any kind of sample.
+    """A run's requirements for its data, for any kind of sample.
 
     Attributes:
         data: The flags that name datasets, splits and caches.
-        seed: Seed of every shuffle and draw.
-        samples: Numbers of training, validation and test samples that the run takes.
+        seed: The seed of every shuffle and draw.
+        samples: The numbers of training, validation and test samples that the run needs.
         is_builder: True in a single process, which writes caches before the others look for them
             and prints the warnings.
-        barrier: Waits until every process has called it; called once.
+        barrier: A function that waits until every process has called it. It is called once.
     """
 
     data: DataConfig
@@ -61,8 +61,8 @@ class DatasetPart(NamedTuple):
     Attributes:
         split: The split: train, valid or test.
         data: The whole dataset.
-        bounds: First document, and the one after the last.
-        num_samples: How many samples the split needs of it.
+        bounds: The first document of the part, and the one after its last.
+        num_samples: The number of samples that the split needs from this part.
     """
 
     split: str
@@ -95,18 +95,21 @@ def build_datasets(
     *,
     count_documents: Callable[[IndexedDataset], int] = len,
 ) -> Datasets:
-    """Build the training, validation and test data that the flags name. Every process calls this.
+    """Build the training, validation and test data that the flags name.
+
+    Every process calls this function.
 
     Args:
-        request: What the run asks for.
-        build_part: Makes the samples of one part of one dataset.
-        build_mock: Makes the samples of --mock-data, from their number and the split's number.
-        count_documents: Counts the documents that --split divides. By default each sequence is
-            a document, as in Megatron's GPT.
+        request: The run's requirements for its data.
+        build_part: A function that makes the samples of one part of one dataset.
+        build_mock: A function that makes the samples of --mock-data, from the number of samples
+            and the number of the split.
+        count_documents: A function that counts the documents that --split divides. By default each
+            sequence is a document, as in Megatron's GPT.
 
     Raises:
-        ConfigError: No data is named, or --data-path or --split cannot be read.
-        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+        ConfigError: No data is named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
     if request.data.mock_data:
         counts = enumerate(request.samples)
@@ -142,9 +145,9 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, s
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Return the shares of training, validation and test, adding up to one, from "969, 30, 1".
+    """Return the shares of training, validation and test from a text such as "969, 30, 1".
 
-    Numbers are separated by "," or "/"; missing ones are zero.
+    The shares add up to one. Numbers are separated by "," or "/"; missing ones are zero.
 
     Raises:
         ConfigError: The text is not one to three non-negative numbers with a positive sum.
@@ -156,8 +159,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     total = sum(shares)
     if not (1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < total < math.inf):
         raise ConfigError(
-            f"--split {text!r} is not one to three numbers, none negative and one above zero: "
-            'write the shares of training, validation and test, for example "969, 30, 1"'
+            f"--split {text!r} is not a list of one to three numbers, none negative and at least "
+            'one above zero: write the shares of training, validation and test, such as "969,30,1"'
         )
     train, valid, test = (*(share / total for share in shares), 0.0, 0.0)[:3]
     return train, valid, test
@@ -167,16 +170,16 @@ def split_bounds(text: str, num_documents: int) -> tuple[int, int, int, int]:
     """Return document bounds: training `[b0, b1)`, validation `[b1, b2)`, test `[b2, b3)`.
 
     Each share is rounded to whole documents (halves to even). Any surplus or shortfall of the sum
-    is then taken from every bound but the first, as Megatron does.
+    is then taken from every bound except the first, as in Megatron.
 
     Raises:
-        ConfigError: The text is not a split, as for `parse_split`.
+        ConfigError: `parse_split` cannot parse the text.
     """
     bounds = [0]
     for share in parse_split(text):
         bounds.append(bounds[-1] + round(share * float(num_documents)))
     surplus = bounds[-1] - num_documents
-    # A bound cannot leave [0, num_documents], where rounding and a zero share would push it.
+    # Rounding and a zero share could push a bound out of [0, num_documents].
     _, first, second, last = (max(0, min(bound - surplus, num_documents)) for bound in bounds)
     return 0, first, second, last
 
@@ -184,9 +187,9 @@ def split_bounds(text: str, num_documents: int) -> tuple[int, int, int, int]:
 def corpus_fingerprint(data: DataConfig) -> str | None:
     """Return a digest of the training datasets, in their order; `None` for generated tokens.
 
-    A position in the data is a count of samples, which means nothing over another corpus, and a
-    corpus that was preprocessed again has the same name and often the same size. The digest covers
-    sizes and 256 KiB of each file. That is enough to notice other text, another tokenizer or
+    A position in the data is a count of samples, which has no meaning for another corpus. A corpus
+    that was preprocessed again has the same name and often the same size. The digest covers the
+    size and 256 KiB of each file. That is enough to notice other text, another tokenizer or
     another order of documents, but not a few tokens that were changed in place.
 
     Raises:
@@ -265,8 +268,8 @@ def _build_split(
     if len(kept) < len(members) and request.is_builder:
         left_out = ", ".join(m.data.prefix for m in members if m not in kept)
         warn(
-            f"--split {flag!r} leaves no {split} document in {left_out}: the {split} blend is "
-            "made without it"
+            f"--split {flag!r} leaves no {split} document in {left_out}: the {split} blend does "
+            "not use it"
         )
     if len(members) == 1:
         return build_part(DatasetPart(split, kept[0].data, kept[0].bounds, num_samples))
@@ -281,7 +284,10 @@ def _build_split(
 
 
 class BlendIndex(NamedTuple):
-    """Dataset of each sample, `[n]` uint8 (int16 from 255 datasets on), and its number there."""
+    """The dataset of each sample, `[n]` uint8 (int16 from 255 datasets on), and its number there.
+
+    `samples` holds the number of each sample within its dataset.
+    """
 
     datasets: NDArray[Any]
     samples: NDArray[np.int64]
@@ -290,7 +296,7 @@ class BlendIndex(NamedTuple):
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
     """Return the weights divided by their sum, `[d]`.
 
-    They are divided twice, once by Python's sum and once by numpy's: Megatron does so too, and the
+    They are divided twice, first by Python's sum and then by numpy's, as in Megatron, because the
     last bit decides ties.
     """
     total = sum(weights, 0.0)
@@ -299,7 +305,7 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Return the samples to prepare of each dataset: its share and half a percent more."""
+    """Return the number of samples to prepare from each dataset: its share plus half a percent."""
     total = sum(weights, 0.0)
     return [math.ceil(num_samples * (weight / total) * 1.005) for weight in weights]
 
@@ -307,14 +313,15 @@ def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
-    Each choice depends on all choices before it. To make many at a time, the run is cut into
-    blocks that advance side by side from guessed counts: those nearest to the shares, which are
-    nearly always the true ones. A block whose guess differs from what the block before it ended
-    with is then done again from there, until all fit. The result is exact for any guess.
+    Each choice depends on all choices before it. To make many at a time, the sequence of samples
+    is cut into blocks that advance in parallel from guessed counts. The guess is the counts nearest
+    to the shares, which are nearly always the true ones. A block whose guess differs from the
+    counts at the end of the block before it is computed again from those, until all blocks agree.
+    The result is exact for any guess.
 
     Args:
-        weights: Shares that add up to one, `[d]`.
-        size: n, the number of samples.
+        weights: The shares, which add up to one, `[d]`.
+        size: The number of samples n.
     """
     count = len(weights)
     blocks = max(1, min(size // _BLEND_BLOCK, _MAX_ELEMENTS // count))
@@ -355,13 +362,13 @@ def _advance(
     """Make `length` choices in every block.
 
     Args:
-        weights: Shares of the datasets, `[d]`.
-        starts: Number of each block's first sample, `[blocks]`.
-        counts: Samples taken from each dataset before it, `[blocks, d]`.
-        length: Choices to make in each block.
+        weights: The shares of the datasets, `[d]`.
+        starts: The number of each block's first sample, `[blocks]`.
+        counts: The samples taken from each dataset before that sample, `[blocks, d]`.
+        length: The number of choices to make in each block.
 
     Returns:
-        The choices `[blocks, length]`, and the counts after them.
+        The choices, `[blocks, length]`, and the counts after them.
     """
     taken = counts.copy()
     rows = np.arange(len(starts))
@@ -378,8 +385,8 @@ def _advance(
 class BlendedDataset:
     """Several datasets, drawn from in the order of a blend index.
 
-    Only the samples that were requested are sure to exist in every dataset. In the half percent
-    behind them, a dataset that has run out starts again.
+    Only the requested samples are certain to exist in every dataset. In the extra half percent
+    after them, a dataset that has run out starts again.
     """
 
     datasets: Sequence[SampleDataset]
@@ -390,7 +397,7 @@ class BlendedDataset:
         return len(self.index.datasets)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`; its `id` counts in the blend, not in the dataset it came from."""
+        """Return sample `i`; its `id` is its number in the blend, not in its own dataset."""
         dataset = self.datasets[int(self.index.datasets[i])]
         sample = dataset[int(self.index.samples[i]) % len(dataset)]
         return {**sample, "id": i}
@@ -407,10 +414,10 @@ def blend(
     """Blend datasets; the index is kept on disk only if --data-cache-path is given.
 
     Args:
-        datasets: What to draw from. Their descriptions are part of the index's name.
-        weights: Proportions in which to draw from them.
-        size: Samples of the blend.
-        data_cache_path: Folder for the index, or `None`.
+        datasets: The datasets to draw from. Their descriptions are part of the index's name.
+        weights: The proportions in which to draw from them.
+        size: The number of samples in the blend.
+        data_cache_path: The folder for the index, or `None` to keep it in memory only.
         warns: Whether this process reports a cache folder that cannot be written to.
 
     Raises:
@@ -418,8 +425,8 @@ def blend(
     """
     if len(datasets) > _MAX_DATASETS:
         raise ConfigError(
-            f"--data-path: {len(datasets)} datasets, at most {_MAX_DATASETS} can be blended: join "
-            "some of them into one"
+            f"--data-path: {len(datasets)} datasets are given, but at most {_MAX_DATASETS} can be "
+            "blended: join some of them with tools/merge_datasets.py"
         )
     shares = normalize(weights)
     members = "".join(f"{dataset.description}\n\n" for dataset in datasets)

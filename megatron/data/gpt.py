@@ -1,16 +1,16 @@
-"""Samples of a GPT run: `sequence length + 1` tokens each, cut from documents laid end to end.
+"""GPT samples: `sequence length + 1` tokens each, cut from documents laid end to end.
 
-Which tokens make up sample k is a pure function of lengths, seed and counts. All documents of a
-split are repeated for as many epochs as the run needs, shuffled, and laid end to end. Sample row k
-covers the tokens from `k * S` to `(k + 1) * S` inclusive (S the sequence length): S inputs and, one
-further on, S labels; the last token of a row is the first of the next. A second shuffle then
-decides in which order rows are trained on. Three arrays hold the plan:
+The tokens of sample k are a pure function of lengths, seed and counts. All documents of a split
+are repeated for as many epochs as the run needs, shuffled, and laid end to end. With S the sequence
+length, row k covers the tokens from `k * S` to `(k + 1) * S` inclusive: S inputs and, shifted by
+one, S labels. The last token of a row is the first token of the next. A second shuffle then decides
+the order in which rows are trained on. Three arrays hold the plan:
 
-    documents [E * D]   int32         document of each place, shuffled
+    documents [E * D]   int32         the document at each place, shuffled
     samples   [N + 1, 2] int32        place in `documents` and token offset where each row starts
-    shuffle   [N]       uint32/int64  row of sample k
+    shuffle   [N]       uint32/int64  the row of sample k
 
-The order of random draws and the array types are those of Megatron-LM, so its caches fit ours.
+The order of random draws and the array types are those of Megatron-LM, so its caches can be used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Axis
 
 _INT32_MAX = np.iinfo(np.int32).max
-_CHUNK = 1 << 16  # places a step: the work fits a processor's cache, and memory stays flat
+_CHUNK = 1 << 16  # places per step: the work fits a processor's cache, and memory stays flat
 
 
 class GPTIndex(NamedTuple):
@@ -47,15 +47,15 @@ class GPTIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTIndexPlan:
-    """The sizes of the arrays, and how the last epoch is shuffled; known before building.
+    """The sizes of the arrays and the shuffling of the last epoch, known before building.
 
     Attributes:
-        num_documents: Documents in the split.
-        seq_length: S, in tokens.
-        epochs: Passes over the split's documents.
-        samples: Rows of the sample index, at least as many as requested.
-        samples_before_last_epoch: Where the separately shuffled last epoch starts; equals `samples`
-            if it is not shuffled separately.
+        num_documents: The number of documents in the split.
+        seq_length: The sequence length S, in tokens.
+        epochs: The number of passes over the split's documents.
+        samples: The rows of the sample index, at least as many as requested.
+        samples_before_last_epoch: The row at which the separately shuffled last epoch starts. It
+            equals `samples` if the last epoch is not shuffled separately.
     """
 
     num_documents: int
@@ -66,7 +66,7 @@ class GPTIndexPlan:
 
     @property
     def separate_last_epoch(self) -> bool:
-        """Whether the last epoch, of which little is used, is kept apart from the others."""
+        """Whether the last epoch is shuffled separately, because only a part of it is used."""
         return self.samples_before_last_epoch < self.samples
 
     @property
@@ -83,13 +83,13 @@ class GPTIndexPlan:
 def plan_gpt_index(
     num_documents: int, tokens: int, num_samples: int, seq_length: int
 ) -> GPTIndexPlan:
-    """Find the epochs that `num_samples` samples of `seq_length` tokens take.
+    """Plan the index for `num_samples` samples of `seq_length` tokens.
 
     Args:
-        num_documents: Documents in the split.
-        tokens: Tokens of one epoch, at least one.
-        num_samples: Samples that the run needs.
-        seq_length: S, in tokens.
+        num_documents: The number of documents in the split.
+        tokens: The number of tokens in one epoch, at least one.
+        num_samples: The number of samples that the run needs.
+        seq_length: The sequence length S, in tokens.
 
     Raises:
         DataError: The split is so small that its repetitions cannot be counted in 32 bits.
@@ -101,10 +101,10 @@ def plan_gpt_index(
         raise DataError(
             f"{num_samples} samples of {seq_length} tokens take {epochs} epochs of the split's "
             f"{num_documents} documents ({tokens} tokens), more than {_INT32_MAX} documents in "
-            "all: give fewer samples or more data, or cut the dataset into several"
+            "total: request fewer samples, give more data, or divide the dataset into several"
         )
     together = samples = (epochs * tokens - 1) // seq_length
-    if epochs > 1:  # a last epoch that is used to less than 80% is shuffled by itself
+    if epochs > 1:  # if less than 80% of the last epoch is used, it is shuffled by itself
         before = ((epochs - 1) * tokens - 1) // seq_length
         if num_samples - before < int(0.80 * ((tokens - 1) // seq_length)):
             together = before
@@ -118,9 +118,9 @@ def build_gpt_index(
 
     Args:
         plan: The plan of the split that starts at `first_document`.
-        lengths: Tokens of every sequence of the dataset, `[sequences]`.
-        first_document: First document of the split.
-        seed: Both shuffles draw from a single stream of this seed, documents first.
+        lengths: The number of tokens in each sequence of the dataset, `[sequences]`.
+        first_document: The first document of the split.
+        seed: The seed of the single stream from which both shuffles draw, documents first.
     """
     random = np.random.RandomState(seed)
     once = np.arange(first_document, first_document + plan.num_documents, dtype=np.int32)
@@ -141,17 +141,17 @@ def build_gpt_index(
 def build_sample_index(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int, seq_length: int
 ) -> NDArray[np.int32]:
-    """Return where each row starts: place in `documents` and offset in that document, `[N + 1, 2]`.
+    """Return the start of each row: place in `documents` and offset in that document, `[N + 1, 2]`.
 
     Row k starts at token `k * S` of the documents laid end to end. A document that covers the
     tokens `[a, b)` therefore holds the starts of rows `ceil(a / S)` to `ceil(b / S)`: no search is
     needed, and an empty document holds none.
 
     Args:
-        lengths: Tokens of every sequence, `[sequences]`.
+        lengths: The number of tokens in each sequence, `[sequences]`.
         documents: The sequence at each place, `[places]`.
-        num_samples: N; the documents hold at least `N * S + 1` tokens.
-        seq_length: S.
+        num_samples: The number of rows N. The documents hold at least `N * S + 1` tokens.
+        seq_length: The sequence length S, in tokens.
     """
     samples = np.empty((num_samples + 1, 2), np.int32)
     token = row = 0
@@ -166,14 +166,14 @@ def build_sample_index(
         samples[row:end_row, 1] = starts - (ends - sizes)[places]
         row, token = end_row, int(ends[-1])
     assert row == num_samples + 1, "fewer tokens than the samples need"
-    samples[0] = 0  # as in Megatron, the first row stands before leading empty documents
+    samples[0] = 0  # as in Megatron, the first row starts before any leading empty documents
     return samples
 
 
 def is_sound_gpt_index(plan: GPTIndexPlan, index: GPTIndex, first_document: int) -> bool:
-    """Return whether arrays read from a file can be the plan's, as far as sums and bounds tell.
+    """Return whether the sums and bounds of arrays read from a file match the plan.
 
-    A file that was cut and padded with zeros by a crash has the right size, but wrong sums.
+    A file that was truncated and padded with zeros by a crash has the right size, but wrong sums.
     """
     ends = (first_document, first_document + plan.num_documents - 1)
     documents = plan.epochs * sum(ends) * plan.num_documents // 2
@@ -192,11 +192,11 @@ class GPTDataset:
     """The samples of one part of an indexed dataset: `text`, the tokens `[s + 1]`, and `id`.
 
     Attributes:
-        data: The tokens.
-        index: Which of them make up each sample.
-        seq_length: s, tokens of a sample without the last label.
-        description: Megatron's text that names the index.
-        vocab_size: Token ids from here on are refused.
+        data: The indexed dataset that holds the tokens.
+        index: The index that says which tokens make up each sample.
+        seq_length: The number of tokens in a sample without the last label, s.
+        description: The text by which Megatron names the index.
+        vocab_size: The size of the vocabulary. Token ids of this value or above are refused.
     """
 
     data: IndexedDataset
@@ -213,7 +213,7 @@ class GPTDataset:
         """Return sample `i`: the tokens from the start of its row to that of the next, inclusive.
 
         Raises:
-            DataError: A token id is outside the vocabulary, or index and data do not fit.
+            DataError: A token id is outside the vocabulary, or index and data do not match.
         """
         row = int(self.index.shuffle[i])
         (first, offset), (last, end) = self.index.samples[row : row + 2].tolist()
@@ -238,8 +238,8 @@ class GPTDataset:
 
     def _misfit(self, at: int, what: str) -> DataError:
         return DataError(
-            f"{self.data.prefix}: index and data do not fit at {at}: {what}; delete the index "
-            "cache (index-cache beside the dataset, or --data-cache-path) so that it is built anew"
+            f"{self.data.prefix}: index and data do not match at {at}: {what}; delete the index "
+            "cache (index-cache beside the dataset, or --data-cache-path) so that it is rebuilt"
         )
 
 
@@ -249,20 +249,20 @@ def build_gpt_part(
     """Load or build the index of one part of a dataset, and draw a first sample.
 
     Raises:
-        DataError: The documents hold no token, too few for the samples requested, or ids outside
-            the vocabulary.
+        DataError: The documents hold no tokens, too few tokens for the requested samples, or ids
+            outside the vocabulary.
     """
     data, (start, end), count = part.data, part.bounds, part.num_samples
     tokens = int(data.sequence_lengths[start:end].sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(
             f"{data.prefix}: the {part.split} split is documents {start} to {end - 1} of "
-            f"{len(data)}, which hold no token, but {count} samples of {seq_length} tokens are "
+            f"{len(data)}, which hold no tokens, but {count} samples of {seq_length} tokens are "
             "requested: change --split or give more data"
         )
     plan = plan_gpt_index(end - start, tokens, count, seq_length)
-    # Megatron's text, whose md5 names the cached arrays. Path and --split are as the user spelled
-    # them.
+    # Megatron's text, whose md5 names the cached arrays. The path and --split are spelled as the
+    # user gave them.
     description = (
         "GPT Dataset\n\n"
         f"Data prefix {data.prefix}\n"
@@ -283,21 +283,21 @@ def build_gpt_part(
         source=idx_path(data.prefix),
     )
     dataset = GPTDataset(data, GPTIndex(*arrays), seq_length, description, vocab_size)
-    _ = dataset[0]  # finds out now, not at some later step, if another tokenizer made the dataset
+    _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the dataset
     return dataset
 
 
 def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
-    """Build the GPT datasets that the flags name. Every process calls this.
+    """Build the GPT datasets that the flags name. Every process calls this function.
 
     Args:
-        request: What the run asks for.
-        seq_length: Tokens of a sample, but for the last label.
-        vocab_size: Entries of the tokenizer; larger ids in the data are refused.
+        request: The run's requirements for its data.
+        seq_length: The number of tokens in a sample, not counting the last label.
+        vocab_size: The number of entries of the tokenizer. Larger ids in the data are refused.
 
     Raises:
-        ConfigError: No data is named, or --data-path or --split cannot be read.
-        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+        ConfigError: No data is named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
 
     def build_part(part: DatasetPart) -> GPTDataset:
@@ -311,13 +311,14 @@ def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int
 
 @dataclass(eq=False)
 class DocumentEnds:
-    """A dataset's samples, each with the ends of the documents in its inputs as `SEGMENT_ENDS`.
+    """A dataset whose samples also hold the ends of the documents in their inputs.
 
-    The last of the ends is s. An end-of-document token belongs to the document that it ends.
+    The ends are stored as `SEGMENT_ENDS`. The last of them is s. An end-of-document token belongs
+    to the document that it ends.
 
     Attributes:
-        dataset: Samples with `text`, [s + 1].
-        eod: Id of the end-of-document token.
+        dataset: The dataset, whose samples have `text`, `[s + 1]`.
+        eod: The id of the end-of-document token.
     """
 
     dataset: SampleDataset
@@ -337,13 +338,13 @@ class DocumentEnds:
 
 
 class TokenBatch(NamedTuple):
-    """One micro-batch of a GPT, as the model takes it (b micro-batch, s sequence).
+    """One GPT micro-batch in the form that the model takes (b micro-batch, s sequence).
 
     Attributes:
-        tokens: Inputs, `[b, s]` int64.
+        tokens: The inputs, `[b, s]` int64.
         labels: The token after each input, `[b, s]` int64.
-        loss_mask: 1 where a label counts, otherwise 0, `[b, s]` float32.
-        position_ids: Position of each input, `[b, s]` int64.
+        loss_mask: 1 for labels that count in the loss, otherwise 0, `[b, s]` float32.
+        position_ids: The position of each input, `[b, s]` int64.
     """
 
     tokens: Tensor
@@ -360,10 +361,10 @@ def make_batch(
     An end-of-document token belongs to the document that it ends.
 
     Args:
-        text: Tokens, `[b, s + 1]`.
-        eod: Id of the end-of-document token.
+        text: The tokens, `[b, s + 1]`.
+        eod: The id of the end-of-document token.
         reset_position_ids: Whether positions are counted from 0 in every document.
-        eod_mask_loss: Whether inputs that are end-of-document tokens give no loss.
+        eod_mask_loss: Whether inputs that are end-of-document tokens are left out of the loss.
     """
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -376,16 +377,16 @@ def make_batch(
 
 
 def make_loss_mask(tokens: Tensor, *, eod: int, eod_mask_loss: bool) -> Tensor:
-    """Return 1 where the label of an input counts, otherwise 0: `[b, s]` float32."""
+    """Return the loss mask, `[b, s]` float32: 1 for labels that count, otherwise 0."""
     return (tokens != eod).float() if eod_mask_loss else torch.ones_like(tokens, dtype=torch.float)
 
 
 def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
     """Return this rank's tokens of a whole micro-batch, `[b, s/C]` each, for C context ranks.
 
-    Gradients and losses are averaged over context ranks, so for a mean over the whole batch a
-    rank's loss is C * (loss * loss_mask).sum() / whole loss_mask.sum(): the denominator is that of
-    `batch`, which every context rank holds, not that of the part.
+    Gradients and losses are averaged over context ranks. For a mean over the whole batch, a rank's
+    loss is therefore C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator comes
+    from `batch`, which every context rank holds, not from the part.
     """
     if axis.size == 1:
         return batch

@@ -6,9 +6,10 @@ sequences. The bytes are those of Megatron-LM's MMIDIDX format, little-endian:
     9s magic | u64 version | u8 dtype code | u64 N sequences | u64 D = documents + 1
     i32 [N] tokens of each sequence | i64 [N] byte offset of each in .bin | i64 [D] first sequence
 
-The format has no checksum. What it states twice is compared at open (file sizes, offsets against
-lengths), so a cut file or a damaged header, length or offset is refused before training starts.
-What it states once cannot be checked: a flipped bit in a token id, or a moved document boundary.
+The format has no checksum. The values that it holds twice (file sizes, and offsets against lengths)
+are compared at open, so a truncated file or a damaged header, length or offset is refused before
+training starts. The values that it holds once cannot be checked: a flipped bit in a token id or a
+moved document boundary goes unnoticed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
-_CHUNK = 1 << 22  # elements a step, so that memory stays flat for any number of sequences
+_CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
 
@@ -48,7 +49,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return Megatron's token type for a vocabulary: uint16 below 65,500 entries, else int32."""
+    """Return Megatron's token type: uint16 below 65,500 vocabulary entries, otherwise int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
@@ -62,18 +63,20 @@ class _Index(NamedTuple):
 
 
 class IndexedDataset:
-    """Read access to one `.bin`/`.idx` pair. Cheap to send to another process: it reopens there.
+    """Read access to one `.bin`/`.idx` pair.
+
+    It is cheap to send to another process, which opens the files again.
 
     Args:
-        prefix: Path without `.bin` and `.idx`.
+        prefix: The path without `.bin` and `.idx`.
 
     Raises:
-        DataError: A file is missing, of another format, truncated or inconsistent. Everything that
-            the format states twice is compared, in one pass over the .idx.
+        DataError: A file is missing, of another format, truncated or inconsistent. All values that
+            the format holds twice are compared, in one pass over the .idx.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """Open the files and compare all that the format states twice."""
+        """Open the files and compare all values that the format holds twice."""
         self.prefix = os.fspath(prefix)
         self._open(validate=True)
 
@@ -93,7 +96,7 @@ class IndexedDataset:
         return {"prefix": self.prefix}
 
     def __setstate__(self, state: dict[str, str]) -> None:
-        """Open the files again; they have been compared before."""
+        """Open the files again, without the comparison that was already made."""
         self.prefix = state["prefix"]
         self._open(validate=False)
 
@@ -103,22 +106,22 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the .bin file."""
+        """The number of tokens in the .bin file."""
         return len(self._tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Return the tokens `[length]` of sequence `i` from `offset` on; by default to its end.
 
         Raises:
-            DataError: A token id is negative, so the file is damaged or of another dtype.
+            DataError: A token id is negative, so the file is damaged or has another dtype.
             IndexError: The range is not inside the sequence.
         """
         available = int(self.sequence_lengths[i]) - offset
         length = available if length is None else length
         if not 0 <= length <= available or offset < 0:
             raise IndexError(
-                f"{self.prefix}: sequence {i} has {available + offset} tokens, asked for "
-                f"{length} from {offset}"
+                f"{self.prefix}: sequence {i} has {available + offset} tokens, but {length} from "
+                f"{offset} on were requested"
             )
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         tokens = self._tokens[start : start + length]
@@ -134,13 +137,13 @@ class IndexedDataset:
 def _require_files(prefix: str) -> None:
     try:
         missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
-    except OSError as error:  # the name is too long, or a folder may not be searched
+    except OSError as error:  # the name is too long, or a folder cannot be searched
         raise DataError(f"dataset {prefix}: cannot be looked up: {error.strerror}") from None
     if not missing:
         return
     if prefix.endswith((".bin", ".idx")):
         raise DataError(f"dataset {prefix}: give the path without {prefix[-4:]}")
-    import difflib  # only mistakes need it
+    import difflib  # imported here because only an error needs it
 
     folder = Path(prefix).parent
     known = sorted(str(path)[:-4] for path in folder.glob("*.idx")) if folder.is_dir() else []
@@ -152,7 +155,7 @@ def _require_files(prefix: str) -> None:
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Map the whole file as a read-only array of `dtype`."""
     count = path.stat().st_size // dtype.itemsize
-    if not count:  # mmap refuses an empty file, which a corpus without tokens legally has
+    if not count:  # mmap refuses an empty file, which is valid for a corpus without tokens
         return np.empty(0, dtype)
     mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     # A plain array over the same mapping: slicing np.memmap's subclass costs ten times as much.
@@ -163,7 +166,8 @@ def _read_index(path: Path) -> _Index:
     """Parse the header and cut the mapped file into its arrays.
 
     Raises:
-        DataError: The file is not MMIDIDX version 1 of token ids, or not of the size it announces.
+        DataError: The file is not MMIDIDX version 1 with token ids, or its size does not match its
+            header.
     """
     raw = _map(path, np.dtype(np.uint8))
     start = bytes(raw[: _HEADER.size])
@@ -189,8 +193,8 @@ def _read_index(path: Path) -> _Index:
     actual, expected = len(raw), _HEADER.size + 12 * sequences + 8 * documents
     if actual == expected + sequences and sequences > 0:
         raise DataError(
-            f"{path}: {sequences} bytes of modes follow the index: a multimodal dataset, which "
-            "text training does not read; use a text dataset"
+            f"{path}: {sequences} bytes of modes follow the index: this is a multimodal dataset, "
+            "which text training does not read; use a text dataset"
         )
     if actual != expected:
         raise DataError(
@@ -210,11 +214,11 @@ def _read_index(path: Path) -> _Index:
 
 
 def _check_index(prefix: str, index: _Index) -> None:
-    """Compare everything that the format states twice.
+    """Compare all values that the format holds twice.
 
     Raises:
-        DataError: Two statements differ; with file, position, expected and actual value of the
-            first difference.
+        DataError: Two values differ. The message gives file, position, expected and actual value
+            of the first difference.
     """
     path, itemsize = idx_path(prefix), index.dtype.itemsize
     total = 0
@@ -232,7 +236,7 @@ def _check_index(prefix: str, index: _Index) -> None:
     if actual != total:
         raise DataError(
             f"{bin_path(prefix)}: {actual} bytes, expected {total} ({total // itemsize} tokens of "
-            f"{index.dtype}) according to {path}: one of the two is truncated, damaged or of "
+            f"{index.dtype}) according to {path}: one of the two is truncated, damaged or from "
             "another dataset; copy both again or preprocess the text again"
         )
     previous = 0
@@ -263,14 +267,14 @@ def _refuse_first(
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin`/`.idx` pair; nothing appears under the final names before `finalize()`.
+    """A writer of a `.bin`/`.idx` pair; no file has its final name before `finalize()`.
 
     Memory stays flat: lengths and document bounds are spilled to temporary files beside the
     output. As a context manager it finalizes on success and removes its files on an exception.
 
     Args:
-        prefix: Path without `.bin` and `.idx`; its folder is created.
-        dtype: Type of the stored token ids, as `best_dtype` gives it.
+        prefix: The path without `.bin` and `.idx`. Its folder is created.
+        dtype: The type of the stored token ids, as `best_dtype` returns it.
 
     Raises:
         DataError: Token ids cannot be stored as `dtype`.
@@ -288,7 +292,7 @@ class IndexedDatasetBuilder:
         self.num_sequences = 0
         self.num_documents = 0
         self.num_tokens = 0
-        self._started = 0  # bytes of .bin on their way to the disk
+        self._started = 0  # bytes of .bin whose writing to the disk has started
         with writing_to("dataset", self.prefix):
             bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._tokens, self._lengths, self._documents, self._index = map(
@@ -321,9 +325,10 @@ class IndexedDatasetBuilder:
         """Append many documents at once.
 
         Args:
-            tokens: Ids of all documents back to back, `[sum(lengths)]`.
-            lengths: Tokens of each sequence, `[sum(sequences_per_document)]`.
-            sequences_per_document: Sequences of each document, zero allowed, `[documents]`.
+            tokens: The ids of all documents, back to back, `[sum(lengths)]`.
+            lengths: The number of tokens in each sequence, `[sum(sequences_per_document)]`.
+            sequences_per_document: The number of sequences in each document, `[documents]`. It may
+                be zero.
 
         Raises:
             DataError: An id does not fit the dataset's dtype, or a sequence is too long.
@@ -344,14 +349,14 @@ class IndexedDatasetBuilder:
         """Append the whole content of another dataset.
 
         Raises:
-            DataError: The other dataset is damaged or of another dtype.
+            DataError: The other dataset is damaged or has another dtype.
             StorageError: The disk is full.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(
                 f"{other.prefix}: token type {other.dtype}, but {self.prefix} is written as "
-                f"{self.dtype}: only datasets of one tokenizer can be joined"
+                f"{self.dtype}: only datasets from the same tokenizer can be joined"
             )
         first = self.num_sequences
         no_lengths, no_bounds = np.empty(0, np.int32), np.empty(0, np.int64)
@@ -364,10 +369,10 @@ class IndexedDatasetBuilder:
         self.num_tokens += other.num_tokens
 
     def _start_writing(self) -> None:
-        """Let the disk begin to write, so that the fsync of `finalize` waits for little.
+        """Let the disk begin to write, so that the fsync in `finalize` takes little time.
 
-        This is only a hint: Linux starts to write a range of a file that it is told not to keep,
-        and keeps what is not written yet. That fsync still reports an error of the disk.
+        This is only a hint: Linux starts to write a range of a file that it is told not to cache,
+        and keeps the pages that are not written yet. The fsync still reports disk errors.
         """
         count = self.num_tokens * self.dtype.itemsize - self._started
         if count < _WRITE_BEHIND or not hasattr(os, "posix_fadvise"):
@@ -407,7 +412,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def abort(self) -> None:
-        """Remove what is still temporary. This does nothing after `finalize()`."""
+        """Remove the temporary files. This does nothing after `finalize()`."""
         for file in (self._tokens, self._lengths, self._documents, self._index):
             # Closing flushes, which fails again on a full disk; the file is removed anyway.
             with contextlib.suppress(OSError):

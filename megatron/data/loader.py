@@ -1,8 +1,8 @@
-"""Which samples each data-parallel process takes next, and micro-batches of them.
+"""Samplers, which choose the samples of each data-parallel process, and the batch loader.
 
 The samplers are pure functions of the consumed samples. A block is one micro-batch of every
 data-parallel process, `m * D` samples. Samples are consumed in whole blocks, so the global batch
-may change at any step to another multiple of a block. Worker processes load ahead.
+may change at any step to another multiple of a block. Worker processes load batches in advance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
 from megatron.errors import DataError, UserError
 
-_PREFETCH = 4  # micro-batches a worker holds ready
+_PREFETCH = 4  # micro-batches that a worker loads in advance
 _LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
 _LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
 _broken: list[object] = []  # loaders that lost a worker, kept for the reason in `build_loader`
@@ -36,11 +36,11 @@ class _Sampler:
     """The counts that both samplers work with.
 
     Attributes:
-        total_samples: Samples in the dataset.
-        consumed_samples: Samples that all processes together have taken before.
-        micro_batch: m, samples of one process at a time.
-        rank: r, this process among the D data-parallel ones.
-        size: D, data-parallel processes.
+        total_samples: The number of samples in the dataset.
+        consumed_samples: The number of samples that all processes together have consumed.
+        micro_batch: The number of samples in a micro-batch of one process, m.
+        rank: The data-parallel rank of this process, r.
+        size: The number of data-parallel processes, D.
     """
 
     total_samples: int
@@ -56,12 +56,12 @@ class _Sampler:
             raise DataError(
                 f"the dataset has {self.total_samples} samples, fewer than one micro-batch of "
                 f"{self.micro_batch} on each of {self.size} data-parallel processes: give more "
-                "data, or a smaller --micro-batch-size"
+                "data or a smaller --micro-batch-size"
             )
 
     @property
     def block(self) -> int:
-        """Samples of one micro-batch of every process."""
+        """The number of samples in one micro-batch of every process."""
         return self.micro_batch * self.size
 
 
@@ -70,7 +70,7 @@ class SingleSampler(_Sampler):
     """The dataset's samples in order, once: process r takes `[r * m, (r + 1) * m)` of each block.
 
     The samples of a step start at the consumed count, for any number of processes and any
-    micro-batch. Samples at the end that do not fill a block are dropped.
+    micro-batch size. Samples at the end that do not fill a block are dropped.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -85,29 +85,30 @@ class SingleSampler(_Sampler):
 class CyclicSampler(_Sampler):
     """The dataset's samples in a new random order each epoch, without end.
 
-    The order is drawn from the epoch's number alone, as in Megatron (not from --seed).
+    As in Megatron, the order is drawn from the epoch's number alone, not from --seed.
 
     Attributes:
-        data_sharding: Whether each process shuffles its own contiguous share. Otherwise the
+        data_sharding: Whether each process shuffles its own contiguous share. If not, the
             processes take turns in a single order of all samples, and the samples of a step are
-            those of its place in that order for any number of processes.
+            the same for any number of processes.
     """
 
     data_sharding: bool = True
 
     def __post_init__(self) -> None:
-        """Check that the consumed samples are whole blocks."""
+        """Check that the consumed samples fill whole blocks."""
         super().__post_init__()
         if self.consumed_samples % self.epoch_samples % self.block:
             raise DataError(
                 f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not whole "
                 f"micro-batches of {self.micro_batch} on each of {self.size} data-parallel "
-                "processes: resume with the sizes that the run began with, or use single"
+                "processes: resume with the sizes that the run began with, or use "
+                "--dataloader-type single"
             )
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of one epoch: whole blocks."""
+        """The number of samples in one epoch, a multiple of a block."""
         return self.total_samples - self.total_samples % self.block
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -127,7 +128,7 @@ class CyclicSampler(_Sampler):
             return self.rank * share + torch.randperm(share, generator=generator)
         whole = self.total_samples - self.total_samples % self.micro_batch
         order = torch.randperm(whole, generator=generator)
-        # Megatron deals out the rest too, which gives some processes one micro-batch more.
+        # Megatron distributes the rest too, which gives some processes one micro-batch more.
         return order[: self.epoch_samples][self.rank :: self.size]
 
 
@@ -141,15 +142,15 @@ def build_loader(
 ) -> Iterator[dict[str, Tensor]]:
     """Iterate over micro-batches: the parts of a sample by name, stacked, int64.
 
-    The order is the sampler's alone, and no global random state is drawn from, so that a resumed
-    run continues bit for bit.
+    The sampler alone decides the order, and nothing is drawn from a global random state, so that a
+    resumed run continues bit for bit.
 
     Args:
-        dataset: What to load from.
-        sampler: Yields the sample numbers of each micro-batch.
-        num_workers: Processes that load ahead; 0 loads in this one.
-        seed: Seed of the loader's private generator.
-        pin_memory: Whether to copy batches to page-locked memory; only useful with a GPU.
+        dataset: The dataset to load from.
+        sampler: An iterable of the sample numbers of each micro-batch.
+        num_workers: The number of processes that load in advance. 0 loads in this process.
+        seed: The seed of the loader's private generator.
+        pin_memory: Whether to copy batches to page-locked memory, which is only useful with a GPU.
     """
     loader: DataLoader[_ByValue] = DataLoader(
         dataset,  # type: ignore[arg-type]
@@ -168,19 +169,21 @@ def build_loader(
         for batch in batches:
             yield batch.tensors
     finally:
-        # PyTorch closes a loader that nobody holds, and then waits for the thread that pins. If
-        # that thread has read half a batch of a worker that was killed, it waits for the rest
-        # forever.
+        # PyTorch closes a loader that nothing refers to, and then waits for the thread that pins
+        # memory. If that thread has read half a batch from a worker that was killed, it waits for
+        # the rest forever.
         if any(worker.exitcode for worker in workers):
             _broken.append(batches)
 
 
 @contextmanager
 def lost_workers() -> Iterator[None]:
-    """Say so if a worker is killed. PyTorch raises wherever the main thread is at that moment.
+    """Report a killed worker as a `UserError`.
+
+    PyTorch raises its error wherever the main thread is at that moment.
 
     Raises:
-        UserError: Instead of PyTorch's RuntimeError.
+        UserError: A worker has ended. It replaces PyTorch's RuntimeError.
     """
     try:
         yield
@@ -189,18 +192,19 @@ def lost_workers() -> Iterator[None]:
         if lost is None:
             raise
         raise UserError(
-            f"a process that loads data (pid {lost[1]}) has gone: {lost[2]}. Most often memory was "
-            "short (the system's log says so): use fewer --num-workers, or 0 to load in the "
-            "training process itself"
+            f"a data loading process (pid {lost[1]}) ended unexpectedly: {lost[2]}. The usual "
+            "cause is a lack of memory (the system log tells): use fewer --num-workers, or 0 to "
+            "load in the training process itself"
         ) from error
 
 
 class _ByValue:
     """A micro-batch in the form in which a worker sends it.
 
-    Bare tensors would come as handles of shared memory, and for each one the training process
-    would connect to the worker: half a millisecond for a micro-batch of two parts, 2 for one of
-    seven, in which its other threads start no kernels. And containers have little shared memory.
+    Plain tensors would be sent as handles of shared memory, and for each one the training process
+    would connect to the worker. This takes 0.5 ms for a micro-batch of two parts and 2 ms for one
+    of seven, during which its other threads start no kernels. Containers also have little shared
+    memory.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -225,8 +229,8 @@ class _ByValue:
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
-    All are int64, except that labels with a fraction are float64. `SEGMENT_ENDS` `[k]` become
-    `[k + 1]`: 0, then the ends in the samples laid end to end.
+    All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become `[k + 1]`:
+    0, followed by the ends in the samples laid end to end.
     """
     batch = {}
     for name in samples[0]:
@@ -241,11 +245,11 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Let a worker outlive the signals that tell the whole job to stop.
+    """Make a worker ignore the signals that tell the whole job to stop.
 
     The training process saves a checkpoint first and needs its data until then. A worker ends only
-    by a SIGTERM that the training process itself sends when it closes the loader, or when that
-    process ends. If the system does not say who sent a signal (macOS), every SIGTERM ends it.
+    when the training process closes the loader, which sends a SIGTERM, or when that process ends.
+    If the system does not tell who sent a signal (macOS), every SIGTERM ends the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(signal, "sigtimedwait"):
@@ -257,8 +261,8 @@ def _leave_signals_to_parent(worker: int) -> None:
     parent = process.pid
 
     def end_with_parent() -> None:
-        # A parent that was killed requests nothing and reads nothing: a worker with half a batch
-        # in the pipe, which all workers keep open, would wait at its own end forever.
+        # A parent that was killed neither sends nor reads. A worker with half a batch in the pipe,
+        # which all workers keep open, would wait at its exit forever.
         while os.getppid() == parent:
             received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
             if received is not None and received.si_pid == parent:

@@ -1,8 +1,8 @@
-"""Which tokens a BERT or T5 sample hides: whole words, in runs of several.
+"""The choice of the tokens that a BERT or T5 sample masks: whole words, in runs of several.
 
-Both models choose in the same way. They differ in how long a run is and in what replaces it. A
-word is a token with the `##` pieces that continue it, and is hidden whole or not at all. The order
-of random draws is that of Megatron-LM, so the same tokens are hidden.
+Both models choose in the same way. They differ in the length of a run and in its replacement. A
+word is a token with the `##` pieces that continue it, and is masked whole or not at all. The order
+of random draws is that of Megatron-LM, so the same tokens are masked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.tokenizer.base import Tokenizer
 
 _CONTINUES = "##"
 _SMALLEST_GENERATED = 16
-_NONE = -1  # no token has it
+_NONE = -1  # the id of a special token that does not exist
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class SpecialIds:
     """The special ids that a model needs, and the size of the vocabulary.
 
     Attributes:
-        size: Entries of the vocabulary.
+        size: The number of entries in the vocabulary.
         continues: Whether each entry continues a word, `[size]` bool.
-        pad, cls, sep, mask, eos: The special tokens of those names, or -1.
-        bos: What a T5's decoder reads first.
-        sentinels: What T5 puts in the place of hidden runs, in order.
-        encoder_end: What follows the text that T5's encoder reads.
+        pad, cls, sep, mask, eos: The ids of the special tokens of those names, or -1.
+        bos: The first id that a T5 decoder reads, or -1.
+        sentinels: The ids with which T5 replaces masked runs, in order.
+        encoder_end: The ids that follow the text in T5's encoder input.
     """
 
     size: int
@@ -48,10 +48,10 @@ class SpecialIds:
 
     @staticmethod
     def of_bert(tokenizer: Tokenizer) -> SpecialIds:
-        """Find the special ids of `tokenizer` for BERT's samples.
+        """Find the special ids of `tokenizer` for BERT samples.
 
         Raises:
-            ConfigError: It lacks one.
+            ConfigError: The tokenizer lacks one of them.
         """
         continues = np.zeros(tokenizer.vocab_size, bool)
         for entry, index in tokenizer.vocab.items():
@@ -67,17 +67,17 @@ class SpecialIds:
 
     @staticmethod
     def of_t5(tokenizer: Tokenizer) -> SpecialIds:
-        """Find the special ids of `tokenizer` for T5's samples: T5's own if it has them.
+        """Find the special ids of `tokenizer` for T5 samples: T5's own if it has them.
 
         Raises:
-            ConfigError: It has no sentinels, or lacks another special token.
+            ConfigError: The tokenizer has no sentinels, or lacks another special token.
         """
         sentinels = tuple(tokenizer.additional_special_tokens_ids)
         if not sentinels:
             raise ConfigError(
-                "T5 needs a sentinel for each run of words that it hides, and the vocabulary has "
-                "none: give --vocab-extra-ids 100 (with a BertWordPiece or SentencePiece tokenizer)"
-                ", or a T5's tokenizer, which has <extra_id_0>, <extra_id_1> ..."
+                "T5 needs a sentinel for each run of words that it masks, but the vocabulary has "
+                "none: give --vocab-extra-ids 100 (with a BertWordPiece or SentencePiece "
+                "tokenizer), or use T5's own tokenizer, which has <extra_id_0>, <extra_id_1> ..."
             )
         if not tokenizer.has_t5_sentinels:
             bert = SpecialIds.of_bert(tokenizer)
@@ -94,15 +94,15 @@ class SpecialIds:
 
     @staticmethod
     def generated(vocab_size: int) -> SpecialIds:
-        """Take the first ids of any vocabulary as special, for generated tokens.
+        """Use the first ids of any vocabulary as special ids, for generated tokens.
 
         Raises:
-            ConfigError: There are too few ids.
+            ConfigError: The vocabulary has too few ids.
         """
         if vocab_size < _SMALLEST_GENERATED:
             raise ConfigError(
-                f"--mock-data: a vocabulary of {vocab_size} has no room for special tokens: give "
-                f"one of at least {_SMALLEST_GENERATED} entries"
+                f"--mock-data: a vocabulary of {vocab_size} entries has no room for special "
+                f"tokens: give one of at least {_SMALLEST_GENERATED} entries"
             )
         sentinels = range(6, 6 + min(100, (vocab_size - 6) // 2))
         none = np.zeros(vocab_size, bool)
@@ -119,8 +119,8 @@ class WordSpans(NamedTuple):
 def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> WordSpans:
     """Return the words of `tokens` `[s]`, without [CLS] and [SEP].
 
-    A piece that continues a word belongs to the last word before it even if a [SEP] lies between,
-    which happens if a segment's front was cut off inside a word.
+    A piece that continues a word belongs to the last word before it, even if there is a [SEP] in
+    between. This happens if the front of a segment was cut off inside a word.
     """
     positions = np.flatnonzero((tokens != ids.cls) & (tokens != ids.sep))
     starts = ~ids.continues[tokens[positions]]
@@ -129,8 +129,8 @@ def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> WordSpans:
     return WordSpans(positions.tolist(), bounds)
 
 
-def hidden_budget(mask_prob: float, tokens: int, target_length: int) -> float:
-    """Return how many of a sample's `tokens` may be hidden, fractions rounded as in Megatron."""
+def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
+    """Return how many of a sample's `tokens` may be masked, fractions rounded as in Megatron."""
     return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
 
 
@@ -140,16 +140,17 @@ def choose_runs(
     """Yield the positions of one run of words after another, until `budget` positions are chosen.
 
     Words are tried in random order as starts of a run. A run that would exceed the budget is
-    shortened. A run that still exceeds it, or meets a chosen word, is left out.
+    shortened. A run that still exceeds it, or contains a chosen word, is left out.
 
     The caller may draw from `random` between two runs: as in Megatron, its draws for the tokens of
     a run come before those for the next run.
 
     Args:
         words: The words of the sample.
-        budget: How many positions may be chosen.
-        draw_words: Draws the length of a run in words; called for every word that is tried.
-        random: Source of the order in which words are tried.
+        budget: The number of positions that may be chosen.
+        draw_words: A function that draws the length of a run in words. It is called for every word
+            that is tried.
+        random: The generator that shuffles the order in which words are tried.
     """
     count = len(words.bounds) - 1
     order = np.arange(count)
@@ -158,7 +159,7 @@ def choose_runs(
     taken = 0
     for first in order.tolist():
         if taken + 1 > budget:
-            return  # no word fits; Megatron goes on trying, without effect
+            return  # no further word fits; Megatron continues to try, without effect
         last = min(first + draw_words(), count)
         start = words.bounds[first]
         while last > first + 1 and taken + words.bounds[last] - start > budget:

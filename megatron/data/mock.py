@@ -13,7 +13,7 @@ from megatron.data.sentence_map import SentenceMapPlan
 
 _LARGEST_VOCABULARY = 256
 _LARGEST_STEP = 4
-_SENTENCE = 20  # tokens, about
+_SENTENCE = 20  # approximate length of a sentence in tokens
 
 
 @dataclass(eq=False)
@@ -21,14 +21,14 @@ class MockDataset:
     """GPT samples that count up from a random token by a random step, modulo a small vocabulary.
 
     The step is constant within a sample, so that a model can predict every token but the first
-    two. Sample `i` depends on the seed, the split and `i` only.
+    two. Sample `i` depends only on the seed, the split and `i`.
 
     Attributes:
-        num_samples: Length of the dataset.
-        seq_length: s, in tokens.
-        vocab_size: Ids stay below it, and below 256.
-        seed: Seed of the draws.
-        split: Number that keeps training, validation and test samples apart.
+        num_samples: The length of the dataset.
+        seq_length: The sequence length s, in tokens.
+        vocab_size: The size of the vocabulary. Ids stay below it, and below 256.
+        seed: The seed of the draws.
+        split: A number that keeps training, validation and test samples apart.
     """
 
     num_samples: int
@@ -52,15 +52,16 @@ class MockDataset:
 
 @dataclass(eq=False)
 class MockSentences:
-    """Sentences of BERT and T5 samples; a sample counts up like those of `MockDataset`.
+    """Sentences for BERT and T5 samples; a sample counts up like those of `MockDataset`.
 
-    Hidden tokens follow from their neighbors, and the order of two segments from their ends.
+    A model can predict masked tokens from their neighbors, and the order of two segments from
+    their ends.
 
     Attributes:
-        num_samples: Number of samples.
-        plan: Longest sample, share of short ones, seed.
-        ids: Special ids, which stay out of the sentences.
-        split: Number that keeps training, validation and test samples apart.
+        num_samples: The number of samples.
+        plan: The longest sample, the share of short ones, and the seed.
+        ids: The special ids, which do not occur in the sentences.
+        split: A number that keeps training, validation and test samples apart.
     """
 
     num_samples: int
@@ -88,7 +89,7 @@ class MockSentences:
 
 
 def _count_up(random: np.random.Generator, length: int, vocabulary: int) -> NDArray[np.int64]:
-    """Return `[length]` ids below `vocabulary` and 256, from a random one on, by a random step."""
+    """Return `[length]` ids below `vocabulary` and 256: a random start and a random step."""
     vocabulary = min(vocabulary, _LARGEST_VOCABULARY)
     start = random.integers(vocabulary)
     step = random.integers(1, _LARGEST_STEP + 1)

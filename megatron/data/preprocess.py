@@ -1,8 +1,8 @@
-"""Text corpora to indexed datasets: blocks of lines -> documents -> ids -> `.bin`/`.idx`.
+"""Conversion of text to indexed datasets: blocks of lines -> documents -> ids -> `.bin`/`.idx`.
 
     read_blocks  ->  BlockEncoder, in several processes  ->  one builder per key
 
-Blocks come back in the order of the input, so the output does not depend on the workers.
+Blocks are returned in the order of the input, so the output does not depend on the workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# A worker's start costs about as much as encoding this many bytes.
+# Starting a worker costs about as much as encoding this many bytes.
 _BYTES_PER_WORKER = 8 << 20
 # Punkt takes text in slices of this many characters; its memory grows with the slice.
 _SLICE = 1_000_000
@@ -42,11 +42,11 @@ _SLICE = 1_000_000
 
 @dataclass(frozen=True)
 class SentenceSplitter:
-    """Cuts text at the ends of sentences.
+    """A splitter of text into sentences.
 
     Attributes:
         punkt: An NLTK Punkt tokenizer.
-        keep_newlines: Whether the white space after a sentence stays with it.
+        keep_newlines: Whether a sentence keeps the white space after it.
     """
 
     punkt: Any
@@ -58,7 +58,7 @@ class SentenceSplitter:
         for first in range(0, len(text), _SLICE):
             part = text[first : first + _SLICE]
             spans = list(self.punkt.span_tokenize(part))
-            if self.keep_newlines:  # a sentence then reaches to the start of the next
+            if self.keep_newlines:  # a sentence then extends to the start of the next
                 starts = [start for start, _ in spans]
                 spans = list(zip(starts, [*starts[1:], len(part)], strict=True))
             sentences += [part[start:end] for start, end in spans]
@@ -106,9 +106,10 @@ class EncodingOptions:
 
     Attributes:
         tokenizer: The tokenizer's flags.
-        keys: Keys of a JSON line to encode, one dataset each.
+        keys: The keys of a JSON line to encode, one dataset each.
         append_eod: Whether each document ends with the end-of-document id.
-        splitter: Cuts documents into sentences; if `None`, a document is one sequence.
+        splitter: The splitter of documents into sentences. If it is `None`, a document is one
+            sequence.
     """
 
     tokenizer: TokenizerConfig
@@ -121,9 +122,9 @@ class Column(NamedTuple):
     """The documents of one key.
 
     Attributes:
-        tokens: Ids of all documents back to back, `[tokens]`.
-        lengths: Tokens of each sequence, `[sequences]`.
-        sequences_per_document: Sequences of each document, `[documents]`.
+        tokens: The ids of all documents, back to back, `[tokens]`.
+        lengths: The number of tokens in each sequence, `[sequences]`.
+        sequences_per_document: The number of sequences in each document, `[documents]`.
     """
 
     tokens: NDArray[Any]
@@ -151,11 +152,13 @@ class Counts:
 
 
 class BlockEncoder:
-    """Reads, parses and encodes blocks. When sent to another process, it is built again there.
+    """An encoder of blocks, which reads, parses and encodes them.
+
+    When it is sent to another process, it is built again there.
 
     Args:
         options: The settings that decide the ids.
-        tokenizer: The tokenizer of `options`; built from its flags if not given.
+        tokenizer: The tokenizer of `options`. It is built from its flags if it is not given.
     """
 
     def __init__(self, options: EncodingOptions, tokenizer: Tokenizer | None = None) -> None:
@@ -173,13 +176,13 @@ class BlockEncoder:
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
-        """Encode the documents of a block; refused texts become bad lines."""
+        """Encode the documents of a block; texts that the tokenizer refuses become bad lines."""
         documents = parse_lines(block.read(), self.options.keys)
         values, bad = documents.values, documents.bad
         try:
             columns = self._encode(values)
         except DataError:
-            # A text that the tokenizer refuses must not take its neighbors along.
+            # A text that the tokenizer refuses must not make its neighbors fail.
             values = []
             for value, place in zip(documents.values, documents.places, strict=True):
                 try:
@@ -197,7 +200,7 @@ class BlockEncoder:
 
     def _encode_column(self, values: Sequence[Value]) -> Column:
         splitter = self.options.splitter
-        # Whether a document becomes sentences, which get no special tokens of their own.
+        # Whether a document is cut into sentences, which get no special tokens of their own.
         is_cut = [splitter is not None or isinstance(value, list) for value in values]
         documents = [[value] if isinstance(value, str) else value for value in values]
         if splitter is not None:
@@ -225,7 +228,7 @@ class BlockEncoder:
                 pieces.append(self._end)
                 lengths[-1] += 1
             counts.append(len(lengths) - before)
-        # Safe: best_dtype holds every id of the vocabulary.
+        # The cast is safe, because best_dtype holds every id of the vocabulary.
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
         return Column(tokens, np.array(lengths, np.int32), np.array(counts, np.int64))
 
@@ -243,13 +246,14 @@ def preprocess(
     """Write `<prefix>_<key>_document` (or `_sentence`) `.bin` and `.idx` for each key.
 
     Args:
-        paths: Input files in order.
-        output_prefix: Start of the names of the output files.
-        encoder: Turns lines into ids.
-        workers: Processes that encode.
-        skip_bad_lines: Whether to leave bad lines out, instead of stopping at the first.
-        on_block: Called after each block with what was done so far.
-        on_bad_line: Called with `file:line: reason` for each bad line that is left out.
+        paths: The input files in order.
+        output_prefix: The start of the names of the output files.
+        encoder: The encoder, which turns lines into ids.
+        workers: The number of processes that encode.
+        skip_bad_lines: Whether to leave bad lines out instead of stopping at the first.
+        on_block: A function that is called after each block with the work done so far.
+        on_bad_line: A function that is called with `file:line: reason` for each bad line that is
+            left out.
 
     Raises:
         DataError: A file is damaged, or a line is bad and `skip_bad_lines` is off; nothing is
@@ -306,10 +310,11 @@ def map_in_order(
 ) -> Iterator[Iterator[Result]]:
     """Yield `function(task)` for each task, in order, computed by `workers` processes.
 
-    This is a context manager: workers leave while the caller finishes with the last results, and
-    the exit waits for them. With one worker everything happens in this process. With more, at most
-    two tasks per worker are under way, so neither tasks nor results pile up. If processes cannot
-    be forked, `function` travels to them by its `__reduce__`. No task may be `None`.
+    This is a context manager: workers exit while the caller processes the last results, and
+    leaving the context waits for them. With one worker everything happens in this process. With
+    more, at most two tasks per worker are in progress, so neither tasks nor results accumulate. If
+    processes cannot be forked, `function` is sent to them by its `__reduce__`. No task may be
+    `None`.
 
     Raises:
         UserError: `function` or `tasks` raised it.
@@ -326,19 +331,19 @@ def map_in_order(
 
 
 class _Pool:
-    """Several workers. Task i goes to worker i modulo their number, sent by a thread of its own."""
+    """Several workers. A thread sends task i to worker i modulo their number."""
 
     def __init__(self, function: Callable[[Any], Any], tasks: Iterable[Any], workers: int) -> None:
-        import multiprocessing  # 25 ms that one worker need not spend
+        import multiprocessing  # takes 25 ms, which a run without workers saves
 
-        # Forking shares what is loaded already. macOS offers it, but its libraries do not bear it.
+        # Forking shares the modules that are loaded. It is not safe with the libraries of macOS.
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         for _ in range(workers):
             ours, theirs = context.Pipe()
             self._ends.append(ours)
-            # A forked worker must not hold our ends, or it would never see that we are gone.
+            # A forked worker must not hold our ends, or it would never notice that we have ended.
             inherited = list(self._ends) if sys.platform == "linux" else []
             process = context.Process(
                 target=_serve, args=(theirs, function, inherited), daemon=True
@@ -359,10 +364,11 @@ class _Pool:
                     return
                 worker = i % len(self._ends)
                 self._order.put(worker)
-                # Whoever waits for the result reports that its worker died.
+                # `results` reports a worker that has died.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._ends[worker].send(task)
-            # No task is left. Workers take 8 ms to free their 70 MB, during the last writing.
+            # No task is left. Workers take 8 ms to free their 70 MB, while the last results are
+            # written.
             for end in self._ends:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     end.send(None)
@@ -381,8 +387,8 @@ class _Pool:
                 process = self._processes[worker]
                 process.join(timeout=5)
                 raise RuntimeError(
-                    f"a worker process ended with exit code {process.exitcode} (-9: killed, most "
-                    "often for lack of memory; then use fewer --workers)"
+                    f"a worker process ended with exit code {process.exitcode} (-9: killed, "
+                    "usually for lack of memory; use fewer --workers)"
                 ) from None
             if error is not None:
                 raise error if isinstance(error, UserError) else RuntimeError(error)
@@ -405,8 +411,8 @@ class _Pool:
 def _serve(
     connection: Connection, function: Callable[[Any], Any], inherited: list[Connection]
 ) -> None:
-    """Answer tasks until none is left or the other end closes."""
-    # Ctrl-C reaches every process of the terminal; the parent decides what it means.
+    """Process tasks until none is left or the other end closes."""
+    # Ctrl-C reaches every process of the terminal; the parent decides how to react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for end in inherited:

@@ -1,4 +1,4 @@
-"""Samples and datasets, whatever the model."""
+"""The form of samples and datasets, the same for all models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ IGNORED_LABEL = -1
 """The label of a position with nothing to predict."""
 
 SEGMENT_ENDS = "segment_ends"
-"""Part of a sample or batch: the ends of runs of tokens that attend within themselves only."""
+"""A part of a sample or batch: the ends of runs of tokens that attend only within themselves."""
 
 Sample = Mapping[str, NDArray[np.int64] | int]
-"""One sample: arrays of the same lengths in the whole dataset (but for `SEGMENT_ENDS`), and `id`,
-its number there."""
+"""One sample: arrays, and `id`, the sample's number in its dataset. Each array except
+`SEGMENT_ENDS` has the same length in the whole dataset."""
 
 
 class SampleDataset(Protocol):
@@ -36,7 +36,7 @@ class DescribedDataset(SampleDataset, Protocol):
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples differ."""
+        """A text that differs whenever the samples differ."""
 
 
 def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
@@ -48,7 +48,7 @@ def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
 
 
 def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
-    """Return the error for a token id at `where` (a file and a place in it) that is too large."""
+    """Return the error for a token id that is too large; `where` names a file and place in it."""
     return DataError(
         f"{where} holds the token id {token}, but the vocabulary has {vocab_size} entries: use "
         "the tokenizer that the dataset was preprocessed with, or preprocess it again"

@@ -1,17 +1,17 @@
-"""Which sentences make up sample k of a BERT or T5 run: pure functions of lengths, seed and counts.
+"""The sentences of each BERT or T5 sample, as pure functions of lengths, seed and counts.
 
-A sample is a run of sentences of one document, cut where it reaches a target length. The target is
+A sample is a run of sentences of one document, cut when it reaches a target length. The target is
 the longest sample, except for about one sample in `1 / short_seq_prob`, whose target is drawn
-evenly between 2 and the longest. All documents are gone through again and again until there are
-enough samples. Then the samples are shuffled. The map holds a row `first sentence, last
-sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random draws are those
-of Megatron-LM, so the samples are the same, and its cached maps fit ours.
+uniformly between 2 and the longest. The documents are passed over repeatedly until there are enough
+samples. Then the samples are shuffled. The map holds a row `first sentence, last sentence + 1,
+target length` per sample, `[n, 3]`. The rules and the order of random draws are those of
+Megatron-LM, so the samples are the same, and its cached maps can be used.
 
-How that is fast without a compiler: the sentences of the documents in use, with one more place at
-the end of each document, are numbered as *places*. One random draw is made at every place that a
-sample starts at, and one, unused, at the end of each document. Where the longest target sends each
-place is computed for all of them at once. What is left is to hop from place to place, one draw per
-hop, and only the short targets need a search.
+The construction is fast without a compiler. The sentences of the documents in use, with one more
+place at the end of each document, are numbered as *places*. One random draw is made at every place
+at which a sample starts, and one, unused, at the end of each document. The next place under the
+longest target is computed for all places at once. It then remains to hop from place to place, one
+draw per hop, and only the short targets need a search.
 
 Megatron-LM draws in C++, so the same maps need the same streams: `std::mt19937`, which is numpy's
 own Mersenne Twister, and `std::mt19937_64`, which is at the end of this file.
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
-_DRAWS = 1 << 16  # of a step, so that memory stays flat
+_DRAWS = 1 << 16  # draws per step, so that memory stays flat
 _BLOCKS = 256  # state updates in each array of 64-bit draws
 _WORDS, _MIDDLE = 312, 156
 
@@ -38,11 +38,12 @@ class SentenceMapPlan:
     """Everything that decides a map except the lengths.
 
     Attributes:
-        num_samples: Rows that are needed; whole passes over the documents give more.
-        max_length: Longest sample in tokens, without special tokens.
-        short_seq_prob: Share of samples that are made shorter.
-        seed: Seed of all draws.
-        min_sentences: Fewest sentences of a sample: 2 if it is cut into two segments, otherwise 1.
+        num_samples: The number of rows that are needed. Whole passes over the documents give more.
+        max_length: The length of the longest sample in tokens, without special tokens.
+        short_seq_prob: The share of samples that are made shorter.
+        seed: The seed of all draws.
+        min_sentences: The fewest sentences in a sample: 2 if it is cut into two segments,
+            otherwise 1.
     """
 
     num_samples: int
@@ -53,16 +54,16 @@ class SentenceMapPlan:
 
     @property
     def short_ratio(self) -> int:
-        """Average number of samples per short one; 0 if none is short."""
+        """The average number of samples per short one, or 0 if none is short."""
         return int(1 / self.short_seq_prob + 0.5) if self.short_seq_prob > 0 else 0
 
 
 class _Places(NamedTuple):
-    """Where samples can start and documents end, `[places]` each."""
+    """The places at which samples can start and documents end. Each array is `[places]`."""
 
-    sentence: NDArray[np.int64]  # at a document's end, the sentence after its last
-    tokens: NDArray[np.int64]  # of all documents in use up to here
-    end: NDArray[np.int64]  # place of the document's end
+    sentence: NDArray[np.int64]  # the sentence; at a document's end, the one after its last
+    tokens: NDArray[np.int64]  # the number of tokens before the place in all documents in use
+    end: NDArray[np.int64]  # the place of the document's end
 
 
 def usable_documents(
@@ -70,12 +71,12 @@ def usable_documents(
 ) -> NDArray[np.bool_]:
     """Return whether samples are taken from each document, `[D]`.
 
-    A document needs `min_sentences`, and if it has several, none above 512 tokens.
+    A document must have `min_sentences` sentences. If it has several, none may exceed 512 tokens.
 
     Args:
-        documents: First sentence of each document, then the end of the last, `[D + 1]`.
-        lengths: Tokens of every sentence of the dataset.
-        min_sentences: Fewest sentences of a sample.
+        documents: The first sentence of each document, then the end of the last, `[D + 1]`.
+        lengths: The number of tokens in each sentence of the dataset.
+        min_sentences: The fewest sentences in a sample.
     """
     return (np.diff(documents) >= min_sentences) & ~overlong_documents(documents, lengths)
 
@@ -98,9 +99,9 @@ def build_sentence_map(
     n is at least `plan.num_samples`.
 
     Args:
-        plan: What decides the map, beside the lengths.
-        documents: Bounds as for `usable_documents`, at least one document of them usable.
-        lengths: Tokens of every sentence of the dataset.
+        plan: Everything that decides the map except the lengths.
+        documents: The bounds as for `usable_documents`. At least one document must be usable.
+        lengths: The number of tokens in each sentence of the dataset.
     """
     rows = _rows_in_order(plan, _places(plan, documents, lengths))
     dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
@@ -150,10 +151,11 @@ def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[n
 
 
 def _longest_hops(plan: SentenceMapPlan, places: _Places) -> NDArray[np.int64]:
-    """Return where a sample of the longest target that starts at each place ends, `[places]`.
+    """Return, for each place, the end of a sample that starts there with the longest target.
 
-    It ends after the sentence that reaches the target if two more are left, otherwise with the
-    document. The end of a document leads to the next one, the last end to the first place.
+    The sample ends after the sentence that reaches the target if at least two more are left,
+    otherwise with the document. The end of a document leads to the next document, and the last end
+    leads to the first place. The result is `[places]`.
     """
     number = np.arange(len(places.end))
     reached = np.searchsorted(places.tokens, places.tokens + plan.max_length)
@@ -175,9 +177,9 @@ def _walk(
     """Hop once for each target, from `place` on.
 
     Returns:
-        The places left behind, and the one reached.
+        The visited places, and the place reached at the end.
     """
-    # Views without numpy's cost of reading a single number.
+    # Memory views avoid numpy's cost of reading a single number.
     hops, tokens, ends = longest_hops.data, places.tokens.data, places.end.data
     path: list[int] = []
     visit = path.append
@@ -223,9 +225,9 @@ def is_sound_sentence_map(
     documents: NDArray[np.int64],
     lengths: NDArray[np.int32],
 ) -> bool:
-    """Return whether rows read from a file can be the plan's, as far as sums and bounds tell.
+    """Return whether the sums and bounds of rows read from a file match the plan.
 
-    The rows of one pass over the documents hold every sentence of the usable ones once.
+    The rows of one pass over the documents hold every sentence of the usable documents once.
     """
     if len(rows) < plan.num_samples:
         return False
@@ -257,7 +259,7 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
     while True:
         block = np.empty((_BLOCKS, _WORDS), np.uint64)
         for new in block:
-            # Each word needs its old self, the next word and the one 156 on.
+            # Each new word depends on its old value, the next word and the word 156 places on.
             mixed = _mix(state[:-1], state[1:])
             new[:_MIDDLE] = state[_MIDDLE:] ^ mixed[:_MIDDLE]
             new[_MIDDLE:-1] = new[: _MIDDLE - 1] ^ mixed[_MIDDLE:]

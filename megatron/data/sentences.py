@@ -1,13 +1,14 @@
-"""Runs of sentences, one run per sample, from which BERT's and T5's samples are made.
+"""Runs of sentences, one run per sample, from which BERT and T5 samples are made.
 
 Sentence maps are kept on disk under Megatron-LM's names:
 
     <prefix>_<split>_indexmap_<samples>mns_<longest>msl_<short share>ssp_<seed>s.npy
 
-The name leaves out what else decides a map: --split, whether two segments are needed, the data
-itself. We write that as text behind the array, where numpy does not look, so that a map is never
-taken for another. A second map that claims a name in use gets the text's digest in its own name.
-Maps that Megatron wrote have no such text: they are used if they can be the requested map.
+The name does not cover everything that decides a map: --split, whether two segments are needed, and
+the data itself are missing. We write these as text after the array, where numpy does not look, so
+that one map is never mistaken for another. If a second map would have a name that is already in
+use, the digest of its text is added to its name. Maps that Megatron wrote have no such text. They
+are used if their rows match the requested map.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron.durable import renamed_when_done
 from megatron.errors import ConfigError, DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
-_SHORTEST = 2  # tokens of text in a sample
+_SHORTEST = 2  # the fewest tokens of text in a sample
 Tokens = NDArray[Any]
 
 
@@ -48,13 +49,13 @@ class SentenceSource(Protocol):
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the sentences differ."""
+        """A text that differs whenever the sentences differ."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
-        """Return the sentences of sample `i`, and how many of their tokens it may hold."""
+        """Return the sentences of sample `i`, and the number of their tokens that it may hold."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,8 +65,8 @@ class MappedSentences:
     Attributes:
         data: The dataset.
         rows: The map, as `build_sentence_map` returns it.
-        description: Text that describes the map.
-        vocab_size: Token ids from here on are refused.
+        description: The text that describes the map.
+        vocab_size: The size of the vocabulary. Token ids of this value or above are refused.
     """
 
     data: IndexedDataset
@@ -97,11 +98,11 @@ class SentenceRequest:
     """The requirements of one kind of sample for its sentences.
 
     Attributes:
-        flag: The flag that gives the length, for messages.
-        length: Tokens of a sample, special tokens included.
-        reserved: How many of them are special tokens.
-        min_sentences: Fewest sentences of a sample.
-        find_ids: Finds the kind's special ids in a tokenizer.
+        flag: The flag that sets the length, for messages.
+        length: The number of tokens in a sample, special tokens included.
+        reserved: The number of special tokens in a sample.
+        min_sentences: The fewest sentences in a sample.
+        find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
     """
 
     flag: str
@@ -117,23 +118,23 @@ def build_sentence_datasets(
     tokenizer: Tokenizer,
     build: Callable[[SentenceSource, SpecialIds], DescribedDataset],
 ) -> Datasets:
-    """Build the datasets that `build` makes of sentences. Every process calls this.
+    """Build the datasets that `build` makes from sentences. Every process calls this function.
 
     Args:
-        request: What the run asks for.
-        wanted: What the kind of sample asks for.
-        tokenizer: Gives the special ids.
-        build: Makes the samples from sentences and special ids.
+        request: The run's requirements for its data.
+        wanted: The requirements of the kind of sample.
+        tokenizer: The tokenizer, which supplies the special ids.
+        build: A function that makes the samples from sentences and special ids.
 
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
-            data is named, or --data-path or --split cannot be read.
-        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+            data is named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
     if wanted.length < wanted.reserved + _SHORTEST:
         raise ConfigError(
-            f"{wanted.flag} {wanted.length}: {wanted.reserved} tokens are kept for special ones: "
-            f"give at least {wanted.reserved + _SHORTEST}"
+            f"{wanted.flag} {wanted.length}: {wanted.reserved} of the tokens are reserved for "
+            f"special tokens: give at least {wanted.reserved + _SHORTEST}"
         )
     data = request.data
     plan = SentenceMapPlan(
@@ -149,7 +150,7 @@ def build_sentence_datasets(
     def build_part(part: DatasetPart) -> DescribedDataset:
         of_part = dataclasses.replace(plan, num_samples=part.num_samples)
         dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
-        _ = dataset[0]  # finds out now, not at some later step, if another tokenizer made the data
+        _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the data
         return dataset
 
     def build_mock(count: int, split: int) -> DescribedDataset:
@@ -176,20 +177,20 @@ def map_sentences(
     data, (start, end) = part.data, part.bounds
     documents, lengths = data.document_indices[start : end + 1], data.sequence_lengths
     if not usable_documents(documents, lengths, plan.min_sentences).any():
-        need = "a sentence in a document"
+        need = "at least one sentence"
         if plan.min_sentences > 1:
-            need = "at least two sentences in a document (or --bert-no-binary-head)"
+            need = "at least two sentences (or --bert-no-binary-head)"
         raise DataError(
-            f"{data.prefix}: no sample can be made of the {part.split} documents {start} to "
-            f"{end - 1}: this takes {need}, none of them over {LONGEST_SENTENCE} tokens. "
+            f"{data.prefix}: no sample can be made from the {part.split} documents {start} to "
+            f"{end - 1}: a document needs {need}, none of more than {LONGEST_SENTENCE} tokens. "
             "Preprocess the text with --split-sentences, change --split or give more data"
         )
     lost = int(overlong_documents(documents, lengths).sum())
     if request.is_builder and lost:  # Megatron leaves them out silently
         warn(
             f"{data.prefix}: {lost} of the {end - start} {part.split} documents are left out, "
-            f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: split sentences "
-            "more finely when preprocessing to keep them"
+            f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: to keep them, "
+            "split the text into shorter sentences when preprocessing"
         )
     description = (
         "Sentence map\n\n"
@@ -239,7 +240,7 @@ def map_sentences(
 
 
 def _load(path: Path, description: str, source: Path) -> NDArray[Any] | None:
-    """Return the rows in `path` if they are `[n, 3]` and no text says they are another map's."""
+    """Return the rows in `path` if they are `[n, 3]` and no text says that they are another map."""
     rows = open_array(path, source)
     if rows is None or rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype.kind != "u":
         return None

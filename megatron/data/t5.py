@@ -1,13 +1,14 @@
-"""Samples of a T5 run: runs of words are taken out of a text, and the model has to restore them.
+"""T5 samples: runs of words are taken out of a text, and the model has to restore them.
 
     text            the cat sat on the mat
     encoder reads   the <0> on <1> mat
     decoder reads   [BOS] <0> cat sat <1> the
     labels          <0> cat sat <1> the [EOS]
 
-<0>, <1> ... are the sentinels of --vocab-extra-ids. A T5's own tokenizer has sentinels of its own.
-Then the encoder's text ends with [EOS] too, and the decoder's begins with padding instead of [BOS],
-as in `transformers`. e is the encoder's sequence length, d the decoder's.
+<0>, <1> ... are the sentinels of --vocab-extra-ids. T5's own tokenizer has its own sentinels. With
+that tokenizer, the encoder's text also ends with [EOS], and the decoder's text begins with padding
+instead of [BOS], as in `transformers`. In shapes, e is the encoder's sequence length and d the
+decoder's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
+from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
 from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
 from megatron.data.sentences import SentenceRequest, SentenceSource, build_sentence_datasets
 from megatron.tokenizer.base import Tokenizer
 
-# Tokens of the encoder's sequence that no text may take. Megatron keeps two, for [CLS] and [SEP],
-# but does not write them; T5's own samples need one, for [EOS].
+# Tokens of the encoder's sequence that text may not use. Megatron reserves two, for [CLS] and
+# [SEP], but does not write them; T5's own samples need one, for [EOS].
 _RESERVED_TOKENS = 2
 _LONGEST_RUN = 10  # words
 _RUN_END = 0.2  # chance that a run ends after each word
@@ -32,13 +33,13 @@ _RUN_END = 0.2  # chance that a run ends after each word
 
 @dataclass(frozen=True)
 class T5Options:
-    """The settings of T5's samples.
+    """The settings of T5 samples.
 
     Attributes:
-        encoder_length: e.
-        decoder_length: d.
-        mask_prob: Share of tokens to take out.
-        seed: Seed of all draws; sample i adds its number.
+        encoder_length: The encoder's sequence length e.
+        decoder_length: The decoder's sequence length d.
+        mask_prob: The fraction of tokens to take out.
+        seed: The seed of all draws. The draws of sample i are seeded with `seed + i`.
     """
 
     encoder_length: int
@@ -49,17 +50,18 @@ class T5Options:
 
 @dataclass(eq=False)
 class T5Dataset:
-    """T5's samples, made from runs of sentences. A sample holds arrays of int64.
+    """T5 samples, made from runs of sentences. A sample holds int64 arrays.
 
-    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` follow from the two here, on the device: only
-    tokens that are not padding attend and are attended to (in the decoder, no later ones).
+    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` are computed on the device from the two masks
+    here: only tokens that are not padding attend and are attended to, and in the decoder no token
+    attends to later ones.
 
-    `text_enc`: What the encoder reads, `[e]`.
-    `text_dec`: What the decoder reads, `[d]`.
-    `labels`: The token after each of the decoder's, -1 at padding, `[d]`.
-    `loss_mask`: 1 where a label counts, `[d]`.
-    `enc_mask`: 0 where a token of `text_enc` is padding, otherwise 1, `[e]`.
-    `dec_mask`: 0 where a token of `text_dec` is padding, otherwise 1, `[d]`.
+    `text_enc`: The encoder's input, `[e]`.
+    `text_dec`: The decoder's input, `[d]`.
+    `labels`: The token after each of the decoder's tokens, -1 at padding, `[d]`.
+    `loss_mask`: 1 for labels that count in the loss, otherwise 0, `[d]`.
+    `enc_mask`: 0 at padding in `text_enc`, otherwise 1, `[e]`.
+    `dec_mask`: 0 at padding in `text_dec`, otherwise 1, `[d]`.
     `id`: The sample's number.
     """
 
@@ -70,7 +72,7 @@ class T5Dataset:
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples differ."""
+        """A text that differs whenever the samples differ."""
         return f"T5 Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
@@ -104,11 +106,11 @@ class T5Dataset:
     def _runs(self, text: NDArray[np.int64], target: int) -> list[list[int]]:
         """Return the positions of the runs to take out, from first to last.
 
-        There are at most as many as there are sentinels, and as the decoder has room for. Megatron
-        stops with an error if it draws more.
+        The number of runs is limited by the number of sentinels and by the decoder's length.
+        Megatron stops with an error if it draws more.
         """
         random = self._random
-        budget = hidden_budget(self.options.mask_prob, len(text), target)
+        budget = masking_budget(self.options.mask_prob, len(text), target)
 
         def draw_words() -> int:
             return min(random.geometric(_RUN_END), _LONGEST_RUN)
@@ -126,7 +128,7 @@ class T5Dataset:
 def take_out(
     text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """Return `text` with a sentinel for each run, and the runs, each behind its sentinel."""
+    """Return `text` with a sentinel in place of each run, and the runs, each after its sentinel."""
     left: list[int] = []
     taken_out: list[int] = []
     start = 0
@@ -140,18 +142,18 @@ def take_out(
 def build_t5_datasets(
     request: DataRequest, *, encoder_seq_length: int, decoder_seq_length: int, tokenizer: Tokenizer
 ) -> Datasets:
-    """Build T5's datasets that the flags name. Every process calls this.
+    """Build the T5 datasets that the flags name. Every process calls this function.
 
     Args:
-        request: What the run asks for.
-        encoder_seq_length: Tokens that the encoder reads.
-        decoder_seq_length: Tokens that the decoder reads.
-        tokenizer: Gives the special ids.
+        request: The run's requirements for its data.
+        encoder_seq_length: The number of tokens that the encoder reads.
+        decoder_seq_length: The number of tokens that the decoder reads.
+        tokenizer: The tokenizer, which supplies the special ids.
 
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary has no sentinels, no data is
-            named, or --data-path or --split cannot be read.
-        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+            named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
     options = T5Options(
         encoder_seq_length, decoder_seq_length, request.data.mask_prob, request.seed

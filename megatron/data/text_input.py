@@ -1,7 +1,7 @@
 """Reading corpora: JSON lines (plain, .gz, .zst), parquet and text files, in blocks of lines.
 
-Whatever the format, a block is some whole lines of JSON, one document per line. For a plain JSON
-lines file only the place is given, so that the process that parses a block also reads it.
+For every format, a block is several whole lines of JSON, one document per line. For a plain JSON
+lines file, a block only says where its lines are, so that the process that parses them reads them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class TextBlock:
 
     Attributes:
         path: The file.
-        offset: Bytes of (unpacked) text before the block.
-        size: Bytes of the block.
-        done: Bytes of the file on the disk up to the block's end, for progress.
-        data: The lines, or `None` if they are in the file at `offset`.
+        offset: The number of bytes of (unpacked) text before the block.
+        size: The number of bytes in the block.
+        done: The number of bytes of the file on disk up to the block's end, for progress.
+        data: The lines, or `None` if they are to be read from the file at `offset`.
     """
 
     path: str
@@ -63,7 +63,7 @@ class TextBlock:
         """Return the lines.
 
         Raises:
-            DataError: The file became shorter since it was listed.
+            DataError: The file has become shorter since it was listed.
         """
         if self.data is not None:
             return self.data
@@ -71,12 +71,15 @@ class TextBlock:
             file.seek(self.offset)
             data = file.read(self.size)
         if len(data) != self.size:
-            raise DataError(f"--input {self.path}: the file shrank while it was read")
+            raise DataError(
+                f"--input {self.path}: the file became shorter while it was read: run again when "
+                "no other program writes to it"
+            )
         return data
 
 
 class BadLine(NamedTuple):
-    """A line that gives no document: its number (from 0) and byte offset in its block, and why."""
+    """A line without a document: its number (from 0), its byte offset in the block, the reason."""
 
     line: int
     offset: int
@@ -85,13 +88,13 @@ class BadLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of one block.
+    """The documents of one block.
 
     Attributes:
         values: The value of each key, for each document.
-        places: Line and byte offset of each document in the block.
-        lines: Lines of the block, including blank and bad ones.
-        bad: Lines that gave no document.
+        places: The line and byte offset of each document in the block.
+        lines: The number of lines in the block, including blank and bad ones.
+        bad: The lines without a document.
     """
 
     values: list[list[Value]]
@@ -101,7 +104,7 @@ class Documents:
 
 
 def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
-    """Parse a block of lines into documents, passing over blank lines."""
+    """Parse a block of lines into documents, skipping blank lines."""
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -122,11 +125,11 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
 def load_line(line: bytes) -> Any:
     """Parse the JSON of one line.
 
-    NaN and Infinity are allowed, as in Python's json: many corpora hold them in fields beside the
-    text.
+    NaN and Infinity are allowed, as in Python's json, because many corpora hold them in fields
+    other than the text.
 
     Raises:
-        ValueError: The line is not JSON; the message says in words what is wrong.
+        ValueError: The line is not JSON. The message says what is wrong.
     """
     try:
         return orjson.loads(line)
@@ -141,7 +144,7 @@ def load_line(line: bytes) -> Any:
     except UnicodeEncodeError:
         raise ValueError("broken JSON (half a surrogate pair in a string)") from None
     except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # for a string that does not end
+        what = error.msg.removesuffix(" at")  # the suffix of the message for an unterminated string
         raise ValueError(f"broken JSON ({what} at character {error.pos})") from None
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
@@ -165,11 +168,11 @@ def _value(record: Any, key: str) -> Value:
 def find_inputs(patterns: Sequence[str]) -> list[str]:
     """Return the files that `--input` names: files, globs, and all readable files in directories.
 
-    The order is that of the patterns; inside a glob or directory, that of the names.
+    Files are in the order of the patterns, and within a glob or directory in the order of names.
 
     Raises:
-        DataError: A pattern matches no file, or a file that an earlier pattern named too, whose
-            text would count twice; or a file has an unknown ending.
+        DataError: A pattern matches no file, a file is named twice, so that its text would count
+            twice, or a file has an unknown ending.
     """
     found: list[str] = []
     seen: set[str] = set()
@@ -184,18 +187,18 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         else:
             matches = sorted(set(glob.glob(pattern, recursive=True)))
             if glob.has_magic(pattern):
-                nothing = "no such file, and none that matches the pattern"
+                nothing = "no file matches this pattern"
         if not matches:
             raise DataError(f"--input {pattern}: {nothing}")
         places = {os.path.abspath(path): path for path in matches}
         for place, path in places.items():
             if place in seen:
-                raise DataError(f"--input {path}: is given twice: give it once")
+                raise DataError(f"--input {path}: this file is given twice: give it once")
         seen.update(places)
         found += matches
     for path in found:
         if not os.path.exists(path):
-            raise DataError(f"--input {path}: a link to a file that does not exist")
+            raise DataError(f"--input {path}: this is a link to a file that does not exist")
         if not _suffix(path):
             raise DataError(f"--input {path}: unknown ending; expected {_KNOWN}; rename the file")
     return found
@@ -207,9 +210,9 @@ def read_blocks(
     """Yield all lines of the files in order, in blocks of about `block_bytes`.
 
     Args:
-        paths: Files, as `find_inputs` returns them.
-        keys: Parquet columns to read; the first is the key of a text file's document.
-        block_bytes: Size of a block; it grows to the end of a line.
+        paths: The files, as `find_inputs` returns them.
+        keys: The parquet columns to read. The first is the key of a text file's document.
+        block_bytes: The size of a block, which is extended to the end of a line.
 
     Raises:
         DataError: A file cannot be read or is damaged.
@@ -226,11 +229,13 @@ def read_blocks(
             else:
                 yield from _plain_blocks(path, block_bytes)
         except (OSError, EOFError) as error:
-            raise DataError(f"--input {path}: {error}; the file is unreadable or cut") from error
+            raise DataError(
+                f"--input {path}: {error}; the file is unreadable or truncated"
+            ) from error
 
 
 def _suffix(path: str) -> str | None:
-    """Return the ending that says the format, without packing; `None` if it is unknown."""
+    """Return the ending that names the format, without .gz or .zst; `None` if it is unknown."""
     name = Path(path).name.lower()
     for packed in _PACKED_SUFFIXES:
         name = name.removesuffix(packed)
@@ -244,7 +249,7 @@ def _plain_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
         start = len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
         while start < total:
             file.seek(min(start + block_bytes, total) - 1)
-            # The rest of the line that holds the block's last byte.
+            # Read the rest of the line that holds the block's last byte.
             file.readline()
             end = min(file.tell(), total)
             yield TextBlock(path, start, end - start, end)
@@ -252,7 +257,7 @@ def _plain_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
 
 
 def _streamed_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
-    """Read what can only be read from front to back: packed files and pipes."""
+    """Read a file that can only be read from front to back: a packed file or a pipe."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):
@@ -266,13 +271,13 @@ def _streamed_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
 
 
 def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
-    """Return the unpacked bytes of `raw`, by the ending of its name."""
+    """Return a stream of the unpacked bytes of `raw`, chosen by the ending of its name."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if path.lower().endswith(".zst"):
         import pyarrow
 
-        # zstandard's own reader takes a cut file for a whole one; Arrow's raises an OSError.
+        # zstandard's own reader does not notice a truncated file; Arrow's raises an OSError.
         return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 20)
     return raw
 
@@ -293,7 +298,8 @@ def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
         total, rows, offset = max(file.metadata.num_rows, 1), 0, 0
         size_on_disk = os.path.getsize(path)
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(keys)):
-            # A value without a JSON form is not text either; as null it is reported with its row.
+            # A value without a JSON form is not text either. Written as null, it is reported with
+            # its row.
             data = b"".join(
                 orjson.dumps(row, default=lambda value: None, option=orjson.OPT_APPEND_NEWLINE)
                 for row in batch.to_pylist()

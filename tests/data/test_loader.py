@@ -167,7 +167,7 @@ for pin_memory in (False, True):
 def test_a_worker_that_is_killed_in_the_middle_of_a_batch_ends_the_loading() -> None:
     words = [sys.executable, "-c", _WORKER_KILLED]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    said = re.compile(r"a process that loads data \(pid \d+\) has gone: (killed|exited)")
+    said = re.compile(r"a data loading process \(pid \d+\) ended unexpectedly: (killed|exited)")
     first, second = np.array_split(done.stdout.splitlines(), 2)
     for lines, is_pinned in ((first, False), (second, True)):
         assert lines[0] == f"[0] {is_pinned}"

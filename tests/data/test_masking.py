@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers.models import WordPiece
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
+from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
 from megatron.errors import ConfigError
 from megatron.tokenizer.build import build_tokenizer
 from tests.data.corpus import write_vocabulary
@@ -112,12 +112,12 @@ def test_draws_of_the_caller_come_between_runs() -> None:
 
 
 def test_budget() -> None:
-    assert hidden_budget(0.15, 128, 125) == 0.15 * 125  # a fraction, as Megatron has it
-    assert hidden_budget(0.15, 100, 125) == 15
-    assert hidden_budget(0.15, 10, 125) == 2  # 1.5 to the even number
-    assert hidden_budget(0.15, 4, 125) == 1
-    assert hidden_budget(0.15, 5, 2) == 0.3  # none fits
-    assert hidden_budget(0, 128, 125) == 0
+    assert masking_budget(0.15, 128, 125) == 0.15 * 125  # a fraction, as Megatron has it
+    assert masking_budget(0.15, 100, 125) == 15
+    assert masking_budget(0.15, 10, 125) == 2  # 1.5 to the even number
+    assert masking_budget(0.15, 4, 125) == 1
+    assert masking_budget(0.15, 5, 2) == 0.3  # none fits
+    assert masking_budget(0, 128, 125) == 0
 
 
 def test_every_word_is_as_likely_as_any_other() -> None:

@@ -235,7 +235,9 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     for again in (first, f"{tmp_path}/corpus/../z.jsonl", f"{tmp_path}/*.jsonl"):
         code, _, err = run("--input", first, folder, again)
         assert code == 6
-        assert re.fullmatch(r"error: --input .*z\.jsonl: is given twice: give it once\n", err)
+        assert re.fullmatch(
+            r"error: --input .*z\.jsonl: this file is given twice: give it once\n", err
+        )
     assert run("--input", folder / "deep", folder)[0] == 6
     assert text() == "ab"  # nothing was written
     (tmp_path / "again.jsonl").symlink_to(first)  # where twice is meant
@@ -247,13 +249,13 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     ("name", "message"),
     [
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("*.bz2", "none that matches the pattern"),
-        ("link.jso*", "link.jsonl: a link to a file that does not exist"),
+        ("*.bz2", "no file matches this pattern"),
+        ("link.jso*", "link.jsonl: this is a link to a file that does not exist"),
         ("empty", r"holds no file with a known ending \(.jsonl, .*.txt\)"),
         ("readme.md", "unknown ending; expected .jsonl"),
-        ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or cut"),
-        ("cut.jsonl.zst", "cut.jsonl.zst.*unreadable or cut"),
-        ("false.jsonl.zst", "false.jsonl.zst.*unreadable or cut"),
+        ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or truncated"),
+        ("cut.jsonl.zst", "cut.jsonl.zst.*unreadable or truncated"),
+        ("false.jsonl.zst", "false.jsonl.zst.*unreadable or truncated"),
         ("false.parquet", "false.parquet: not a readable parquet file"),
     ],
 )
