@@ -1,12 +1,12 @@
-"""Text to ids and back, over well-kept libraries.
+"""Tokenizers: conversion of text to ids and back, based on well-maintained libraries.
 
-    build, base                             from flags to a tokenizer, and the interface of each
+    build, base                             building a tokenizer from flags; the common interface
     files                                   vocabulary files, and entries appended to them
     gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
     huggingface, sentencepiece, tiktoken    the other kinds
     wordpiece                               BERT's kind
 
-A kind imports its library only when it is built, so that no tool pays for the others.
+Each kind imports its library only when it is built, so that no tool loads the other libraries.
 """
 
 from megatron.tokenizer.base import Tokenizer

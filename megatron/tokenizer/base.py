@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _SpecialId:
-    """A property of a tokenizer: the id of the special token that has the property's name."""
+    """A property of a tokenizer: the id of the special token with the property's name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -25,26 +25,27 @@ class _SpecialId:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """A converter of text to ids and back.
 
     Reading the id of a special token that the tokenizer does not have raises a ConfigError.
 
     Args:
-        kind: The `--tokenizer-type` it was built as.
-        digest: Digest of everything that decides the ids (files and options).
-        special_ids: Ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad`, `mask`, if it has them.
+        kind: The `--tokenizer-type` that it was built as.
+        digest: The digest of everything that decides the ids (files and options).
+        special_ids: The ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad` and `mask`, if the
+            tokenizer has them.
 
     Attributes:
-        eod: Id that ends a document.
-        bos: Id that begins a sequence.
-        eos: Id that ends a sequence.
-        cls: Id of BERT's classification token.
-        sep: Id between the two segments of a BERT sample.
-        pad: Id that fills a sequence up.
-        mask: Id that stands for a hidden token.
+        eod: The id that ends a document.
+        bos: The id that begins a sequence.
+        eos: The id that ends a sequence.
+        cls: The id of BERT's classification token.
+        sep: The id between the two segments of a BERT sample.
+        pad: The id that pads a sequence to its full length.
+        mask: The id that replaces a masked token.
     """
 
-    _where_named = ""  # in a message: where else a special token may come from
+    _where_named = ""  # for messages: the other place that may name a special token
     _sentinels: Sequence[int] = ()
     _vocab: Mapping[str, int]
     eod, bos, eos = _SpecialId(), _SpecialId(), _SpecialId()
@@ -58,22 +59,22 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of entries, including appended ones; it fixes the padded vocabulary."""
+        """The number of entries, including appended ones; it decides the padded vocabulary."""
         return len(self._vocab)
 
     @property
     def text_vocab_size(self) -> int:
-        """Number of entries that text can become; later ones were appended to the files' own."""
+        """The number of entries that text can become, without those appended to the files' own."""
         return self.vocab_size
 
     @property
     def vocab(self) -> Mapping[str, int]:
-        """Entry to id, special tokens included."""
+        """The map from entries to ids, special tokens included."""
         return self._vocab
 
     @cached_property
     def inv_vocab(self) -> dict[int, str]:
-        """Id to entry."""
+        """The map from ids to entries."""
         return {index: entry for entry, index in self.vocab.items()}
 
     @abstractmethod
@@ -82,7 +83,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; what is not valid UTF-8 becomes U+FFFD."""
+        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
 
     @property
     def appended_ids(self) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ class Tokenizer(ABC):
         return ids[: len(ids) - len(self.appended_ids)]
 
     def tokenize_spelled(self, text: str) -> list[int]:
-        """Return the ids of a text that spells its special tokens out, so that none are added."""
+        """Return the ids of a text that contains its special tokens, so that none are added."""
         return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -110,30 +111,30 @@ class Tokenizer(ABC):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of T5's sentinels, `<extra_id_0>` first, from the vocabulary or appended to it."""
+        """The ids of T5's sentinels, `<extra_id_0>` first, whether appended or not."""
         return list(self._sentinels)
 
     @property
     def has_t5_sentinels(self) -> bool:
         """Whether the sentinels are those of T5's own vocabulary, not appended by Megatron.
 
-        Then the other special tokens are T5's too: the decoder begins with padding, and both texts
-        end with `eos`.
+        In that case the other special tokens are also used as in T5: the decoder begins with
+        padding, and both texts end with `eos`.
         """
         return False
 
     @property
     def decoder_start(self) -> int:
-        """Id that a T5's decoder reads first."""
+        """The id that a T5 decoder reads first."""
         return self.pad if self.has_t5_sentinels else self.bos
 
     @property
     def encoder_end(self) -> list[int]:
-        """Ids after the text that a T5's encoder reads."""
+        """The ids that follow the text in a T5 encoder's input."""
         return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
-        """Return kind and digest of everything that decides the ids, to compare checkpoints."""
+        """Return a text that names everything that decides the ids, to compare checkpoints."""
         return f"{self.kind}:{self._digest}"
 
     def special_ids(self, *names: str) -> frozenset[int]:
@@ -144,7 +145,7 @@ class Tokenizer(ABC):
         """Return the id of a special token.
 
         Raises:
-            ConfigError: The tokenizer does not have it.
+            ConfigError: The tokenizer does not have this token.
         """
         if name not in self._special_ids:
             known = ", ".join(sorted(self._special_ids)) or "none"

@@ -1,4 +1,4 @@
-"""From the flags to a tokenizer, and the simplest one: text that already is ids."""
+"""Building a tokenizer from the flags, and the simplest one, for text that consists of ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.tokenizer.files import digest
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
-    """Return the fields of the files that the named kind reads; none if no kind is named."""
+    """Return the config fields that name the files of the chosen kind; none without a kind."""
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
 
@@ -23,7 +23,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `--tokenizer-type` names, from its files.
 
     Raises:
-        ConfigError: The type is missing or unknown, or its flags are not those it needs.
+        ConfigError: The type is missing or unknown, or the other flags do not fit it.
         DataError: A file is missing or damaged.
     """
     kind = config.tokenizer_type
@@ -32,7 +32,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     misfits = list(tokenizer_misfits(config))
     if misfits:
         raise ConfigError(misfits)
-    # Imports stay here so that one kind does not pay for the libraries of the others.
+    # The imports are here so that one kind does not load the libraries of the others.
     match kind:
         case "GPT2BPETokenizer":
             from megatron.tokenizer.gpt2 import GPT2Tokenizer
@@ -58,10 +58,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def padded_vocabulary(config: RunConfig) -> int:
-    """Return the rows of a run's word embedding: its tokenizer's entries and their padding.
+    """Return the number of rows of a run's word embedding: the tokenizer's entries and padding.
 
     Raises:
-        ConfigError: The tokenizer's flags do not fit together.
+        ConfigError: The tokenizer's flags contradict each other.
         DataError: A file of the tokenizer is missing or damaged.
     """
     return padded_vocab_size(
@@ -72,20 +72,19 @@ def padded_vocabulary(config: RunConfig) -> int:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Return the rows of a word embedding that holds `vocab_size` entries.
+    """Return the number of rows of a word embedding that holds `vocab_size` entries.
 
-    They are a multiple of the least common multiple of `divisible_by` and the tensor-parallel size.
-    With the usual 128 that is the same number for every tensor-parallel size that divides it, so
-    losses do not depend on the layout: padding rows take part in the softmax. Megatron-LM pads to
-    a multiple of the product instead; its checkpoints can be read all the same
-    (`checkpoint.reader`).
+    It is a multiple of the least common multiple of `divisible_by` and the tensor-parallel size.
+    With the usual 128 it is the same for every tensor-parallel size that divides 128, so losses do
+    not depend on the layout; padding rows take part in the softmax. Megatron-LM pads to a multiple
+    of the product instead. Its checkpoints can still be read (`checkpoint.reader`).
     """
     multiple = math.lcm(divisible_by, tensor_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 
 class NullTokenizer(Tokenizer):
-    """NullTokenizer: numbers between spaces, `--vocab-size` ids, and one more to end a document.
+    """NullTokenizer: numbers separated by spaces, `--vocab-size` ids, and an end-of-document id.
 
     Raises:
         ConfigError: --vocab-size is missing or not positive.
@@ -96,7 +95,7 @@ class NullTokenizer(Tokenizer):
         size = config.vocab_size
         if size is None or size < 1:
             raise ConfigError(
-                f"--tokenizer-type NullTokenizer needs --vocab-size (given: {size}); "
+                f"--tokenizer-type NullTokenizer needs a positive --vocab-size (given: {size}); "
                 "give the number of ids in your data"
             )
         self._size = size
@@ -104,31 +103,31 @@ class NullTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """`--vocab-size` and the end-of-document id."""
+        """The number of ids: `--vocab-size` and the end-of-document id."""
         return self._size + 1
 
     @property
     def vocab(self) -> Mapping[str, int]:
-        """Every number stands for itself."""
+        """The map from each number, as text, to itself."""
         return {str(i): i for i in range(self.vocab_size)}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers of `text`; as in Megatron-LM, they may lie above the vocabulary.
+        """Return the numbers of `text`; as in Megatron-LM, they may be outside the vocabulary.
 
         Raises:
-            DataError: A word is not a number, or a number that the dataset cannot hold.
+            DataError: A word is not a number, or is a number that the dataset cannot hold.
         """
         limit = 1 << 16 if self.vocab_size < 65500 else 1 << 31
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) < limit):
                 raise DataError(
-                    f"NullTokenizer reads numbers from 0 to {limit - 1} between spaces, "
-                    f"found {word[:40]!r}"
+                    f"NullTokenizer reads numbers from 0 to {limit - 1} separated by spaces, but "
+                    f"found {word[:40]!r}: fix the text or choose another --tokenizer-type"
                 )
             ids.append(int(word))
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the numbers, with spaces between."""
+        """Return the numbers, separated by spaces."""
         return " ".join(str(i) for i in ids)

@@ -1,14 +1,14 @@
 """Encoders for byte-level BPE in bulk: gigatoken if it is installed, otherwise tiktoken.
 
-Both give GPT-2's ids. On one core gigatoken reaches about 150 MB/s, tiktoken 10 MB/s.
+Both produce GPT-2's ids. On one core gigatoken reaches about 150 MB/s, tiktoken 10 MB/s.
 
 Compiled vocabularies are kept in MEGATRON_CACHE, so that a tool starts 0.2 s sooner. Building an
-encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of it looking merges
-up. If ids are in the order of merges, as GPT-2's are, a file of the pieces in that order says the
-same and loads in a third of the time. It is only kept after the encoder that it gives was found to
-have the same merges. Its name is
+encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of it for looking up
+merges. If ids are in the order of merges, as GPT-2's are, a file of the pieces in that order holds
+the same information and loads in a third of the time. It is only kept after its encoder has been
+checked to have the same merges. Its name is
 
-    <digest of what it was made from>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
+    <digest of its source>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
 
 so that the vocabulary need not be parsed, and a stale or damaged file is not used. The folder can
 be deleted at any time.
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Contractions, words, numbers, punctuation (each with the space before it), then white space.
+# Contractions, words, numbers, punctuation (the last three with the space before), white space.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# gigatoken remembers every distinct word for good: about 20 MB after 75 MB of English, but eight
-# times the input for random letters. Starting over costs 0.2 s, 5% at this interval.
+# gigatoken never forgets a distinct word: its memory is about 20 MB after 75 MB of English, but
+# eight times the input for random letters. A fresh encoder costs 0.2 s, 5% at this interval.
 _FORGET_AFTER = 256 << 20
 
 
 @cache
 def byte_of_character() -> Mapping[str, int]:
-    """Return GPT-2's spelling of bytes: every byte has a printable character that stands for it.
+    """Return GPT-2's spelling of bytes: the byte that each printable character stands for.
 
-    Printable Latin-1 stands for itself. The other 68 bytes, in order, are U+0100 and up (so a
-    space is U+0120 and a newline U+010A).
+    Printable Latin-1 characters stand for themselves. The other 68 bytes, in order, are spelled as
+    U+0100 and up, so a space is U+0120 and a newline U+010A.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -55,7 +55,7 @@ def byte_of_character() -> Mapping[str, int]:
 
 
 class Encoder(Protocol):
-    """Turns texts into ids."""
+    """A converter of texts to ids."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of each text."""
@@ -73,23 +73,23 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
     """Build the fastest encoder that is installed, and keep it compiled if possible.
 
     Args:
-        vocab: Entry in GPT-2's spelling of bytes to id.
-        merges: Lines `left right`, first merge first.
-        end: Id that ends a document.
-        key: Digest of all three.
+        vocab: The map from entries, in GPT-2's spelling of bytes, to ids.
+        merges: The lines `left right`, in the order of the merges.
+        end: The id that ends a document.
+        key: The digest of all three.
     """
     if importlib.util.find_spec("gigatoken") is None:
         return TiktokenEncoder(vocab, merges)
     from gigatoken.gigatoken_rs import load_hf_json
 
     encoder = GigatokenEncoder(partial(load_hf_json, _tokenizer_json(vocab, merges)))
-    with contextlib.suppress(OSError, RuntimeError):  # a cache that cannot be written is no matter
+    with contextlib.suppress(OSError, RuntimeError):  # the cache is optional
         _keep_compiled(key, vocab, merges, end, encoder.backend)
     return encoder
 
 
 def compiled_encoder(key: str) -> CompiledEncoder | None:
-    """Return what an earlier `build_encoder` with this key compiled, or `None`."""
+    """Return the encoder that an earlier `build_encoder` compiled for this key, or `None`."""
     if importlib.util.find_spec("gigatoken") is None:
         return None
     with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -102,10 +102,10 @@ def compiled_encoder(key: str) -> CompiledEncoder | None:
 
 
 class GigatokenEncoder:
-    """gigatoken over GPT-2's split; safe to call from several threads, one at a time.
+    """A gigatoken encoder with GPT-2's split. Threads may share it; a lock admits one at a time.
 
     Args:
-        load: Makes a fresh encoder.
+        load: A function that makes a fresh encoder.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -127,7 +127,7 @@ class GigatokenEncoder:
 
 
 class TiktokenEncoder:
-    """tiktoken over the same merges: its ranks are positions of merges, so ids are looked up."""
+    """A tiktoken encoder with the same merges. Its ranks are merge positions, mapped to ids."""
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[str]) -> None:
         """Rank the bytes, then the merges."""
@@ -170,7 +170,7 @@ def _tokenizer_json(vocab: Mapping[str, int], merges: Sequence[str]) -> bytes:
 def _keep_compiled(
     key: str, vocab: Mapping[str, int], merges: Sequence[str], end: int, encoder: Any
 ) -> None:
-    """Keep a compiled file if there can be one that equals `encoder`."""
+    """Keep a compiled file if one that equals `encoder` is possible."""
     table = byte_of_character()
     first = len(table)
     if {vocab[character] for character in table} != set(range(first)):

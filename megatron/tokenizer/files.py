@@ -1,6 +1,6 @@
 """Reading vocabulary files, and the entries that are appended to them.
 
-A missing or damaged file is named in the message, with the flag it came from.
+Messages about a missing or damaged file name the file and the flag that gave it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def read_bytes(flag: str, path: str | os.PathLike[str]) -> bytes:
     """Return the content of the file that `flag` names.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The file cannot be read.
     """
     try:
         return Path(path).read_bytes()
@@ -30,13 +30,13 @@ def decode(flag: str, path: str | os.PathLike[str], data: bytes) -> str:
     """Return `data`, read from `path`, as text.
 
     Raises:
-        DataError: It is not UTF-8.
+        DataError: The data is not UTF-8.
     """
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{flag} {path}: not a text file (byte {error.start} is not UTF-8)"
+            f"{flag} {path}: not a UTF-8 text file (byte {error.start} is not UTF-8)"
         ) from error
 
 
@@ -44,7 +44,7 @@ def parse_json(flag: str, path: str | os.PathLike[str], data: bytes) -> Any:
     """Parse the JSON in `data`, read from `path`.
 
     Raises:
-        DataError: It is not JSON.
+        DataError: The data is not JSON.
     """
     import orjson
 
@@ -55,7 +55,7 @@ def parse_json(flag: str, path: str | os.PathLike[str], data: bytes) -> Any:
 
 
 def digest(*parts: bytes | str) -> str:
-    """Return a short digest of `parts`; where one ends and the next starts matters."""
+    """Return a short digest of `parts`, which depends on the boundaries between them."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -71,14 +71,14 @@ def append_entries(vocab: dict[str, int], entries: list[str]) -> None:
 
 
 def extra_ids(count: int) -> list[str]:
-    """Return the sentinel entries of `--vocab-extra-ids`."""
+    """Return the `count` sentinel entries that `--vocab-extra-ids` adds."""
     return [f"<extra_id_{i}>" for i in range(count)]
 
 
 def find_sentinels(vocab: Mapping[str, int]) -> list[int]:
-    """Return the ids of `<extra_id_0>`, `<extra_id_1>` ..., up to the first that `vocab` lacks.
+    """Return the ids of `<extra_id_0>`, `<extra_id_1>` ..., until `vocab` lacks one.
 
-    Some models (mT5's) have U+2581, which stands for a space, before each.
+    Some models (mT5's) have U+2581, which stands for a space, before each sentinel.
     """
     ids: list[int] = []
     while True:

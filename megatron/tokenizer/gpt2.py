@@ -22,7 +22,8 @@ _END = "<|endoftext|>"
 class GPT2Tokenizer(Tokenizer):
     """GPT2BPETokenizer: `--vocab-file` (json) and `--merge-file`.
 
-    Special tokens in the text are text: `<|endoftext|>` inside a document is split like any word.
+    Special tokens in the text are ordinary text: `<|endoftext|>` inside a document is split like
+    any other word.
 
     Raises:
         DataError: A file is missing, damaged, or does not fit the other.
@@ -37,7 +38,7 @@ class GPT2Tokenizer(Tokenizer):
         key = digest(vocab_bytes, merge_bytes)
         self._parse_vocab = partial(parse_json, "--vocab-file", config.vocab_file, vocab_bytes)
         compiled = compiled_encoder(key)
-        if compiled is not None:  # what was compiled before was checked before
+        if compiled is not None:  # the files were checked when they were compiled
             self._encoder, self._vocab_size, end = compiled
         else:
             _check_vocab(config.vocab_file, self.vocab)
@@ -49,14 +50,14 @@ class GPT2Tokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of entries of the vocabulary file."""
+        """The number of entries in the vocabulary file."""
         return self._vocab_size
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Entries in GPT-2's printable spelling of bytes (a space is U+0120).
+        """The map from entries, in GPT-2's printable spelling of bytes, to ids.
 
-        They are parsed at first use, which saves 15 ms if a compiled vocabulary only encodes.
+        It is parsed at first use, which saves 15 ms if a compiled vocabulary only encodes.
         """
         return self._parse_vocab()
 
@@ -69,7 +70,7 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoder.encode(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; padding ids above the vocabulary become U+FFFD."""
+        """Return the text of ids; padding ids outside the vocabulary become U+FFFD."""
         entries = self.inv_vocab
         table = byte_of_character()
         # Characters outside the byte table only occur in special entries, which are plain text.
@@ -83,13 +84,16 @@ class GPT2Tokenizer(Tokenizer):
 def _check_vocab(path: str, vocab: Any) -> None:
     if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
         raise DataError(
-            f"--vocab-file {path}: expected a JSON object of entry: id (GPT-2's vocab.json)"
+            f"--vocab-file {path}: expected a JSON object of entries and their ids (GPT-2's "
+            "vocab.json)"
         )
     if _END not in vocab:
-        raise DataError(f"--vocab-file {path}: no {_END} entry, which ends documents; add it")
+        raise DataError(
+            f"--vocab-file {path}: there is no entry {_END}, which ends documents; add it"
+        )
     if set(vocab.values()) != set(range(len(vocab))):
         raise DataError(
-            f"--vocab-file {path}: ids are not 0 to {len(vocab) - 1}, each once; repair the file"
+            f"--vocab-file {path}: the ids must be 0 to {len(vocab) - 1}, each once; fix the file"
         )
 
 
@@ -105,7 +109,7 @@ def _parse_merges(path: str, data: bytes) -> list[str]:
         if line.count(" ") != 1:
             raise DataError(
                 f"--merge-file {path}: merge {number + 1} is {line[:40]!r}, expected two pieces "
-                "with a space between (GPT-2's merges.txt)"
+                "separated by a space (GPT-2's merges.txt)"
             )
     return merges
 
@@ -116,6 +120,6 @@ def _check_merges(config: TokenizerConfig, vocab: dict[str, int], merges: list[s
     if missing:
         raise DataError(
             f"--vocab-file {config.vocab_file} has no entry for {missing[0]!r}, which "
-            f"--merge-file {config.merge_file} builds ({len(missing)} such); "
-            "give the two files of one tokenizer"
+            f"--merge-file {config.merge_file} needs ({len(missing)} entries are missing); "
+            "give two files of the same tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Any tokenizer.json, through the `tokenizers` library. Nothing is fetched from the network."""
+"""Tokenizers from a tokenizer.json, read by the `tokenizers` library. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# What ends a document if no tokenizer_config.json says so.
+# The entries that may end a document if no tokenizer_config.json names one.
 _COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder that holds one.
 
-    A tokenizer_config.json beside it names the special tokens. The file's own post-processing
-    applies, so a model that begins texts with a special token gets it here too.
+    A tokenizer_config.json in the same folder names the special tokens. The file's own
+    post-processing applies, so a model that begins texts with a special token gets it here too.
 
     Raises:
         ConfigError: There is no such file.
@@ -41,7 +41,7 @@ class HuggingFaceTokenizer(Tokenizer):
             path /= "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
-                f"--tokenizer-model {config.tokenizer_model}: no tokenizer.json there; give a "
+                f"--tokenizer-model {config.tokenizer_model}: there is no tokenizer.json; give a "
                 "local file or folder (nothing is downloaded)"
             )
         data = read_bytes("--tokenizer-model", path)
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
+        """The largest id plus one, added tokens included."""
         return max(self._vocab.values()) + 1
 
     @property
@@ -80,13 +80,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return bool(self._sentinels)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text, as the file's post-processing leaves them."""
+        """Return the ids of one text, after the file's post-processing."""
         return self._tokenizer.encode(text).ids
 
     @cached_property
     def appended_ids(self) -> tuple[int, ...]:
         """The ids that the file's post-processing appends to every text."""
-        for text in "a0.":  # the first one that normalization does not remove
+        for text in "a0.":  # use the first text that normalization does not remove
             encoded = self._tokenizer.encode(text)
             if not all(encoded.special_tokens_mask):
                 count = encoded.special_tokens_mask[::-1].index(0)
@@ -117,9 +117,10 @@ def _load(path: Path, data: bytes) -> Any:
         pipeline = Pipeline.from_str(text)
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"--tokenizer-model {path}: not a tokenizer.json ({error}): give Hugging Face's file"
+            f"--tokenizer-model {path}: not a tokenizer.json in Hugging Face's format ({error}): "
+            "give another file"
         ) from error
-    # A corpus is neither cut nor padded, whatever the file was last used for.
+    # A corpus is neither truncated nor padded, even if the file says so.
     pipeline.no_truncation()
     pipeline.no_padding()
     return pipeline

@@ -25,11 +25,11 @@ class GPTSentencePieceTokenizer(Tokenizer):
     """GPTSentencePieceTokenizer: the model's own pieces; `</s>` ends documents.
 
     `--vocab-extra-ids` appends sentinels as T5 does, the last one first. With T5's model, 100 of
-    them give T5's vocabulary.
+    them result in T5's vocabulary.
 
     Raises:
         DataError: `--tokenizer-model` is missing or not a SentencePiece model.
-        ConfigError: Sentinels are to be appended to a model that has its own.
+        ConfigError: `--vocab-extra-ids` is given for a model that has its own sentinels.
     """
 
     kind_name = "GPTSentencePieceTokenizer"
@@ -41,7 +41,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         model = self._model = _load(config.tokenizer_model, data)
         self._vocab: dict[str, int] = {model.id_to_piece(i): i for i in range(len(model))}
         self._sentinels = self._own_sentinels = find_sentinels(self._vocab)
-        self._entry_of: dict[int, str] = {}  # what is found in the text, beside the model's pieces
+        self._entry_of: dict[int, str] = {}  # entries found in text in addition to the pieces
         special = self._find_special_ids(config)
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._entry_of.values())) + ")")
         super().__init__(self.kind_name, digest(data, str(config.vocab_extra_ids)), special)
@@ -51,23 +51,23 @@ class GPTSentencePieceTokenizer(Tokenizer):
         if count and self._own_sentinels:
             raise ConfigError(
                 f"--vocab-extra-ids {count}: --tokenizer-model {config.tokenizer_model} has its "
-                f"own {len(self._own_sentinels)} sentinels: drop it"
+                f"own {len(self._own_sentinels)} sentinels: drop --vocab-extra-ids"
             )
         if count:
             self._append(extra_ids(count)[::-1])
             self._sentinels = find_sentinels(self._vocab)
         ids = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id()}
-        # -1 is SentencePiece's way to say that there is none.
+        # SentencePiece returns -1 for a token that does not exist.
         return {name: i for name, i in {**ids, "eod": model.eos_id()}.items() if i >= 0}
 
     def _append(self, entries: list[str]) -> None:
-        """Append the entries that the model lacks; all of them are found in the text."""
+        """Append the entries that the model lacks; all entries are found in text."""
         append_entries(self._vocab, entries)
         self._entry_of = {self._vocab[entry]: entry for entry in entries}
 
     @property
     def has_t5_sentinels(self) -> bool:
-        """Whether there are any sentinels."""
+        """Whether the vocabulary has any sentinels."""
         return bool(self._sentinels)
 
     def tokenize(self, text: str) -> list[int]:
@@ -75,15 +75,15 @@ class GPTSentencePieceTokenizer(Tokenizer):
         if not self._entry_of:
             return self._model.encode_as_ids(text)
         ids: list[int] = []
-        # With one group, split() gives text and special token in turn.
+        # With one group, split() returns text and special tokens alternately.
         for i, part in enumerate(self._pattern.split(text)):
             ids += [self._vocab[part]] if i % 2 else self._model.encode_as_ids(part)
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without padding ids above the vocabulary.
+        """Return the text of ids, without padding ids outside the vocabulary.
 
-        Appended special tokens are spelled out, with spaces around them.
+        Appended special tokens are included, with spaces around them.
         """
         if not self._entry_of:
             return self._model.decode_ids([int(i) for i in ids if int(i) < len(self._model)])
@@ -124,8 +124,8 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     """SentencePieceTokenizer: the model's pieces and Megatron's tokens for BERT and T5.
 
-    `<CLS> <SEP> <EOD> <MASK>`, padding, begin and end are appended if the model lacks them, then
-    the `--vocab-extra-ids` sentinels, in order. All are found in the text too.
+    `<CLS> <SEP> <EOD> <MASK>` and the padding, begin and end tokens are appended if the model lacks
+    them, followed by the `--vocab-extra-ids` sentinels in order. All of them are found in text.
     """
 
     kind_name = "SentencePieceTokenizer"
@@ -144,7 +144,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
     @property
     def has_t5_sentinels(self) -> bool:
-        """Whether the model has its own sentinels, and no others are requested."""
+        """Whether the model has its own sentinels, and no others were appended."""
         return bool(self._sentinels) and self._sentinels is self._own_sentinels
 
 
@@ -161,5 +161,5 @@ def _load(path: str, data: bytes) -> SentencePieceProcessor:
         return SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
         raise DataError(
-            f"--tokenizer-model {path}: not a SentencePiece model: give its .model file"
+            f"--tokenizer-model {path}: not a SentencePiece model: give a .model file"
         ) from error

@@ -20,7 +20,7 @@ _TEKKEN_SPECIAL = ("<unk>", "<s>", "</s>")
 _TEKKEN_VOCAB_SIZE = 1 << 17
 _ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>")
 
-# How text is cut into words, for each value of --tiktoken-pattern.
+# The pattern that splits text into words, for each value of --tiktoken-pattern.
 SPLITS: Mapping[str, str] = {
     "gpt2": GPT2_SPLIT,
     "cl100k": (
@@ -34,7 +34,7 @@ SPLITS: Mapping[str, str] = {
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# What OpenAI's own files need. A rank file does not say it; only its name does.
+# The split and the special tokens of OpenAI's own files, which only the name of a file tells.
 _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "r50k_base": ("gpt2", {_END: 50256}),
     "cl100k_base": (
@@ -45,7 +45,7 @@ _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 
 
 class _Definition(NamedTuple):
-    """The pieces and special tokens that tiktoken needs, and the size to report."""
+    """The pieces, special tokens and split that tiktoken needs, and the vocabulary size."""
 
     ranks: dict[bytes, int]
     special: dict[str, int]
@@ -56,12 +56,12 @@ class _Definition(NamedTuple):
 class TikTokenizer(Tokenizer):
     """TikTokenizer: `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json.
 
-    Rank file: ids are its ranks. r50k_base and cl100k_base are known by name. Any other file gets
-    the `cl100k` split (or `--tiktoken-pattern`) and `--tokenizer-special-tokens` (default
-    `<|endoftext|>`) after the last rank.
-    Tekken json: `--tiktoken-num-special-tokens` special ids come first (`<unk> <s> </s>` and
-    fillers), then as many pieces as `--vocab-size` (default 131072) leaves room for. The split is
-    `v2` unless `--tiktoken-pattern` says otherwise.
+    In a rank file, the ranks are the ids. r50k_base and cl100k_base are recognized by name. Any
+    other file gets the `cl100k` split (or `--tiktoken-pattern`) and `--tokenizer-special-tokens`
+    (default `<|endoftext|>`) after the last rank.
+    In a Tekken json, `--tiktoken-num-special-tokens` special ids come first (`<unk> <s> </s>` and
+    fillers), followed by as many pieces as `--vocab-size` (default 131072) leaves room for. The
+    split is `v2` unless `--tiktoken-pattern` is given.
 
     Raises:
         ConfigError: The flags do not fit the file.
@@ -92,12 +92,12 @@ class TikTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
+        """The number of ids, special tokens included."""
         return self._vocab_size
 
     @property
     def vocab(self) -> Mapping[str, int]:
-        """Piece to id, special tokens included; bytes that are not UTF-8 are escaped."""
+        """The map from pieces to ids, special tokens included; non-UTF-8 bytes are escaped."""
         pieces = {p.decode("utf-8", "backslashreplace"): i for p, i in self._ranks.items()}
         return {**pieces, **self._special_tokens}
 
@@ -144,7 +144,8 @@ def _read_tekken(config: TokenizerConfig, data: bytes) -> _Definition:
     special = _tekken_special(config, reserved)
     if not reserved < size:
         raise ConfigError(
-            f"--tiktoken-num-special-tokens {reserved} leaves no room in --vocab-size {size}"
+            f"--tiktoken-num-special-tokens {reserved} leaves no room for pieces in --vocab-size "
+            f"{size}: give fewer special tokens or a larger vocabulary"
         )
     ranks: dict[bytes, int] = {}
     try:
@@ -154,13 +155,14 @@ def _read_tekken(config: TokenizerConfig, data: bytes) -> _Definition:
             ranks[base64.b64decode(entry["token_bytes"], validate=True)] = reserved + position
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"--tokenizer-model {path}: expected a list of rank, token_bytes, token_str with "
-            f"ranks from 0 up ({error})"
+            f"--tokenizer-model {path}: expected a list of objects with rank (0, 1, 2 ...), "
+            f"token_bytes and token_str ({error})"
         ) from error
     if len(ranks) + reserved != size:
         raise ConfigError(
-            f"--tokenizer-model {path} has {len(ranks)} distinct pieces, with {reserved} special "
-            f"tokens not --vocab-size {size}: give --vocab-size {len(ranks) + reserved}"
+            f"--tokenizer-model {path} has {len(ranks)} distinct pieces; with {reserved} special "
+            f"tokens these do not make --vocab-size {size}: give --vocab-size "
+            f"{len(ranks) + reserved}"
         )
     _check_bytes(path, ranks)
     return _Definition(ranks, special, config.tiktoken_pattern or "v2", size)
@@ -171,8 +173,8 @@ def _tekken_special(config: TokenizerConfig, reserved: int) -> dict[str, int]:
     missing = [name for name in _TEKKEN_SPECIAL if name not in names]
     if missing or len(set(names)) != len(names) or len(names) > reserved:
         raise ConfigError(
-            f"--tokenizer-special-tokens {' '.join(names)}: need {' '.join(_TEKKEN_SPECIAL)}, each "
-            f"once, and at most --tiktoken-num-special-tokens {reserved} in all"
+            f"--tokenizer-special-tokens {' '.join(names)}: give {' '.join(_TEKKEN_SPECIAL)}, each "
+            f"once, and at most {reserved} tokens in total (--tiktoken-num-special-tokens)"
         )
     names += [f"<SPECIAL_{i}>" for i in range(len(names), reserved)]
     return {name: i for i, name in enumerate(names)}
@@ -182,6 +184,6 @@ def _check_bytes(path: str, ranks: Mapping[bytes, Any]) -> None:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise DataError(
-            f"--tokenizer-model {path}: no piece for byte {missing[0]} ({len(missing)} such); a "
-            "rank file has all 256 bytes: this one is truncated or of another kind"
+            f"--tokenizer-model {path}: no piece for byte {missing[0]} ({len(missing)} bytes are "
+            "missing); a rank file has all 256 bytes: this one is truncated or of another kind"
         )

@@ -1,4 +1,4 @@
-"""BERT's WordPiece: clean, split at white space and punctuation, then longest pieces first."""
+"""BERT's WordPiece: text is cleaned and split into words, and words into the longest pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WordPieceTokenizer(Tokenizer):
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        """Read the file, and append what it lacks."""
+        """Read the file, and append the entries that it lacks."""
         assert config.vocab_file is not None
         assert config.tokenizer_type is not None
         data = read_bytes("--vocab-file", config.vocab_file)
@@ -48,7 +48,7 @@ class WordPieceTokenizer(Tokenizer):
 
     @property
     def text_vocab_size(self) -> int:
-        """Number of entries of the file."""
+        """The number of entries in the file."""
         return self._file_entries
 
     def tokenize(self, text: str) -> list[int]:
@@ -56,7 +56,7 @@ class WordPieceTokenizer(Tokenizer):
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the words with single spaces between; the original spacing is lost."""
+        """Return the words separated by single spaces; the original spacing is lost."""
         entries = self.inv_vocab
         return " ".join(entries.get(int(i), _UNKNOWN) for i in ids).replace(" ##", "")
 
@@ -71,14 +71,14 @@ def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
         if entry in vocab:
             raise DataError(
                 f"--vocab-file {path}:{number + 1}: entry {entry!r} is already on line "
-                f"{vocab[entry] + 1}; each entry stands once"
+                f"{vocab[entry] + 1}; remove one of the two"
             )
         vocab[entry] = number
     missing = [entry for entry in (*_REQUIRED.values(), _UNKNOWN) if entry not in vocab]
     if missing:
         raise DataError(
             f"--vocab-file {path}: no entry {', '.join(missing)}; "
-            "give a BERT vocabulary (text, one entry a line)"
+            "give a BERT vocabulary (text, one entry per line)"
         )
     return vocab
 

@@ -88,7 +88,7 @@ def test_a_separate_last_epoch_stays_last() -> None:
 
 
 def test_too_many_documents_are_refused() -> None:
-    with pytest.raises(DataError, match="fewer samples or more data"):
+    with pytest.raises(DataError, match="request fewer samples, give more data"):
         plan_gpt_index(1000, 1000, num_samples=10**7, seq_length=1024)
 
 

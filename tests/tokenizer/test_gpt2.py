@@ -225,10 +225,10 @@ GOOD = {**BYTES, "ab": 256, "<|endoftext|>": 257}
     [
         ("{", "a b", "v.json: not a JSON file"),
         ([1, 2], "a b", "v.json: expected a JSON object"),
-        ({**BYTES, "ab": 256}, "a b", "v.json: no <|endoftext|> entry"),
-        ({**GOOD, "<|endoftext|>": 300}, "a b", "ids are not 0 to 257"),
+        ({**BYTES, "ab": 256}, "a b", "v.json: there is no entry <.endoftext.>, which ends"),
+        ({**GOOD, "<|endoftext|>": 300}, "a b", "the ids must be 0 to 257"),
         (GOOD, "#version: 0.2\na b\nabc", "m.txt: merge 2 is 'abc'"),
-        (GOOD, "a c", "no entry for 'a c'.*m.txt builds"),
+        (GOOD, "a c", "no entry for 'a c'.*m.txt needs"),
     ],
 )
 def test_damaged_files_are_named(tmp_path, vocab, merges, message):

@@ -92,7 +92,7 @@ def test_a_sentencepiece_model_with_its_own(own: str, kind: str) -> None:
 
 
 def test_more_sentinels_than_a_models_own(own: str) -> None:
-    with pytest.raises(ConfigError, match="has its own 3 sentinels: drop it"):
+    with pytest.raises(ConfigError, match="has its own 3 sentinels: drop --vocab-extra-ids"):
         build("GPTSentencePieceTokenizer", tokenizer_model=own, vocab_extra_ids=100)
     # Megatron appends those that are missing, and so its samples stay.
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=own, vocab_extra_ids=4)
