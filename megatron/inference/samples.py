@@ -1,7 +1,7 @@
-"""Many texts by one model: prompts in, JSON lines out, in their order.
+"""Generation of many texts with one model: it reads prompts and writes JSON lines in their order.
 
-A file that an earlier run was stopped in is continued. `FILE.settings.json` beside it says how its
-samples were drawn, as one JSON object from flag to value, so that the rest are drawn alike.
+A file that a stopped run left behind is continued. `FILE.settings.json` beside it records how its
+samples were drawn, as one JSON object from flag to value, so that the rest are drawn the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
 
-_BEGINNING = b'{"prompt": '  # of every line: the first field of a GeneratedText
+_BEGINNING = b'{"prompt": '  # how every line begins: with the first field of a GeneratedText
 
 DrawSettings = Mapping[str, str | int | float]
 
@@ -48,7 +48,7 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
     Args:
         program: Name of the program.
-        arguments: Its command line.
+        arguments: Command line of the program.
     """
     return run_process(arguments, lambda launch: _run(program, arguments, launch))
 
@@ -82,7 +82,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             serve(engine, None, layout.world, device=device.torch_device)
             return EXIT_OK
         settings = settings_of(samples, loaded, seed)
-        answers = [  # without those of the model, which has a row of its own
+        answers = [  # without the model's settings, which have a row of their own
             f"{name} {value}"
             for name, value in settings.items()
             if name not in ("--load", "iteration")
@@ -107,7 +107,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
                 sampling,
                 engine.limits,
                 output,
-                # More than are computed at a time, so that the next ones wait when some end.
+                # More than are computed at a time, so that others are ready when some end.
                 at_a_time=2 * samples.max_batch_size,
             )
             serve(engine, inbox, layout.world, device=device.torch_device)
@@ -125,10 +125,10 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             everything: list[str | None] = [*prompts, *[None] * samples.num_samples]
             with SampleFile(path) as file:
                 rest = list(file.rest(everything))
-                print(f"{path}: {file.done} samples are there, {len(rest)} to come", flush=True)
-                told = keep_settings(path, file.done, settings)
-                if told:
-                    print(told, flush=True)
+                print(f"{path}: {file.done} samples exist, {len(rest)} to generate", flush=True)
+                warning = keep_settings(path, file.done, settings)
+                if warning:
+                    print(warning, flush=True)
                 failed = file.failed + write(rest, file)
             print(f"{path}: {len(rest)} samples written, {len(everything)} in all", flush=True)
     if failed:
@@ -143,10 +143,10 @@ class GeneratedText:
 
     Attributes:
         prompt: The prompt, or `None` if there is none.
-        text: What follows it.
-        length: Number of tokens of the text.
-        finished: Whether the model ended it, by its end-of-document token.
-        error: Why there is no text, otherwise "".
+        text: The text generated after the prompt.
+        length: Number of tokens in the text.
+        finished: Whether the model ended the text, with its end-of-document token.
+        error: Reason why there is no text, or "" if there is one.
     """
 
     prompt: str | None
@@ -158,7 +158,7 @@ class GeneratedText:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request under way, and its tokens so far."""
+    """A prompt under way, and the tokens of its text so far."""
 
     index: int
     prompt: str | None
@@ -167,7 +167,7 @@ class _Asked:
 
 
 class SampleInbox:
-    """A `worker.Inbox` that asks for texts, some at a time, and hands them on.
+    """A `worker.Inbox` that requests texts, a limited number at a time, and outputs them.
 
     Attributes:
         failed: Number of prompts that could not be answered.
@@ -182,15 +182,15 @@ class SampleInbox:
         output: OrderedOutput,
         at_a_time: int,
     ) -> None:
-        """Start with nothing asked.
+        """Start with no requests under way.
 
         Args:
-            prompts: With their indices. `None` is no prompt.
-            tokenizer: Of the model.
-            sampling: Returns how to continue, for a number of tokens that there is room for.
-            limits: Of the engine. Longer prompts are an error, answers are cut.
-            output: Takes the texts.
-            at_a_time: Number of requests under way.
+            prompts: Pairs of index and prompt. `None` is no prompt.
+            tokenizer: Tokenizer of the model.
+            sampling: Returns the sampling settings for the number of tokens that there is room for.
+            limits: Limits of the engine. Longer prompts are errors, and longer answers are cut.
+            output: Destination of the texts.
+            at_a_time: Number of requests to keep under way.
         """
         self._prompts = iter(prompts)
         self._tokenizer, self._sampling, self._limits = tokenizer, sampling, limits
@@ -200,7 +200,7 @@ class SampleInbox:
         self.failed = 0
 
     def poll(self, wait: float) -> list[Command]:
-        """Return the requests that come next, and in the end the command to shut down."""
+        """Return the next requests, or the command to shut down once all are answered."""
         commands: list[Command] = []
         while len(self._under_way) < self._at_a_time:
             index, prompt = next(self._prompts, (None, None))
@@ -213,7 +213,7 @@ class SampleInbox:
         return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """Collect tokens, and hand on the texts that are complete."""
+        """Collect tokens, and output the texts that are complete."""
         for event in events:
             asked = self._under_way[event.request]
             if isinstance(event, Token):
@@ -233,10 +233,10 @@ class SampleInbox:
         longest = min(self._limits.max_length, self._limits.cache_tokens)
         room = longest - len(tokens)
         if room < 1:
-            what = "the model's" if longest == self._limits.max_length else "the cache's"
+            what = "model's" if longest == self._limits.max_length else "cache's"
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, and {what} {longest} positions leave no "
-                "room for an answer: shorten it"
+                f"the prompt has {len(tokens)} tokens, and the {what} {longest} positions leave no "
+                "room for an answer: shorten the prompt"
             )
         request = Request(str(index), tokens, self._sampling(room))
         self._under_way[request.id] = _Asked(index, prompt, tokens, [])
@@ -258,10 +258,10 @@ class SampleInbox:
 
 
 class OrderedOutput(ABC):
-    """Writes texts in the order of their indices, whatever order they come in."""
+    """An output that writes texts in the order of their indices, whatever order they arrive in."""
 
     def __init__(self, start: int = 0) -> None:
-        """Start with nothing.
+        """Start with no texts.
 
         Args:
             start: The first index.
@@ -270,7 +270,7 @@ class OrderedOutput(ABC):
         self._early: dict[int, GeneratedText] = {}
 
     def put(self, index: int, sample: GeneratedText) -> None:
-        """Take the text of an index. Each index comes once."""
+        """Write the text of an index once all earlier ones are written. Each index comes once."""
         self._early[index] = sample
         ready = []
         while self._next in self._early:
@@ -280,17 +280,17 @@ class OrderedOutput(ABC):
 
     @abstractmethod
     def _write(self, samples: Sequence[GeneratedText]) -> None:
-        """Write the texts that come next."""
+        """Write the next texts in order."""
 
 
 class Printer(OrderedOutput):
-    """Texts to the terminal."""
+    """An output to the terminal."""
 
     def __init__(self, count: int) -> None:
-        """Start with nothing.
+        """Start with no texts.
 
         Args:
-            count: How many texts there will be. A single one gets no heading.
+            count: Number of texts that will come. A single text gets no heading.
         """
         super().__init__()
         self._count = count
@@ -299,37 +299,37 @@ class Printer(OrderedOutput):
         for number, sample in enumerate(samples, self._next - len(samples) + 1):
             if self._count > 1:
                 print(f"----- sample {number}")
-            said = f'"error": {sample.error}' if sample.error else sample.text
-            print((sample.prompt or "") + said, flush=True)
+            text = f'"error": {sample.error}' if sample.error else sample.text
+            print((sample.prompt or "") + text, flush=True)
 
 
 class SampleFile(OrderedOutput):
-    """Texts to a file of JSON lines, which is continued if it exists.
+    """An output to a file of JSON lines, which is continued if it exists.
 
     Attributes:
-        done: Number of texts that were already there.
-        failed: Number of errors among them.
+        done: Number of texts that were already in the file.
+        failed: Number of errors among these texts.
     """
 
     def __init__(self, path: Path) -> None:
         """Open the file, and remove a last line that was not completely written.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
-            StorageError: It holds something else, or cannot be written.
+            StorageError: The file holds something else, or cannot be written.
         """
         self.path = path
         with storage_errors(path):
             self._file = path.open("a+b")
-            # A device would be read forever.
+            # Reading a device such as /dev/zero would never end.
             lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
             torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
             samples = [self._read(line, number) for number, line in enumerate(lines, 1)]
             if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
                 raise self._foreign(len(lines) + 1)
-            if torn:  # only now: a file of something else stays as it is
+            if torn:  # removed only now, so that a file with other contents stays as it is
                 self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
@@ -340,7 +340,7 @@ class SampleFile(OrderedOutput):
         """Yield the prompts that the file has no texts for yet, with their indices.
 
         Raises:
-            StorageError: Its texts are for other prompts.
+            StorageError: The file's texts belong to other prompts.
         """
         count = 0
         for index, prompt in enumerate(prompts):
@@ -354,8 +354,8 @@ class SampleFile(OrderedOutput):
                 )
         if count < self.done:
             raise StorageError(
-                f"{self.path} has {self.done} samples, but {count} are asked for: name another "
-                "file, or remove this one"
+                f"{self.path} has {self.done} samples, but only {count} are requested: name "
+                "another file, or remove this one"
             )
 
     def __enter__(self) -> SampleFile:
@@ -370,7 +370,7 @@ class SampleFile(OrderedOutput):
     ) -> None:
         """Close the file."""
         if error is not None:
-            # On a full disk, what was not written fails once more.
+            # On a full disk, closing tries to write the rest and fails once more.
             with contextlib.suppress(OSError):
                 self._file.close()
             return
@@ -404,7 +404,7 @@ class SampleFile(OrderedOutput):
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file, one per line.
 
-    In *.jsonl, each line is an object whose "prompt", or otherwise "text", is taken.
+    In a *.jsonl file, each line is an object with a "prompt", or otherwise a "text".
 
     Raises:
         DataError: The file is missing, or a line is not a prompt.
@@ -426,14 +426,17 @@ def read_prompts(path: Path) -> list[str]:
         if not isinstance(prompt, str):
             raise DataError(
                 f"--sample-input-file {path}: line {number} is not an object with a "
-                '"prompt" or a "text": fix it, or give the file another ending, for plain lines'
+                '"prompt" or a "text": fix it, or rename the file if its lines are plain text'
             )
         prompts.append(prompt)
     return prompts
 
 
 def settings_of(samples: SamplesConfig, loaded: Loaded, seed: int) -> DrawSettings:
-    """Return what decides on the text after a prompt. If nothing is drawn, the seed does not."""
+    """Return the settings that determine the text after a prompt.
+
+    Greedy decoding draws nothing, so it leaves the seed out.
+    """
     temperature = 0.0 if samples.greedy else samples.temperature
     found: dict[str, str | int | float] = {
         "--load": str(Path(loaded.config.checkpoint.load or "").resolve()),
@@ -450,18 +453,18 @@ def keep_settings(path: Path, done: int, settings: DrawSettings) -> str:
     """Save the settings beside a new file of samples, or compare them with a continued file's.
 
     Args:
-        path: Of the samples. Beside anything but a plain file nothing is saved.
-        done: How many samples there are.
-        settings: How the rest will be drawn.
+        path: File of the samples. If it is not a plain file, nothing is saved beside it.
+        done: Number of samples in the file.
+        settings: Settings with which the rest will be drawn.
 
     Returns:
-        A line for the log if there are samples and nothing says how they were drawn, otherwise "".
+        A warning if there are samples but no record of how they were drawn, otherwise "".
 
     Raises:
         StorageError: The samples were drawn with other settings. The message lists the flags and
             both values.
     """
-    if not path.is_file():  # /dev/null has no place beside it
+    if not path.is_file():  # nothing can be saved beside /dev/null
         return ""
     beside = path.with_name(f"{path.name}.settings.json")
     with storage_errors(beside):
@@ -469,7 +472,10 @@ def keep_settings(path: Path, done: int, settings: DrawSettings) -> str:
             replace_file(beside, json.dumps(settings, indent=2).encode() + b"\n")
             return ""
         if not beside.exists():
-            return f"WARNING: {beside} is missing: nothing says how these were drawn"
+            return (
+                f"WARNING: {beside} is missing: cannot check that these samples were drawn with "
+                "the same settings"
+            )
         data = beside.read_bytes()
     try:
         before = json.loads(data)
@@ -477,10 +483,10 @@ def keep_settings(path: Path, done: int, settings: DrawSettings) -> str:
         before = None
     if not isinstance(before, dict):
         raise StorageError(
-            f"{beside}: holds no settings of samples: remove it, or name another file"
+            f"{beside} does not hold the settings of samples: remove it, or name another file"
         )
     differing = [
-        f"{name} is {settings.get(name, 'not used')} here and {before.get(name, 'not used')} there"
+        f"{name} is {settings.get(name, 'not used')} now and was {before.get(name, 'not used')}"
         for name in (*settings, *(name for name in before if name not in settings))
         if settings.get(name) != before.get(name)
     ]
@@ -488,7 +494,7 @@ def keep_settings(path: Path, done: int, settings: DrawSettings) -> str:
         raise StorageError(
             f"{path}: its {done} samples were drawn with other settings:\n  "
             + "\n  ".join(differing)
-            + f"\ngive its values, name another file, or remove this one (or {beside.name} alone, "
-            "to continue regardless)"
+            + "\ngive the earlier values, name another file, or remove this one (to continue "
+            f"regardless, remove only {beside.name})"
         )
     return ""

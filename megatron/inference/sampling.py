@@ -1,4 +1,4 @@
-"""From logits to the next tokens. What is chosen for a row depends on that row alone."""
+"""Choosing the next tokens from logits. The choice for a row depends on that row alone."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from torch import Tensor
 from megatron.device import Device
 
 _NEVER = float("-inf")
-_COLDEST = 1e-30  # scores divided by a lower temperature are not fp32 numbers: it is taken for 0
-_MOST_SCORED_ROWS = 256  # at a time, so that fp32 copies of logits stay small
+_COLDEST = 1e-30  # a lower temperature counts as 0, because scores divided by it overflow fp32
+_MOST_SCORED_ROWS = 256  # rows scored at a time, so that fp32 copies of logits stay small
 _NOT_FINITE = -1
 _MASK = 2**64 - 1
 
 
 class Choice(NamedTuple):
-    """What to do with one row of logits.
+    """How to choose or score a token from one row of logits.
 
     Attributes:
-        target: The token that is known to follow. `None`: one is to be chosen.
-        temperature: As in `request.Sampling`.
-        top_k: As in `request.Sampling`.
-        top_p: As in `request.Sampling`.
-        uniform: Number in [0, 1) that says which token is drawn.
-        repetition_penalty: As in `request.Sampling`.
+        target: The token that is known to follow, or `None` if one is to be chosen.
+        temperature: Divisor of the scores before sampling. 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens. 0 disables the limit.
+        top_p: Sample from the smallest set of most likely tokens that has this probability. 0
+            disables the limit.
+        uniform: Random number in [0, 1) that determines which token is drawn.
+        repetition_penalty: Divisor of positive scores, and factor of negative scores, for the
+            tokens in `history`. 1 disables it.
         history: Tokens to which the repetition penalty applies.
         banned: Tokens that are never chosen. Their log probability is minus infinity.
-        logprob: Report the token's log probability.
-        tops: Report this many most likely tokens.
+        logprob: Whether to report the token's log probability.
+        tops: Number of most likely tokens to report.
     """
 
     target: int | None = None
@@ -60,9 +62,9 @@ class Chosen(NamedTuple):
     """The result for one row.
 
     Attributes:
-        token: The target, or what was chosen. `None`: the logits are not finite.
-        logprob: Its log probability, meaningless if it was not asked for.
-        top: The most likely tokens, as many as were asked for.
+        token: The target or the chosen token. `None` means that the logits are not finite.
+        logprob: Log probability of the token. Meaningless if it was not requested.
+        top: The requested number of most likely tokens, with their log probabilities.
     """
 
     token: int | None
@@ -71,7 +73,7 @@ class Chosen(NamedTuple):
 
 
 def uniform(seed: int, number: int) -> float:
-    """Return a number in [0, 1) that looks random and depends on seed and number (SplitMix64)."""
+    """Return a pseudorandom number in [0, 1) made from a seed and a number (SplitMix64)."""
     state = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xD1B54A32D192ED03 & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = ((state ^ state >> shift) * factor) & _MASK
@@ -87,12 +89,12 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Choose the next tokens.
 
     Args:
-        logits: [k, v], without padding entries.
-        choices: What to do with each of the k rows.
+        logits: Logits [k, v], without padding entries.
+        choices: How to choose or score a token in each of the k rows.
 
     Returns:
-        fp64 [k, 2 + 2m], flat for `unpack`: token, its log probability, m tokens, their log
-        probabilities. m is the largest `tops` of a choice.
+        fp64 [k, 2 + 2m], which `unpack` takes flattened: the token, its log probability, m most
+        likely tokens, and their log probabilities. m is the largest `tops` of all choices.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
     pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]
@@ -101,14 +103,14 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
         logits = logits.index_put((rows, banned), logits.new_full((), _NEVER))
     largest, likeliest = logits.max(dim=-1)
     tokens = _tokens(logits, likeliest, choices)
-    _tell_logprobs(logits, tokens, choices, result)
+    _fill_in_logprobs(logits, tokens, choices, result)
     # A NaN anywhere in a row is its maximum.
     result[:, 0] = torch.where(largest.isfinite(), tokens, _NOT_FINITE)
     return result
 
 
 def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
-    """Return `choose`'s flat result row by row."""
+    """Return the flattened result of `choose` as one record per row."""
     width = result_width(choices)
     most = (width - 2) // 2
     if not most:
@@ -126,7 +128,10 @@ def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
 
 
 def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return [k], int64: the most likely `tokens`, changed for rows that ask for others."""
+    """Return `tokens`, the most likely ones, with targets and sampled tokens in their rows.
+
+    The result is int64 [k].
+    """
     known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
     if known:
         rows, targets = _send(np.array([*known.items()]).T, logits)
@@ -166,7 +171,7 @@ def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Sample places [k] in the rows of scores [k, v], each with its softmax's probability."""
+    """Sample an index in each row of scores [k, v] with the softmax's probability."""
     upto = scores.double().softmax(dim=-1).cumsum(dim=-1)
     at = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
     at = at * upto[:, -1:]
@@ -177,7 +182,7 @@ def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     vocab = scores.shape[1]
     kept = [min(choice.top_k or vocab, vocab) for choice in choices]
-    best, tokens = scores.topk(max(kept), dim=-1)  # in falling order
+    best, tokens = scores.topk(max(kept), dim=-1)  # in descending order
     place = torch.arange(best.shape[1], device=scores.device)
     best = best.masked_fill(place >= _send(np.array(kept), scores).unsqueeze(1), _NEVER)
     share = best.softmax(dim=-1)
@@ -187,14 +192,14 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
 
-def _tell_logprobs(
+def _fill_in_logprobs(
     logits: Tensor, tokens: Tensor, choices: Sequence[Choice], result: Tensor
 ) -> None:
-    """Fill in all columns of the result but the tokens."""
+    """Fill in all columns of the result except the tokens."""
     most = (result.shape[1] - 2) // 2
-    told = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
-    for start in range(0, len(told), _MOST_SCORED_ROWS):
-        rows = _send(np.array(told[start : start + _MOST_SCORED_ROWS]), logits)
+    scored = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
+    for start in range(0, len(scored), _MOST_SCORED_ROWS):
+        rows = _send(np.array(scored[start : start + _MOST_SCORED_ROWS]), logits)
         logprobs = logits[rows].float().log_softmax(dim=-1)
         own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
         result[rows, 1] = own.double()
@@ -211,5 +216,5 @@ def _send_floats(numbers: Iterable[float], like: Tensor) -> Tensor:
 
 
 def _send(array: np.ndarray, like: Tensor) -> Tensor:
-    """Copy to the device of `like`, without waiting for a GPU that is still at an earlier step."""
+    """Copy to the device of `like`, without waiting for a GPU that still runs an earlier step."""
     return Device(like.device).send(np.ascontiguousarray(array))

@@ -1,8 +1,8 @@
-"""Which sequences a step computes, how many tokens of each, and in which blocks: no tensors here.
+"""The scheduler: it picks each step's sequences, their tokens and their blocks, without tensors.
 
 A step has a budget of tokens. Sequences that need only their next token come first, then prompts
 that have begun, then new prompts in the order of their arrival. A prompt that does not fit is cut
-into chunks, and one that begins like another of the same step comes a step later, to share its
+into chunks. A prompt that begins like another one in the same step waits a step, to share its
 blocks. If blocks run out, the sequence that began last gives its own back and is computed again
 later.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron.inference.cache import FIRST_KEY, BlockKey, BlockPool, next_key
 
-UNKNOWN = -1  # a token that a step under way chooses
+UNKNOWN = -1  # stands for a token that a step under way is choosing
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class SchedulerSettings:
     """Sizes of steps and of the cache.
 
     Attributes:
-        blocks: Blocks of the cache.
-        block_size: Tokens of a block.
-        max_sequences: Sequences of a step.
-        max_tokens: Tokens of a step; at least `max_sequences`, so that every sequence can go on.
+        blocks: Number of blocks in the cache.
+        block_size: Number of tokens in a block.
+        max_sequences: Largest number of sequences in a step.
+        max_tokens: Largest number of tokens in a step, at least `max_sequences`, so that every
+            sequence can go on.
     """
 
     blocks: int
@@ -35,12 +36,12 @@ class SchedulerSettings:
     max_tokens: int
 
     def __post_init__(self) -> None:
-        """Check that steps can hold something."""
+        """Check that the sizes leave room for every sequence of a step."""
         assert min(self.blocks, self.block_size, self.max_sequences) >= 1, self
         assert self.max_tokens >= self.max_sequences, self
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold this many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -50,16 +51,16 @@ class Sequence:
 
     Attributes:
         request: Id of the request that it belongs to.
-        tokens: Tokens so far. The owner of the sequence appends. The last may be `UNKNOWN`.
-        reuses: Whether it may begin with blocks that others have computed.
-        computed: Number of tokens in the cache, or that will be after the steps under way.
-        cached: Number of tokens that were found there when it first began.
-        blocks: Blocks that hold them, and those of the step under way.
-        keys: Keys of the full blocks among them that are published.
+        tokens: Tokens so far, to which the sequence's owner appends. The last may be `UNKNOWN`.
+        reuses: Whether it may begin with blocks that other sequences have computed.
+        computed: Number of tokens that are in the cache or will be after the steps under way.
+        cached: Number of tokens that were found in the cache when it first began.
+        blocks: Blocks of its computed tokens, including the step under way.
+        keys: Keys of its full blocks that are published.
         is_new: Whether it has not begun yet.
-        is_over: Whether it has been removed. Results of a step under way are then of no use.
-        prompt: Number of tokens that were there at the beginning. They are computed as a prompt
-            is, even if a single one is left.
+        is_over: Whether it has been removed, so that results of a step under way are dropped.
+        prompt: Number of tokens that it began with. They are always computed as a prompt, even if
+            a single one is left. A negative number means all of `tokens`.
     """
 
     request: str
@@ -74,25 +75,25 @@ class Sequence:
     prompt: int = -1
 
     def __post_init__(self) -> None:
-        """Take all tokens for the prompt, unless it is said how many are."""
+        """Count all tokens as the prompt unless `prompt` is given."""
         if self.prompt < 0:
             self.prompt = len(self.tokens)
 
     @property
     def missing(self) -> int:
-        """Number of tokens that are not computed."""
+        """Number of tokens that are not computed yet."""
         return len(self.tokens) - self.computed
 
 
 class Row(NamedTuple):
-    """What a step does for one sequence: it computes tokens `start` to `start + size`.
+    """One sequence's part of a step, which computes tokens `start` to `start + size`.
 
     Attributes:
         sequence: The sequence.
-        start: First token computed.
-        tokens: The tokens computed.
-        blocks: Blocks of the sequence up to them; the same object until it changes.
-        is_last: Whether all known tokens are computed after this, so the next can be chosen.
+        start: Position of the first token to compute.
+        tokens: The tokens to compute.
+        blocks: Blocks of the sequence up to these tokens; the same object until it changes.
+        is_last: Whether this completes the known tokens, so that the next can be chosen.
     """
 
     sequence: Sequence
@@ -103,12 +104,12 @@ class Row(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of tokens computed."""
+        """Number of tokens to compute."""
         return len(self.tokens)
 
     @property
     def goes_on(self) -> bool:
-        """Whether this is a single token, and not one of the prompt."""
+        """Whether this is a single token after the prompt."""
         return len(self.tokens) == 1 and self.start >= self.sequence.prompt
 
 
@@ -116,10 +117,10 @@ StepPlan = tuple[Row, ...]  # rows that go on come first
 
 
 class Scheduler:
-    """Plans steps.
+    """A planner of steps.
 
-    Call `begun` with a plan once it is under way, before the next `plan`, and `done` once it is
-    carried out. Steps are carried out in the order of their plans.
+    Call `begun` with a plan once its step is under way, before the next `plan`, and `done` once the
+    step is complete. Steps run in the order of their plans.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -131,17 +132,17 @@ class Scheduler:
         self.settings = settings
         self.pool = BlockPool(settings.blocks)
         self.preempted = 0
-        self.running: list[Sequence] = []  # those that have a place, in the order they began
+        self.running: list[Sequence] = []  # sequences in the batch, in the order they began
         self._waiting: deque[Sequence] = deque()
 
     def add(self, *sequences: Sequence) -> None:
-        """Take sequences, which wait for their turn."""
+        """Put sequences at the end of the queue."""
         self._waiting.extend(sequences)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
-        """Return a second sequence that begins like a running one and shares its full blocks.
+        """Return a new sequence that begins like a running one and shares its full blocks.
 
-        If there is no place for it now, it comes after all others in line.
+        If the batch has no place for it now, it goes to the end of the queue.
         """
         size = self.settings.block_size
         child = Sequence(parent.request, tokens, parent.reuses, is_new=False, prompt=parent.prompt)
@@ -156,7 +157,7 @@ class Scheduler:
         return child
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, and give its blocks back."""
+        """Remove a sequence, and free its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -174,8 +175,9 @@ class Scheduler:
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 step.put(sequence, count)
         self._begin_waiting(step)
-        # If nobody who runs has anything to compute and yet they leave no room to the first in
-        # line, they are beams that wait for one another: they give up theirs and go to the end.
+        # If no running sequence has anything to compute but the first in the queue still has no
+        # room, the running ones are beams that wait for one another. They give up their blocks and
+        # go to the end of the queue.
         while not step.rows and self._waiting and self.running:
             last = self.running[-1]
             self._preempt(last)
@@ -189,15 +191,15 @@ class Scheduler:
             row.sequence.computed = row.start + row.size
 
     def done(self, plan: StepPlan) -> None:
-        """Record that the plan's tokens are in the cache, and all of them are known.
+        """Record that the plan's tokens are known and in the cache.
 
-        Others can begin with the prompt's blocks only. What comes after it was computed token by
-        token, and its last bits may differ from those it would have as part of another prompt.
+        Other sequences can reuse only the prompt's blocks. Later tokens were computed one by one,
+        and their keys and values may differ in the last bits from those computed in a prompt.
         """
         size = self.settings.block_size
         for row in plan:
             sequence = row.sequence
-            # It may have lost its place, and begun again, since the step began.
+            # The sequence may have lost its place and begun again since the step began.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt)
             for index in range(len(sequence.keys), computed // size):
                 previous = sequence.keys[index - 1] if index else FIRST_KEY
@@ -206,10 +208,10 @@ class Scheduler:
                 sequence.keys.append(key)
 
     def _make_room(self, sequence: Sequence, count: int, step: _OpenPlan) -> bool:
-        """Give a sequence blocks for more tokens, taking others' if need be.
+        """Give a sequence blocks for more tokens, and take them from later sequences if necessary.
 
         Returns:
-            Whether it has them. Otherwise it lost its own.
+            Whether it got the blocks. If not, it has lost its own blocks too.
         """
         while not self._grow(sequence, count):
             last = self.running[-1]
@@ -221,11 +223,11 @@ class Scheduler:
         return True
 
     def _begin_waiting(self, step: _OpenPlan) -> None:
-        """Begin the sequences that come next, as long as they fit."""
+        """Begin the first sequences in the queue, as long as they fit."""
         size = self.settings.block_size
         while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]
-            first = None  # key of the first block, if others can begin with it
+            first = None  # key of the first block, if other sequences can reuse it
             if sequence.reuses and len(sequence.tokens) > size:
                 first = next_key(FIRST_KEY, sequence.tokens[:size])
             if first in step.coming or not self._begin(sequence):
@@ -249,7 +251,7 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Give a sequence the blocks that are computed already, if it can get all it needs."""
+        """Give a sequence its computed blocks if there is room for the rest of its tokens too."""
         known = self._known_keys(sequence)
         unused = sum(self.pool.is_unused(key) for key in known)
         needed = self.settings.blocks_for(len(sequence.tokens)) - len(known)
@@ -263,9 +265,9 @@ class Scheduler:
         return True
 
     def _known_keys(self, sequence: Sequence) -> list[BlockKey]:
-        """Return the keys of the blocks that a sequence can begin with.
+        """Return the keys of the cached blocks that a sequence can begin with.
 
-        Its last token is always computed, because that is what tells the next one.
+        Its last token is always computed, because the next token is chosen from its logits.
         """
         keys: list[BlockKey] = []
         size = self.settings.block_size
@@ -284,20 +286,21 @@ class Scheduler:
         self.preempted += 1
 
     def _release(self, sequence: Sequence) -> None:
-        for block in reversed(sequence.blocks):  # a beginning stays longer than what follows it
+        for block in reversed(sequence.blocks):  # first blocks then stay in the cache longest
             self.pool.release(block)
         sequence.blocks, sequence.keys, sequence.computed = (), [], 0
 
 
 @dataclass
 class _OpenPlan:
-    """A plan in the making.
+    """A plan in progress.
 
     Attributes:
-        budget: Tokens left.
-        rows: What it does so far.
+        budget: Number of tokens left.
+        rows: The plan's rows so far.
         preempted: Sequences that lost their place.
-        coming: First blocks that this step computes. Who begins alike waits for the next step.
+        coming: Keys of first blocks that this step computes. Sequences that begin alike wait for
+            the next step.
     """
 
     budget: int
@@ -306,7 +309,7 @@ class _OpenPlan:
     coming: set[BlockKey | None] = field(default_factory=set)
 
     def put(self, sequence: Sequence, count: int) -> None:
-        """Compute this many more tokens of a sequence."""
+        """Add a row that computes this many more tokens of a sequence."""
         start = sequence.computed
         tokens = tuple(sequence.tokens[start : start + count])
         is_last = start + count == len(sequence.tokens)
@@ -314,7 +317,7 @@ class _OpenPlan:
         self.budget -= count
 
     def drop(self, sequence: Sequence) -> None:
-        """Compute nothing of a sequence that lost its place."""
+        """Remove the row of a sequence that lost its place."""
         self.preempted.add(sequence)
         row = self.rows.pop(sequence, None)
         self.budget += 0 if row is None else row.size

@@ -1,4 +1,4 @@
-"""How likely a model finds given tokens: log probabilities in any parallel layout.
+"""Log probabilities of given tokens under a model, in any parallel layout.
 
 Data-parallel processes take the batches in turn, pipeline stages hand them on, and each tensor rank
 holds a part of the vocabulary. Every process ends up with every score.
@@ -25,9 +25,9 @@ from megatron.parallel.pipeline.executor import run_schedule
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation, forward_only, make_schedule
 
-_MULTIPLE = 8  # padded lengths are multiples of this: few shapes, which suit the hardware
-_IN_FLIGHT = 32  # batches between two waits for sent messages
-_LOGITS = 2**27  # logits held in fp32 at a time
+_MULTIPLE = 8  # padded lengths are multiples of this, so that there are few, efficient shapes
+_IN_FLIGHT = 32  # number of batches between two waits for sent messages
+_LOGITS = 2**27  # number of logits held in fp32 at a time
 
 Item = TypeVar("Item")
 
@@ -37,8 +37,9 @@ class Sample:
     """A sequence of tokens whose last ones are to be scored.
 
     Attributes:
-        tokens: At most one more than the model's window, because the last one is only a target.
-        scored: Number of tokens at the end to score. Each needs a token before it.
+        tokens: Token ids, at most one more than the model's window, because the last one is only a
+            target.
+        scored: Number of tokens to score at the end. Each needs a token before it.
     """
 
     tokens: Sequence[int] | NDArray[np.integer]
@@ -47,11 +48,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a sample's scored tokens are.
+    """The score of a sample.
 
     Attributes:
-        log_probability: Natural log probability of all of them in a row.
-        is_greedy: Whether each is the most likely one in its place.
+        log_probability: Natural log probability of all scored tokens together.
+        is_greedy: Whether each scored token is the most likely one at its position.
     """
 
     log_probability: float
@@ -60,7 +61,7 @@ class Score:
 
 @dataclass(frozen=True)
 class ScoreBatch:
-    """Samples that pass the model together: their indices, and the length they are padded to."""
+    """The indices of samples that run through the model together, and their padded length."""
 
     samples: tuple[int, ...]
     length: int
@@ -75,9 +76,9 @@ def plan_batches(
 
     Args:
         lengths: Length of every sample's input.
-        size: Largest number of samples of a batch.
-        multiple: Padded lengths are multiples of this, up to the window.
-        window: The longest input, which is a multiple of what the layout divides sequences by.
+        size: Largest number of samples in a batch.
+        multiple: Number of which padded lengths are multiples, up to the window.
+        window: Length of the longest input, which is divisible as the layout splits sequences.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     return [
@@ -87,15 +88,15 @@ def plan_batches(
 
 
 class Scorer:
-    """Scores samples with one model. Making one is collective over the layout too."""
+    """A model that scores samples. The constructor is collective over the layout too."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int) -> None:
         """Connect the pipeline stages.
 
         Args:
             loaded: The model. Padding entries of its vocabulary get no probability.
-            device: Where it runs.
-            micro_batch: Largest number of samples of a forward pass.
+            device: Device to run on.
+            micro_batch: Largest number of samples in a forward pass.
         """
         self.loaded = loaded
         self.device = device.torch_device
@@ -119,8 +120,9 @@ class Scorer:
         """Return a score for each sample, in order, on every process. Collective.
 
         Args:
-            samples: The same on every process.
-            done: Told after every batch of this process how many are done, and of how many.
+            samples: The samples, which are the same on every process.
+            done: Called after each batch of this process with the number of finished batches and
+                the number of all its batches.
         """
         layout = self.loaded.layout
         lengths = [len(sample.tokens) - 1 for sample in samples]
@@ -147,13 +149,13 @@ class Scorer:
         results: Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Fill in the rows of these batches if this process has the end of the model."""
+        """Fill in these batches' rows of `results` if this process has the end of the model."""
         layout = self.loaded.layout
         stages = layout.pipeline.size
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
             chosen = [samples[i] for i in batches[index].samples]
-            # Without the last token of each sample; zeros follow, which nothing sees.
+            # Leave out each sample's last token, and pad with zeros, to which no token attends.
             tokens = np.zeros((len(chosen), batches[index].length), np.int64)
             for row, sample in zip(tokens, chosen, strict=True):
                 row[: len(sample.tokens) - 1] = sample.tokens[:-1]
@@ -172,16 +174,16 @@ class Scorer:
         run_schedule(schedule[layout.pipeline.rank], [step], channel, before=layout.journal.enter)
 
     def _message(self, batch: ScoreBatch) -> tuple[int, int, int]:
-        """Return the shape of the hidden states between stages: [s, b, h], or this rank's part."""
+        """Return the shape [s, b, h] of the hidden states between stages, or this rank's shard."""
         hidden = self.loaded.config.model.hidden_size
         return batch.length // self.loaded.layout.sequence.size, len(batch.samples), hidden
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Return log probability, whether greedy, and 1 for every sample: [b, 3] on the CPU.
+        """Return [b, 3] on the CPU: each sample's log probability, whether it is greedy, and 1.
 
         Args:
-            logits: [b, s, v/t].
-            samples: The batch.
+            logits: Logits [b, s, v/t].
+            samples: The samples of the batch.
         """
         places = [
             (row, len(sample.tokens) - 1 - sample.scored + k, int(token))
@@ -215,13 +217,14 @@ def score_targets(
     Among equally likely entries the first counts, on any number of ranks.
 
     Args:
-        logits: fp32 [n, v/t], this rank's part of the padded vocabulary. Changed in place.
-        targets: [n], ids in the whole vocabulary.
+        logits: fp32 logits [n, v/t] of this rank's part of the padded vocabulary. Changed in place.
+        targets: Token ids [n] in the whole vocabulary.
         axis: The tensor axis.
         entries: Size of the vocabulary without padding.
 
     Returns:
-        [n] fp32 and [n] bool, equal on every rank.
+        The log probabilities, fp32 [n], and whether each is greedy, bool [n]. Both are equal on
+        every rank.
     """
     size = logits.shape[1]
     first = axis.rank * size
@@ -239,7 +242,7 @@ def score_targets(
 
 
 class _Channel:
-    """A channel whose messages have a shape of their own for every batch."""
+    """A channel whose messages have a different shape for every batch."""
 
     def __init__(self, channel: PipelineChannel, shapes: Sequence[Sequence[int]]) -> None:
         self._of_batch = [channel.with_shape(shape) for shape in shapes]
@@ -259,10 +262,10 @@ class _Channel:
 
 
 def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:
-    """Yield a long text in overlapping windows that score each token but the first exactly once.
+    """Yield a long text in overlapping windows that score every token but the first exactly once.
 
-    The first window scores all its tokens. Each further one moves on by `step` tokens, at most the
-    window, and scores those.
+    The first window scores all its tokens. Each later one moves on by `step` tokens, at most the
+    window's length, and scores these.
     """
     step = min(step, window)
     end = min(window + 1, len(tokens))

@@ -1,4 +1,4 @@
-"""From token ids that come one by one to text that can be shown."""
+"""Conversion of token ids that arrive one by one into text that can be shown."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from dataclasses import dataclass
 
 from megatron.tokenizer import Tokenizer
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer writes for bytes that are not (yet) a character
-# Some tokenizers drop a space at the beginning of a text, so this many ids of the prompt go along.
+_INCOMPLETE = "\ufffd"  # a tokenizer's text for bytes that are not (yet) a character
+# Some tokenizers drop a space at the beginning of a text, so decode with this many prompt ids.
 _CONTEXT = 5
-# A character has at most 4 bytes. More ids than this without a complete one are garbage.
+# A character has at most 4 bytes. More ids than this without a complete character are garbage.
 _MAX_HELD = 8
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids, in pieces that never split a character."""
+    """The text of a growing sequence of ids, in pieces that never split a character."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         """Start after a prompt.
 
         Args:
-            tokenizer: Of the model.
+            tokenizer: Tokenizer of the model.
             prompt: The ids before the first one added. Their text is not returned.
         """
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
-        self._context = 0  # ids from here are decoded, to see what a new one adds
-        self._said = len(self._ids)  # ids before this one have had their text returned
+        self._context = 0  # ids from here on are decoded, to find the text that a new one adds
+        self._returned = len(self._ids)  # the text of ids before this one has been returned
 
     def add(self, token: int) -> str:
-        """Return the text that a token completes, "" while a character is incomplete."""
+        """Return the text that a token completes, or "" while a character is incomplete."""
         self._ids.append(token)
         text = self._pending()
-        held = len(self._ids) - self._said
+        held = len(self._ids) - self._returned
         if text.endswith(_INCOMPLETE) and held < _MAX_HELD:
             return ""
-        self._context, self._said = self._said, len(self._ids)
+        self._context, self._returned = self._returned, len(self._ids)
         return text
 
     def rest(self) -> str:
-        """Return what is held back, at the end: an incomplete character as U+FFFD."""
+        """Return the text held back at the end, with an incomplete character as U+FFFD."""
         text = self._pending()
-        self._said = len(self._ids)
+        self._returned = len(self._ids)
         return text
 
     def _pending(self) -> str:
-        said = self._tokenizer.detokenize(self._ids[self._context : self._said])
-        return self._tokenizer.detokenize(self._ids[self._context :])[len(said) :]
+        returned = self._tokenizer.detokenize(self._ids[self._context : self._returned])
+        return self._tokenizer.detokenize(self._ids[self._context :])[len(returned) :]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Shown:
 
     Attributes:
         text: Text that cannot belong to a stop string.
-        stop: The stop string that was met, after which nothing more comes.
+        stop: The stop string that ended the text, or `None` if it goes on.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Shown:
 
 
 class StopStrings:
-    """Holds text back while it may begin a stop string, and ends at the first stop string."""
+    """A filter that ends a text at its first stop string, and holds back what may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Start with no text.
@@ -76,7 +76,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> Shown:
-        """Return which part of the held and the new text may be shown."""
+        """Add text, and return the part of the held and the new text that may be shown."""
         self._held += text
         met = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if met:
@@ -89,12 +89,12 @@ class StopStrings:
         return Shown(shown)
 
     def rest(self) -> str:
-        """Return what is held back, when no more text comes."""
+        """Return the held text once no more text comes."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop` and is shorter than it."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
-"""The loop of every rank that serves: commands in, steps, events out.
+"""The loop of every serving rank, which takes commands, runs steps and sends events.
 
 Rank 0 takes commands from outside and sends them to the other ranks, so that every engine gets the
-same calls in the same order. All decisions follow from these. Only rank 0 sends events.
+same calls in the same order and makes the same decisions. Only rank 0 sends events.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron.inference.messages import Add, Cancel, Command, Shutdown, read, wr
 from megatron.inference.request import Event, Finished, RequestError
 from megatron.parallel.layout import Axis
 
-# An idle rank 0 sends to the others this often, which is far below any timeout of a collective.
+# An idle rank 0 contacts the other ranks this often, far below any timeout of a collective.
 _IDLE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class Inbox(Protocol):
-    """Rank 0's way to those who ask."""
+    """Rank 0's connection to the clients."""
 
     def poll(self, wait: float) -> list[Command]:
         """Return the commands that have arrived, in order.
@@ -37,7 +37,7 @@ class Inbox(Protocol):
         ...
 
     def send(self, events: Sequence[Event]) -> None:
-        """Hand events on, without waiting for slow readers."""
+        """Send events to the clients, without waiting for slow readers."""
         ...
 
 
@@ -47,10 +47,10 @@ def serve(
     """Run until the command to shut down. Collective over `world`.
 
     Args:
-        engine: This rank's. All of them are equal.
-        inbox: Rank 0's, `None` on the others.
+        engine: This rank's engine. All ranks' engines are equal.
+        inbox: Rank 0's inbox, or `None` on the other ranks.
         world: All ranks of the layout; `Layout.single().world` for a single process.
-        device: Where tensors of the world's collectives are. `None`: the CPU.
+        device: Device for the tensors of the world's collectives. `None` means the CPU.
     """
     assert (inbox is not None) == (world.rank == 0), "rank 0, and no other, has an inbox"
     device = device or torch.device("cpu")
@@ -69,7 +69,7 @@ def serve(
 
 
 def obey(engine: BatchEngine, command: Command) -> list[Event]:
-    """Carry out one command, and return the events that it leads to at once."""
+    """Carry out one command, and return the events that it causes at once."""
     match command:
         case Add(request):
             try:
@@ -83,10 +83,10 @@ def obey(engine: BatchEngine, command: Command) -> list[Event]:
 
 
 def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
-    """Run one step. If the process is alone, an error in it ends the requests, not the process.
+    """Run one step. In a single process, an error ends the requests but not the process.
 
-    Among several ranks an unexpected error ends this one and with it, through its launcher, all:
-    others may wait for it in a collective that it will never enter.
+    With several ranks, an unexpected error ends this rank, and its launcher then ends the others,
+    which may be waiting in a collective that this rank will never enter.
     """
     try:
         return engine.step()
@@ -98,10 +98,7 @@ def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
 
 
 def _share(commands: list[Command], world: Axis, device: torch.device) -> list[Command]:
-    """Return rank 0's commands on every rank: first the number of bytes, then the bytes.
-
-    Collective.
-    """
+    """Return rank 0's commands on every rank, by broadcasting their size and bytes. Collective."""
     if world.size == 1:
         return commands
 

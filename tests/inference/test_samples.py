@@ -86,15 +86,18 @@ def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
     assert run(model, *few, "--num-samples", 2, "--temperature", 0.5, "--top_k", 5) == 8
     said = capsys.readouterr().err
     for name, here, there in (("temperature", 0.5, 1.5), ("top_k", 5, 0), ("seed", 1234, 7)):
-        assert f"--{name} is {here} here and {there} there" in said
+        assert f"--{name} is {here} now and was {there}" in said
     assert "--top_p" not in said.split("other settings")[1]
     assert "name another file, or remove this one" in said
     assert run(model, *few, "--num-samples", 2, "--greedy") == 8
-    assert "--seed is not used here and 7 there" in capsys.readouterr().err
+    assert "--seed is not used now and was 7" in capsys.readouterr().err
     assert target.read_bytes() == content
     target.with_name("samples.jsonl.settings.json").unlink()
     assert run(model, *few, "--num-samples", 2, "--greedy") == 0
-    assert "nothing says how these were drawn" in capsys.readouterr().out
+    assert (
+        "cannot check that these samples were drawn with the same settings"
+        in capsys.readouterr().out
+    )
     assert len(read(target)) == 2
 
 
@@ -151,7 +154,7 @@ def test_a_file_of_something_else_is_left_alone(
     for content, said in (
         ('{"prompt": "w2", "text": ""}\n', "line 1 is for another prompt"),
         ("my notes\n", "line 1 is not a sample"),
-        ('{"prompt": "w1"}\n{"prompt": "w1"}\n', "has 2 samples, but 1 are asked for"),
+        ('{"prompt": "w1"}\n{"prompt": "w1"}\n', "has 2 samples, but only 1 are requested"),
     ):
         target.write_text(content)
         assert run(model, "--sample-input-file", source) == 8
