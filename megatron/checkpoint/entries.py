@@ -181,8 +181,8 @@ def check_request(
     """
     if held != wanted:
         raise CheckpointError(
-            f"{path}: {name} has shape {list(held)}, this run needs {list(wanted)}: the "
-            "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
+            f"{path}: {name} has shape {list(held)}, but this run needs {list(wanted)}: "
+            "give the checkpoint's network flags (--use-checkpoint-args reads them from it)"
         )
     assert part.fits(held), f"{name}: {part} outside {held}"
 

@@ -92,7 +92,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
     known = [one for one in problems if one.split()[0] == named]
     if not found:
         if complaint or (named is not None and not known):
-            problems.insert(0, complaint or f"{TRACKER} names {named!r}, which is not there")
+            problems.insert(0, complaint or f"{TRACKER} names {named!r}, which does not exist")
         if problems:
             raise CheckpointError(
                 f"{root}: no complete checkpoint: " + "; ".join(problems) + ". Restore one from a "
@@ -178,7 +178,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     flag = f"--ckpt-step {iteration}: {root}"
     if checkpoint_at(root) is not None:
         raise CheckpointError(
-            f"{flag} is a single checkpoint: give --load the folder that it is in, or drop "
+            f"{flag} is a single checkpoint: give --load the folder that contains it, or drop "
             "--ckpt-step"
         )
     if not root.is_dir():
@@ -192,10 +192,10 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     there = [tracker_text(name).decode() for name in dict.fromkeys(one.name for one in found)]
     if len(there) > _NAMED:
         there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]
-    remedy = f"there are those of {', '.join(there)}: give one of them"
+    remedy = f"available iterations: {', '.join(there)}: give one of them"
     raise CheckpointError(
         f"{flag} holds no checkpoint of this iteration{why}: "
-        f"{remedy if there else 'there is none at all'}"
+        f"{remedy if there else 'the folder holds no checkpoints'}"
     )
 
 
@@ -211,4 +211,4 @@ def _classify(path: Path) -> tuple[str | None, str]:
             "is a torch.distributed.checkpoint folder, a format that runs code when it is read: "
             "convert it with the program that wrote it"
         )
-    return None, f"has no {MANIFEST}, nor mp_rank folders of Megatron-LM"
+    return None, f"has neither {MANIFEST} nor Megatron-LM's mp_rank folders"

@@ -157,8 +157,8 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     ]
     if named is not None and all(found.name != named for found in checkpoints):
         is_there = any(problem.split()[0] == named for problem in incomplete)
-        complaint = "which is incomplete" if is_there else "which is not there"
-    first = f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
+        complaint = "which is incomplete" if is_there else "which does not exist"
+    first = f"{root}: the tracker names {named or 'nothing'}" + (f", {complaint}" * bool(complaint))
     lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
     return [first, *lines, *incomplete], sound and complaint is None
 

@@ -64,7 +64,7 @@ def open_checkpoint(
     if step is not None:  # the other checkpoints have not been examined
         raise CheckpointError(
             f"--ckpt-step {step}: {problems[0]}\n"
-            "restore it from a copy, give another iteration, or drop the flag to take the newest"
+            "restore it from a copy, give another iteration, or drop the flag to load the newest"
         )
     raise CheckpointError(
         f"{root}: none of its checkpoints can be used:\n  "
@@ -107,7 +107,7 @@ def open_found(
             return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             # The tree comes from outside: any value in it may not be the dict or number we expect.
-            raise CheckpointError(f"not a tree of Megatron-LM: {error}") from error
+            raise CheckpointError(f"not a Megatron-LM checkpoint: {error}") from error
     reader = NativeReader(found.path)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")
@@ -134,7 +134,7 @@ def open_root(
         return open_checkpoint(root, step=step, verify=verify, layout=layout)
     if step is not None:
         raise CheckpointError(
-            f"--ckpt-step {step}: {root} is a folder of Hugging Face, which has no iterations: "
+            f"--ckpt-step {step}: {root} is a Hugging Face folder, which has no iterations: "
             "drop --ckpt-step"
         )
     opened: list[Reader] = []
@@ -165,9 +165,9 @@ def nothing_at(path: Path) -> str:
     if not path.exists():
         return "there is no such folder"
     if path.is_file():
-        return "a file: give the folder of checkpoints"
+        return "it is a file: give the folder of checkpoints"
     below = checkpoints_below(path)
-    more = f", but in {below[0]} in it: give {path / below[0]}" if below else ""
+    more = f", but {below[0]} in it has one: give {path / below[0]}" if below else ""
     return f"there is no checkpoint in this folder{more}"
 
 

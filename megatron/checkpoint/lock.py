@@ -70,7 +70,7 @@ class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
         if holder is not None:
             who = f"process {holder['pid']} on {holder['host']}"
         return (
-            f"{self.path}: {who} saves into this folder: wait for it to end, or give another "
+            f"{self.path}: {who} is saving into this folder: wait for it to end, or give another "
             "folder to --save. If that job is gone, delete the file"
         )
 

@@ -102,7 +102,7 @@ class Manifest:
         """
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
-                raise ManifestError(f"{name!r} is no name for a shard")
+                raise ManifestError(f"{name!r} is not a valid shard name")
         filled = {name: info.header_size for name, info in self.files.items()}
         for name, tensor in self.tensors.items():
             _check_tensor(name, tensor, self.files)
@@ -110,17 +110,17 @@ class Manifest:
                 filled[piece.file] += piece.size
         for name, info in self.files.items():
             if filled[name] != info.size:
-                raise ManifestError(f"{name} has {info.size} bytes, its tensors {filled[name]}")
+                raise ManifestError(f"{name} has {info.size} bytes, but its tensors {filled[name]}")
 
 
 def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> None:
     if tensor.dtype not in DTYPES:
         raise ManifestError(f"{name} has unknown type {tensor.dtype!r}")
     if not is_tiled(tensor.global_shape, (piece.box for piece in tensor.pieces)):
-        raise ManifestError(f"the pieces of {name} do not make up {list(tensor.global_shape)}")
+        raise ManifestError(f"the pieces of {name} do not cover {list(tensor.global_shape)}")
     for piece in tensor.pieces:
         if piece.file not in files:
-            raise ManifestError(f"{name} lies in {piece.file}, which the manifest does not list")
+            raise ManifestError(f"{name} is in {piece.file}, which the manifest does not list")
         if piece.size != piece.box.volume * DTYPES[tensor.dtype].itemsize:
             raise ManifestError(f"{name} in {piece.file} has a wrong size")
         info = files[piece.file]

@@ -88,12 +88,12 @@ def make_plan(held: list[Json]) -> SavePlan:
         for name, dtype, shape, offset, part_shape in description:
             known = dtypes.setdefault(name, dtype), shapes.setdefault(name, tuple(shape))
             if known != (dtype, tuple(shape)):
-                raise ValueError(f"ranks differ about {name}: {known} and {dtype, tuple(shape)}")
+                raise ValueError(f"ranks disagree about {name}: {known} and {dtype, tuple(shape)}")
             box = Box(tuple(offset), tuple(part_shape))
             holders.setdefault(name, {}).setdefault(box, []).append(rank)
     for name, boxes in holders.items():
         if not is_tiled(shapes[name], boxes):
-            raise ValueError(f"{name} {shapes[name]} is not made up by its parts: {list(boxes)}")
+            raise ValueError(f"{name} {shapes[name]} is not covered by its parts: {list(boxes)}")
     writers = _choose_writers(holders, dtypes, len(held))
     numbers = _choose_files(writers, dtypes)
     parts = {

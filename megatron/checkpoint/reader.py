@@ -299,8 +299,8 @@ class PaddedReader:
             held = reader.global_shape(name)[0]
             if held < entries:
                 raise CheckpointError(
-                    f"{reader.path}: {name} has {held} rows, the tokenizer {entries} entries: give "
-                    "the vocabulary files that the checkpoint was trained with"
+                    f"{reader.path}: {name} has {held} rows, but the tokenizer has {entries} "
+                    "entries: give the vocabulary files that the checkpoint was trained with"
                 )
 
     def global_shape(self, name: str) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
     if not _lock(descriptor, fcntl.LOCK_SH):
         os.close(descriptor)
         raise CheckpointError(
-            "it is being deleted, as --keep-latest or --save-retain-interval of another job asks"
+            "it is being deleted by another job's --keep-latest or --save-retain-interval"
         )
     return descriptor
 
@@ -196,8 +196,8 @@ def is_as_listed(folder: Path) -> bool:
 
     raise CheckpointError(
         f"{folder}: files of two saves: {some(kept)} as this program wrote it, {some(others)} "
-        f"written or removed since: take another checkpoint, or delete {folder / COMPLETE} to have "
-        "the files read as they are"
+        f"written or removed since: load another checkpoint, or delete {folder / COMPLETE} to read "
+        "the files as they are"
     )
 
 

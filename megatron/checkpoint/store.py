@@ -172,9 +172,9 @@ def write_folder(
         try:
             prune(root, find.iteration_of(folder), keep, before)
         except OSError as error:  # the new checkpoint is safe: this costs only disk space
-            warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
+            warn(f"{error.filename or root}: an old checkpoint was not deleted: {error.strerror}")
         except CheckpointError as error:  # on this process only: the others continue training
-            warn(f"{error}: old checkpoints stay")
+            warn(f"{error}: old checkpoints were not deleted")
     return root / folder
 
 
@@ -199,8 +199,8 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
         free = disk.f_bavail * disk.f_frsize
         if free < need + _SPARE:
             raise StorageError(
-                f"{root}: the checkpoint needs {need:,} bytes, with {_SPARE:,} to spare, and "
-                f"{free:,} are free: make room, or give another folder to --save"
+                f"{root}: the checkpoint needs {need:,} bytes and {_SPARE:,} to spare, but "
+                f"only {free:,} are free: make room, or give another folder to --save"
             )
         temporary = final.with_name(final.name + durable.unique_suffix(durable.TEMPORARY))
         temporary.mkdir()

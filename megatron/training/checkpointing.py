@@ -256,7 +256,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         return None
     root, started = Path(config.checkpoint.load), time.perf_counter()
     if root.is_file():
-        raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
+        raise CheckpointError(f"--load {root} is a file: give the folder of checkpoints")
     reader = open_root(root, step=config.checkpoint.ckpt_step, layout=layout)
     if reader is None:
         # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
@@ -266,8 +266,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         below = [] if is_saved_to else checkpoints_below(root)
         if below:
             raise CheckpointError(
-                f"--load {root}: there is no checkpoint in this folder, but in {below[0]} in it: "
-                f"give --load {root / below[0]}, or a folder without any to start afresh"
+                f"--load {root}: there is no checkpoint in this folder, but {below[0]} in it has "
+                f"one: give --load {root / below[0]}, or an empty folder to start from scratch"
             )
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
@@ -320,7 +320,8 @@ def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
     reader = open_root(Path(folder), step=step, verify=False)
     if reader is None:
         raise CheckpointError(
-            f"--use-checkpoint-args: --load {folder} holds no checkpoint: give its flags instead"
+            f"--use-checkpoint-args: --load {folder} holds no checkpoint: give the "
+            "network's flags instead"
         )
     saved = reader.meta["config"]["model"]
     network = {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
@@ -409,8 +410,8 @@ def _warn_of_tokenizer(run: Run, reader: Reader) -> None:
         return
     say(
         f"WARNING: --load {reader.path}: trained with another tokenizer (fingerprint "
-        f"{fingerprint}, here {ours}), --finetune goes on with this one: the rows of its "
-        f"{run.tokenizer.vocab_size:,} entries were learnt for others"
+        f"{fingerprint}, here {ours}): --finetune continues with the run's tokenizer, but the "
+        f"rows of its {run.tokenizer.vocab_size:,} entries were learned for other entries"
     )
 
 
@@ -421,8 +422,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
     if fingerprint and fingerprint != run.tokenizer.fingerprint():
         raise CheckpointError(
             f"--load {reader.path}: trained with another tokenizer (fingerprint {fingerprint}, "
-            f"here {run.tokenizer.fingerprint()}): give its vocabulary files, or --finetune to go "
-            "on with the new one"
+            f"here {run.tokenizer.fingerprint()}): give its vocabulary files, or --finetune to "
+            "continue with the new one"
         )
     run.progress.iteration = meta["iteration"]
     run.progress.consumed_samples = meta["consumed_train_samples"]

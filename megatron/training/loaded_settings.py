@@ -83,14 +83,14 @@ def check_network(
     }
     speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
     if finetunes and len(speeds) == len(differing):
-        told = "positions turn at another speed than the weights have learnt"
+        told = "the rotary frequencies differ from those that the weights were trained with"
         return [f"  --finetune: {line}: {told}" for line in speeds]
     if differing:
         or_else = ""
         if flag == "--load":
             or_else = ", or --use-checkpoint-args to take them from the checkpoint"
             if speeds and not finetunes:
-                or_else += "; --finetune learns other rotary positions, from iteration 0"
+                or_else += "; --finetune adapts to other rotary frequencies, from iteration 0"
         raise CheckpointError(
             f"{flag} {reader.path}: the checkpoint is of another network:\n  "
             + "\n  ".join(differing.values())
@@ -119,8 +119,8 @@ def check_states(config: RunConfig, reader: Reader) -> None:
         raise CheckpointError(
             f"--load {reader.path}: the optimizer's states are of another run:\n  "
             + "\n  ".join(differing)
-            + "\ngive its values, or --no-load-optim to go on with fresh states (--finetune: from "
-            "iteration 0)"
+            + "\ngive its values, or --no-load-optim to continue with fresh states (--finetune: "
+            "from iteration 0)"
         )
 
 
@@ -186,9 +186,9 @@ def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
     if isinstance(window, int) and length is not None and length > window:
         yield (
             f"WARNING: --seq-length {length}: the model's attention had a window of {window} "
-            "tokens (its sliding_window), here every token attends to all before it: what is "
-            f"further away its weights have yet to learn. Up to --seq-length {window} both are the "
-            "same"
+            "tokens (its sliding_window), but here every token attends to all before it. The "
+            "weights have not learned to use tokens that are further away. Up to --seq-length "
+            f"{window} both are the same"
         )
 
 

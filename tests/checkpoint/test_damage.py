@@ -114,9 +114,9 @@ def _body(path):
     ("change", "message"),
     [
         (lambda b: b.update(version=2), "format version 2; this program reads version 1"),
-        (lambda b: b["files"].update({"../x": b["files"].pop(SHARD)}), "no name for a shard"),
-        (lambda b: b["tensors"].pop("random"), "bytes, its tensors"),
-        (lambda b: b["tensors"]["random"].update(shape=[38]), "do not make up"),
+        (lambda b: b["files"].update({"../x": b["files"].pop(SHARD)}), "not a valid shard name"),
+        (lambda b: b["tensors"].pop("random"), "bytes, but its tensors"),
+        (lambda b: b["tensors"]["random"].update(shape=[38]), "do not cover"),
         (lambda b: b["tensors"]["random"].update(dtype="OBJECT"), "unknown type"),
         (lambda b: b["tensors"]["random"]["pieces"][0].update(start=1 << 60), "lies outside"),
         (lambda b: b["tensors"]["random"]["pieces"][0].update(bytes=-1), "is negative"),
@@ -186,7 +186,7 @@ def test_a_header_gives_each_tensor_one_place():
     header, places = plan_shard(tensors, metadata={"format": "pt"})
     assert parse_header(header) == places
     # Readers differ about which of the two counts.
-    with pytest.raises(ValueError, match="a name stands twice"):
+    with pytest.raises(ValueError, match="a name occurs twice"):
         parse_header(header.replace(b'"b":{', b'"a":{'))
     for text in (b"", b"[]", b"[" * 100_000, b'{"a":7}', b'{"a":{"dtype":"F32","shape":[]}}'):
         with pytest.raises(ValueError, match="header|Expecting"):

@@ -21,7 +21,7 @@ TORN = {
     "ten megabytes": b"2" * 10_000_000,
     "superscript": "²".encode(),
     "two lines": b"1\n2",
-    "release, which is not there": b"release",
+    "release, which does not exist": b"release",
 }
 
 
@@ -70,32 +70,37 @@ def test_a_named_iteration_is_the_only_one_that_is_tried(tmp_path, capsys):
     (tmp_path / "iter_0000005").mkdir()
     for step, why in (
         (4, ""),
-        (5, " (iter_0000005 has no manifest.json, nor mp_rank folders of Megatron-LM)"),
+        (5, " (iter_0000005 has neither manifest.json nor Megatron-LM's mp_rank folders)"),
     ):
         with pytest.raises(CheckpointError) as caught:
             open_checkpoint(tmp_path, step=step)
         assert str(caught.value) == (
-            f"--ckpt-step {step}: {tmp_path} holds no checkpoint of this iteration{why}: there are "
-            "those of 3, 2, 1, release: give one of them"
+            f"--ckpt-step {step}: {tmp_path} holds no checkpoint of this iteration{why}: available "
+            "iterations: 3, 2, 1, release: give one of them"
         )
     assert not capsys.readouterr().err
 
 
 def test_an_iteration_that_cannot_be_there(tmp_path):
     for folder, said in (
-        (save_state(tmp_path, 1), "is a single checkpoint: give --load the folder that it is in"),
+        (
+            save_state(tmp_path, 1),
+            "is a single checkpoint: give --load the folder that contains it",
+        ),
         (tmp_path / "missing", "there is no such folder"),
-        (tmp_path / "iter_0000001" / "..", "there are those of 1: give one of them"),
+        (tmp_path / "iter_0000001" / "..", "available iterations: 1: give one of them"),
     ):
         with pytest.raises(CheckpointError, match=f"^--ckpt-step 2: .*{said}"):
             open_checkpoint(folder, step=2)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(CheckpointError, match="of this iteration: there is none at all"):
+    with pytest.raises(CheckpointError, match="of this iteration: the folder holds no checkpoints"):
         open_checkpoint(empty, step=2)
     for iteration in range(3, 13):
         (empty / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="those of 12, 11, 10, 9, 8, 7, 6, 5, 2 older ones:"):
+    with pytest.raises(
+        CheckpointError, match="iterations: 12, 11, 10, 9, 8, 7, 6, 5, 2 older ones:"
+    ):
         open_checkpoint(empty, step=2)
 
 
@@ -117,13 +122,13 @@ def test_nothing_is_found_in_a_folder_that_never_held_a_checkpoint(tmp_path):
 
 def test_only_incomplete_ones_are_an_error(tmp_path):
     (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(CheckpointError, match=r"iter_0000001 has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"iter_0000001 has neither manifest\.json nor"):
         list_checkpoints(tmp_path)
 
 
 def test_a_tracker_without_its_checkpoint_is_an_error(tmp_path):
     shutil.rmtree(save_state(tmp_path, 3))
-    with pytest.raises(CheckpointError, match="iter_0000003.*not there"):
+    with pytest.raises(CheckpointError, match="iter_0000003.*does not exist"):
         open_checkpoint(tmp_path)
 
 

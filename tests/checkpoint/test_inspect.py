@@ -48,7 +48,7 @@ def test_sound_and_damaged_ones_are_told_apart(tmp_path, inspect):
     code, text = inspect(tmp_path)
     assert code == 4
     assert (
-        "iter_0000003 has no manifest.json, nor mp_rank folders of Megatron-LM: never loaded"
+        "iter_0000003 has neither manifest.json nor Megatron-LM's mp_rank folders: never loaded"
         in text
     )
     assert "iter_0000002  native  cannot be used: rank_00000.safetensors: damaged" in text
@@ -66,12 +66,12 @@ def test_a_tracker_that_names_nothing_usable_is_no_sound_folder(tmp_path, inspec
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     code, text = inspect(tmp_path)
     assert code == 4
-    assert "the tracker names iter_0000007: which is not there" in text
+    assert "the tracker names iter_0000007, which does not exist" in text
     assert text.count("  verified") == 1
     (tmp_path / "iter_0000007").mkdir()
     code, text = inspect(tmp_path)
     assert code == 4
-    assert "the tracker names iter_0000007: which is incomplete" in text
+    assert "the tracker names iter_0000007, which is incomplete" in text
 
 
 def test_a_job_that_saves_meanwhile_leaves_the_folder_sound(tmp_path, inspect, monkeypatch):

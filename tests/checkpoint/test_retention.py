@@ -161,7 +161,7 @@ def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step
         patch.setattr(os, step, fail)
         _save(tmp_path, 2, Keep(1))
     if step == "rename":
-        assert "an old checkpoint stays: Input/output error" in capsys.readouterr().err
+        assert "an old checkpoint was not deleted: Input/output error" in capsys.readouterr().err
         assert _iterations(tmp_path) == [1, 2]
     assert list_checkpoints(tmp_path)[0].iteration == 2
     _save(tmp_path, 3, Keep(1))
@@ -178,7 +178,10 @@ def test_a_folder_that_cannot_be_listed_costs_nothing(tmp_path, monkeypatch, cap
     with monkeypatch.context() as patch:
         patch.setattr("megatron.checkpoint.retention.scan", fail)
         _save(tmp_path, 2, Keep(1))
-    assert "cannot be read: Stale file handle: old checkpoints stay" in capsys.readouterr().err
+    assert (
+        "cannot be read: Stale file handle: old checkpoints were not deleted"
+        in capsys.readouterr().err
+    )
     assert _iterations(tmp_path) == [1, 2]
 
 

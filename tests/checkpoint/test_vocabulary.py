@@ -61,5 +61,5 @@ def test_padding_gets_no_more_than_an_even_share_of_the_probability(tmp_path: Pa
 
 def test_rows_beyond_are_left_out_and_entries_never(tmp_path: Path, tables) -> None:
     assert torch.equal(read_whole(padded(tmp_path, 48, 48), KINDS[0]), tables[KINDS[0]][:48])
-    with pytest.raises(CheckpointError, match="has 50 rows, the tokenizer 51 entries"):
+    with pytest.raises(CheckpointError, match="has 50 rows, but the tokenizer has 51 entries"):
         padded(tmp_path, 64, 51)

@@ -145,16 +145,16 @@ def test_the_vocabulary_is_padded_to_the_model_s_own_rows(entries, rows, multipl
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--loader", "hf", "--keep-optimizer"], 9, "--keep-optimizer: folders of Hugging Face"),
+        (["--loader", "hf", "--keep-optimizer"], 9, "--keep-optimizer: Hugging Face folders"),
         (
             ["--saver", "megatron", "--target-tensor-parallel-size", "0"],
             9,
-            "--target-tensor-parallel-size 0: at least 1",
+            "--target-tensor-parallel-size 0: must be at least 1",
         ),
         (["--loader", "native"], 4, "there is no checkpoint in this folder"),
         (["--loader", "hf"], 4, "neither model.safetensors nor"),
-        (["--loader", "native", "--verify"], 9, "--verify compares ours with Hugging Face"),
-        (["--loader", "hf", "--saver", "hf", "--verify"], 9, "--verify compares ours with"),
+        (["--loader", "native", "--verify"], 9, "--verify compares our model with Hugging Face"),
+        (["--loader", "hf", "--saver", "hf", "--verify"], 9, "--verify compares our model"),
     ],
 )
 def test_mistakes_say_what_to_mend(words, code, message, tmp_path: Path, capsys) -> None:
@@ -176,19 +176,19 @@ def test_what_is_read_or_was_written_before_is_not_replaced(imported: Path, tmp_
     for saver in ("native", "megatron"):
         before = {file: file.read_bytes() for file in imported.rglob("*") if file.is_file()}
         assert convert("native", saver, imported, imported) == 9
-        message = f"--save-dir {imported}: holds iter_0000000 already, which would be replaced"
+        message = f"--save-dir {imported}: already holds iter_0000000, which the conversion"
         assert message in capsys.readouterr().err
         assert before == {file: file.read_bytes() for file in imported.rglob("*") if file.is_file()}
     assert convert("native", "megatron", imported, tmp_path / "m") == 0
     assert convert("native", "megatron", imported, tmp_path / "m") == 9
-    assert "holds release already" in capsys.readouterr().err
+    assert "already holds release" in capsys.readouterr().err
 
 
 def test_another_loader_is_named(imported: Path, tmp_path, capsys):
     assert convert("hf", "native", imported, tmp_path / "out") == 4
-    assert "is another kind: use --loader native" in capsys.readouterr().err
+    assert "has another format: use --loader native" in capsys.readouterr().err
     assert convert("native", "native", tmp_path / "original", tmp_path / "out") == 4
-    assert ": a folder of Hugging Face: use --loader hf" in capsys.readouterr().err
+    assert ": it is a Hugging Face folder: use --loader hf" in capsys.readouterr().err
 
 
 def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -> None:
@@ -196,7 +196,10 @@ def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -
     more = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 4 --megatron-path /m"
     assert convert("llama2_hf", "native", folder, tmp_path / "b", *more.split()) == 0
     out = capsys.readouterr().out
-    assert "--target-tensor-parallel-size 2: changes nothing: what is written loads in any" in out
+    assert (
+        "--target-tensor-parallel-size 2: changes nothing: the written checkpoint loads in any"
+        in out
+    )
     assert "--target-pipeline-parallel-size 4: changes nothing" in out
     assert "--megatron-path /m: not needed" in out
 
@@ -220,8 +223,8 @@ def test_hugging_face_to_megatron_and_back(tmp_path: Path, capsys) -> None:
     [
         ("qwen3", [], "attention.key_norm.weight has no place in a model of Megatron-LM 23.08"),
         ("qwen2", [], "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in"),
-        ("gpt2", ["--target-tensor-parallel-size", "4"], "[71, 32] does not split among 4"),
-        ("llama", ["--target-pipeline-parallel-size", "4"], "does not split so"),
+        ("gpt2", ["--target-tensor-parallel-size", "4"], "[71, 32] cannot be split among 4"),
+        ("llama", ["--target-pipeline-parallel-size", "4"], "cannot be split this way"),
     ],
 )
 def test_what_megatron_has_no_place_for(name, words, message, tmp_path: Path, capsys) -> None:
@@ -395,7 +398,7 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
     )
     capsys.readouterr()
     assert convert("native", "native", tmp_path / "megatron", tmp_path / "again") == 4
-    assert "is another kind: use --loader megatron" in capsys.readouterr().err
+    assert "has another format: use --loader megatron" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -63,7 +63,7 @@ def test_a_vocabulary_of_no_rows_or_of_more_than_there_are(gpt, saver, size, tmp
         ),
         (
             ["--target-pipeline-parallel-size", "3"],
-            "--target-pipeline-parallel-size 3: --num-layers 4 does not split so",
+            "--target-pipeline-parallel-size 3: --num-layers 4 cannot be split this way",
         ),
         (
             [
@@ -108,7 +108,7 @@ def test_rows_that_do_not_split_tell_how_they_are_padded(tmp_path, capsys):
     folder, out = write_folder(tmp_path / "a", case.config, tensors_of(case)), tmp_path / "b"
     words = ["--target-tensor-parallel-size", "2"]
     assert convert("hf", "megatron", folder, out, *words) != 0
-    assert "or --true-vocab-size" in capsys.readouterr().err
+    assert "or give --true-vocab-size" in capsys.readouterr().err
     assert convert("hf", "megatron", folder, out, *words, "--true-vocab-size", "71") == 0
     assert _rows(out) == 256
 
@@ -183,8 +183,8 @@ def test_a_model_of_another_class_says_so(tmp_path, capsys):
     folder = write_folder(tmp_path / "a", config, tensors)
     assert convert("hf", "native", folder, tmp_path / "b") == 4
     text = capsys.readouterr().err
-    assert "names the class LlamaForSequenceClassification, which is not read" in text
-    assert "LlamaForCausalLM is; lm_head.weight is missing" in text
+    assert "names the class LlamaForSequenceClassification, which is not supported" in text
+    assert "class is LlamaForCausalLM; lm_head.weight is missing" in text
 
 
 def test_an_adapter_is_to_be_merged_first(tmp_path, capsys):

@@ -59,7 +59,9 @@ def test_one_checkpoint_is_loaded_by_its_iteration(saved, tmp_path):
     assert run_distributed(2, _iteration, *words, "2") == [2, 2]
     assert _iteration(Layout.single(), *words, "2", "--finetune") == 0
     assert network_of(str(saved), 2) == network_of(str(saved))
-    told = f"--ckpt-step 3: {saved} holds no checkpoint of this iteration: there are those of 4, 2:"
+    told = (
+        f"--ckpt-step 3: {saved} holds no checkpoint of this iteration: available iterations: 4, 2:"
+    )
     assert told in _refusal(*words, "3")
     with pytest.raises(CheckpointError, match="^--ckpt-step 3: "):
         network_of(str(saved), 3)
@@ -87,7 +89,7 @@ def test_one_that_was_named_itself_has_no_substitute(saved, tmp_path):
 def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
     renamed = tmp_path / "save"
     shutil.copytree(saved, renamed)
-    assert f"in save in it: give --load {renamed}" in _refusal("--load", str(tmp_path))
+    assert f"save in it has one: give --load {renamed}" in _refusal("--load", str(tmp_path))
     (renamed / "iter_0000004").rename(renamed / "step4")
     shutil.rmtree(renamed / "iter_0000002")
     (renamed / TRACKER).unlink()
@@ -98,7 +100,7 @@ def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
 def test_a_run_that_died_before_its_first_checkpoint_starts_afresh(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "best")  # as finetuning keeps it
     there = str(tmp_path)
-    assert "in best in it" in _refusal("--load", there)
+    assert "but best in it has one" in _refusal("--load", there)
     words = ["--load", there, "--save", f"{there}/../{tmp_path.name}", "--save-interval", "9"]
     assert _iteration(Layout.single(), *words) == 0
     with pytest.raises(CheckpointError, match="there is no checkpoint in this folder$"):
@@ -128,7 +130,7 @@ def test_states_of_another_optimizer_are_refused_by_flag(saved, tmp_path, form, 
         assert util.main([*words.split(), "--keep-optimizer"]) == 0
     message = _refusal("--load", str(folder), *flags.split())
     assert f"\n  {line}\n" in message
-    assert "--no-load-optim to go on with fresh states" in message
+    assert "--no-load-optim to continue with fresh states" in message
     assert build_toy(Layout.single(), ["--load", str(folder), *flags.split(), "--no-load-optim"])
 
 
@@ -274,10 +276,10 @@ def test_a_finetuning_may_turn_rotary_positions_at_another_speed(tmp_path, capsy
     faster = [*rope, "--rotary-base", "500000", "--load", str(tmp_path)]
     refused = _refusal(*faster)
     assert "--rotary-base is 500000.0 here and 10000.0 in the checkpoint" in refused
-    assert "; --finetune learns other rotary positions, from iteration 0" in refused
+    assert "; --finetune adapts to other rotary frequencies, from iteration 0" in refused
     capsys.readouterr()
     run = build_toy(Layout.single(), [*faster, "--finetune"])
-    told = "  --finetune: --rotary-base is 500000.0 here and 10000.0 in the checkpoint: positions"
+    told = "  --finetune: --rotary-base is 500000.0 here and 10000.0 in the checkpoint: the"
     assert told in capsys.readouterr().out
     table = run.parts[0].get_buffer("rotary.table")
     assert torch.equal(table[:, :, 0, 0], rotation_table(16, 8, base=500000))
@@ -299,7 +301,7 @@ def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
     assert build_toy(Layout.single(), words)
     assert "another tokenizer" not in capsys.readouterr().out
     assert build_toy(Layout.single(), [*words, "--vocab-size", "60"])
-    assert "--finetune goes on with this one: the rows of its 61" in capsys.readouterr().out
+    assert "but the rows of its 61 entries were learned" in capsys.readouterr().out
 
 
 def test_another_corpus_under_the_same_name_is_warned_of(tmp_path, capsys):

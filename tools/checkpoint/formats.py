@@ -1,7 +1,7 @@
 """The formats of `tools/checkpoint/util.py`: a table of loaders and one of savers.
 
-A new format is a function in a table. Between the two stands a `Source`: any reader, with the
-configuration and the files that belong to it.
+To add a format, add a function to a table. A loader returns a `Source`, any reader with the
+configuration and the files that belong to it, and a saver takes one.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that was opened.
+    """An opened checkpoint.
 
     Attributes:
-        reader: Its tensors.
-        config: The run that it stands for.
-        companions: The folder of Hugging Face files that belong to it, if there is one.
-        family: The `model_type` that it came as; None if it did not come from Hugging Face.
-        bare_names: Its Hugging Face names lacked the family's prefix.
+        reader: Reader of the checkpoint's tensors.
+        config: Configuration of the checkpoint's run.
+        companions: The folder of Hugging Face files that belong to the checkpoint, if any.
+        family: The original `model_type`, or None if the model is not from Hugging Face.
+        bare_names: Whether the Hugging Face tensor names lacked the family's prefix.
         notices: Lines for the user.
     """
 
@@ -72,19 +72,19 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """Rows of the word embedding."""
+        """The number of rows of the word embedding."""
         return self.reader.global_shape(_EMBEDDING)[0]
 
     @property
     def decodes_only(self) -> bool:
-        """Whether it is a GPT."""
+        """Whether the model is a GPT."""
         return self.config.model.architecture == "gpt"
 
 
 def check_target(options: argparse.Namespace) -> None:
-    """Check that nothing is overwritten or set aside: the source, a run, another conversion.
+    """Check that the target holds no checkpoints: the source, a run or another conversion.
 
-    A folder of Hugging Face is refused by its writer.
+    Hugging Face's writer itself refuses a folder that is not empty.
 
     Raises:
         ConfigError: The folder holds checkpoints.
@@ -92,8 +92,8 @@ def check_target(options: argparse.Namespace) -> None:
     held = [found.path.name for found in scan(options.save_dir)[0]]
     if options.saver != "hf" and held:
         raise ConfigError(
-            f"--save-dir {options.save_dir}: holds {held[0]} already, which would be replaced, or "
-            "no longer be the one that is loaded: give another folder"
+            f"--save-dir {options.save_dir}: already holds {held[0]}, which the conversion would "
+            "replace or outdate: give another folder"
         )
 
 
@@ -101,11 +101,11 @@ def check_companions(options: argparse.Namespace) -> None:
     """Check that --hf-files names a folder with files that belong to a model.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The folder does not exist or holds no such files.
     """
     folder = options.hf_files
     if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
-        what = "holds no file of a model" if folder.is_dir() else "there is no such folder"
+        what = "the folder holds no model files" if folder.is_dir() else "there is no such folder"
         raise ConfigError(
             f"--hf-files {folder}: {what}: give one with {files.CONFIG}, {files.TOKENIZER_JSON} or "
             "the like"
@@ -113,7 +113,7 @@ def check_companions(options: argparse.Namespace) -> None:
 
 
 def load_hf(options: argparse.Namespace) -> Source:
-    """Open a folder of safetensors with config.json."""
+    """Open a Hugging Face folder with safetensors and config.json."""
     if not files.is_model_folder(options.load_dir) and (found := scan(options.load_dir)[0]):
         raise _other_kind(options, options.load_dir, found[0].format)
     reader = HFReader(options.load_dir)
@@ -129,7 +129,7 @@ def load_hf(options: argparse.Namespace) -> Source:
 
 def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"--loader {options.loader}: {path} is another kind: use --loader {_LOADERS[kind]}"
+        f"--loader {options.loader}: {path} has another format: use --loader {_LOADERS[kind]}"
     )
 
 
@@ -140,7 +140,7 @@ def load_own(options: argparse.Namespace) -> Source:
     if reader is None:
         why = nothing_at(folder)
         if (folder / files.CONFIG).is_file():
-            why = "a folder of Hugging Face: use --loader hf"
+            why = "it is a Hugging Face folder: use --loader hf"
         raise CheckpointError(f"--load-dir {folder}: {why}")
     if _LOADERS[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
@@ -149,8 +149,8 @@ def load_own(options: argparse.Namespace) -> Source:
         sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)
     if reader.format == "legacy" and _entries_if_there(config.tokenizer) is None:
-        config = replace(config, tokenizer=TokenizerConfig())  # its files were elsewhere
-    # Files that an import left: in the same place, or beside a run's tokenizer.
+        config = replace(config, tokenizer=TokenizerConfig())  # its files were on another machine
+    # Files copied by an import: in this folder, or in the folder of the run's tokenizer.
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
     beside = [one / files.COMPANION_FOLDER for one in (folder, folder.absolute().parent)]
     places = [*beside, *(Path(name).parent for name in tokenizer if name)]
@@ -166,7 +166,7 @@ def load_own(options: argparse.Namespace) -> Source:
 
 
 def _complete(config: RunOptions, reader: Reader) -> ModelRun:
-    """Fill in what a model's configuration leaves open: derived sizes, window, precision."""
+    """Resolve a model's configuration: derived sizes, window and precision."""
     positions = config.model.max_position_embeddings
     if positions is None and _POSITIONS in reader.names():
         positions = reader.global_shape(_POSITIONS)[0]
@@ -183,13 +183,13 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
 
 
 def save_native(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
-    """Write a checkpoint of ours, with the model's small files beside it."""
+    """Write a native checkpoint and the model's small files."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
-    is_own = tokenizer == source.config.tokenizer  # its files may be elsewhere now
+    is_own = tokenizer == source.config.tokenizer  # its files may have been moved since
     entries = (_entries_if_there if is_own else _entries)(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
-    if entries is not None and entries > rows:  # BERT's tokenizer here has two of its own
+    if entries is not None and entries > rows:  # our BERT tokenizer adds two entries
         rows = padded_vocab_size(entries, multiple, 1)
     elif entries is not None and source.family is not None:
         multiple = padding_multiple(entries, rows)
@@ -197,7 +197,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
     extra: dict[str, object] = {}
     if source.family:
         extra["huggingface"] = source.reader.meta["huggingface"]
-    if "legacy_args" in source.reader.meta:  # for the way back
+    if "legacy_args" in source.reader.meta:  # needed to convert back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
     if from_namespace(TokenizerConfig, options) == TokenizerConfig():
         extra["tokenizer"] = source.reader.meta.get("tokenizer")
@@ -212,7 +212,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
 
 
 def save_megatron(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
-    """Write files that Megatron-LM 23.08 loads, split as the flags ask, otherwise as they were."""
+    """Write files for Megatron-LM 23.08, split as the flags ask or as the source was split."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
     given = from_namespace(TokenizerConfig, options)
@@ -220,7 +220,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check | No
         entries = _entries_if_there(config.tokenizer)
     elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
         data = _read(given.vocab_file, "vocab_file")
-        try:  # keys of a JSON object, or lines, as Megatron's tool counts them
+        try:  # count keys of a JSON object, or lines, as Megatron's tool does
             entries = len(json.loads(data))
         except ValueError:
             entries = len(data.splitlines())
@@ -230,7 +230,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check | No
     entries = options.true_vocab_size or entries
     rows = source.rows if entries is None else megatron_rows(entries, config)
     held = min(entries or rows, source.rows)
-    # Rows of padding that a model was trained with stay, unless they are to be dropped.
+    # Keep the padding rows that a model was trained with, unless a flag drops them.
     kept = held if options.true_vocab_size else source.rows
     return convert_to_legacy(
         PaddedReader(PaddedReader(source.reader, rows=kept, entries=kept), rows=rows, entries=held),
@@ -244,15 +244,15 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check | No
 def split_as_asked(
     old: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
 ) -> ParallelConfig:
-    """Return how Megatron-LM's files are to be split, by the --target flags.
+    """Return how to split Megatron-LM's files according to the --target flags.
 
     Args:
-        old: How the checkpoint was, by the names of `ParallelConfig`, which are Megatron's too.
-        model: Its network.
+        old: The source's split by the names of `ParallelConfig`, which are also Megatron's.
+        model: The checkpoint's network.
         options: The options of `util.py`.
 
     Raises:
-        ConfigError: Heads do not fit the ranks, or layers the stages.
+        ConfigError: The heads do not fit the ranks, or the layers do not fit the stages.
     """
     split = options.target_pipeline_parallel_split_rank
     if split is not None and not model.decoder_layers:
@@ -279,10 +279,10 @@ def split_as_asked(
         if model.decoder_layers:
             raise ConfigError(f"{shown}: {error}") from None
         raise ConfigError(
-            f"{shown}: --num-layers {model.num_layers} does not split so: in Megatron-LM's files "
-            "every stage, and every virtual stage, has as many layers: use a "
+            f"{shown}: --num-layers {model.num_layers} cannot be split this way: in Megatron-LM's "
+            "files all stages, and all virtual stages, have the same number of layers: use a "
             f"--target-pipeline-parallel-size of {divisors(model.num_layers)}"
-            + (", and what divides a stage's layers for its virtual ones" * (virtual is not None))
+            + (", and a divisor of a stage's layers for virtual stages" * (virtual is not None))
         ) from None
     return parallel
 
@@ -290,7 +290,7 @@ def split_as_asked(
 def padding_multiple(entries: int, rows: int) -> int:
     """Return the smallest --make-vocab-size-divisible-by that pads `entries` to `rows`.
 
-    Training then continues with the very rows that the model has: all take part in its softmax.
+    Training then continues with the same rows, all of which take part in the model's softmax.
     """
     return next(
         m for m in range(rows - entries + 1, rows + 1) if math.ceil(entries / m) * m == rows
@@ -309,7 +309,7 @@ def _entries_if_there(config: TokenizerConfig) -> int | None:
 
 
 def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig:
-    """Copy what belongs to the model into the folder of checkpoints; return its tokenizer."""
+    """Copy the model's small files into the folder of checkpoints and return its tokenizer."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(files.companions(source.companions)) if source.companions else {}
     given, own = _given_tokenizer(source, options), source.config.tokenizer
@@ -342,7 +342,7 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
 
 
 def _moved(own: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
-    """Return a run's own tokenizer with those of its files that were copied in their new place."""
+    """Return a run's own tokenizer with the new paths of the files that were copied."""
     places: dict[str, Any] = {}
     for field in _FILES:
         path = getattr(own, field)
@@ -362,10 +362,10 @@ def _read(path: str, field: str) -> bytes:
 
 
 def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerConfig:
-    """Return the tokenizer of the flags, with its type if they name files; empty without any.
+    """Return the tokenizer that the flags give, or an empty one if they give no files.
 
     Raises:
-        ConfigError: It cannot be built from the files that are given.
+        ConfigError: The tokenizer cannot be built from the given files.
     """
     given = from_namespace(TokenizerConfig, options)
     if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
@@ -376,7 +376,7 @@ def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerCo
             kind = "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
         elif source.decodes_only:
             kind = "GPT2BPETokenizer"
-        else:  # word pieces: as in the run that the checkpoint comes from
+        else:  # WordPiece: use the type from the checkpoint's run
             kinds = (source.config.tokenizer.tokenizer_type, (args or {}).get("tokenizer_type"))
             kind = next((str(one) for one in kinds if one in _WORDPIECES), _WORDPIECES[0])
         extra = given.vocab_extra_ids or own.get("vocab_extra_ids") or 0  # a T5's sentinels
@@ -416,10 +416,10 @@ def save_hf(source: Source, options: argparse.Namespace, check: Check | None) ->
 
 
 def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]:
-    """Return the tokenizer's files, of the flags or the configuration, by Hugging Face's names.
+    """Return the tokenizer's files, from the flags or the configuration, by Hugging Face's names.
 
-    A checkpoint may come from a stranger: of what it names only files that its tokenizer is built
-    from are passed on.
+    A checkpoint may be untrusted: of the files that it names, only those from which its tokenizer
+    is built are copied.
     """
     config = given
     fields: tuple[str, ...] = _FILES
@@ -444,10 +444,10 @@ def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]
 
 
 def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
-    """Return where a GPT's texts begin and end, by its tokenizer.
+    """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
 
-    A config.json that leaves that out means its family's own ids, which are other words of another
-    vocabulary.
+    Without these keys, a config.json implies the ids of its family, which are other tokens in
+    another vocabulary.
     """
     if not source.decodes_only:
         return {}
@@ -467,7 +467,7 @@ def _true_vocabulary(
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Return the rows to write: as told, as the original had, as the tokenizer has, or all."""
+    """Return the number of rows to write: from the flag, the original, the tokenizer, or all."""
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)
     original = template.get("vocab_size") if template else None
@@ -479,10 +479,10 @@ def _true_vocabulary(
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as `5GB`, as `transformers` counts them.
+    """Return the number of bytes in a size such as `5GB`, with the units of `transformers`.
 
     Raises:
-        CheckpointError: It is not a size.
+        CheckpointError: The text is not a size.
     """
     number = text.rstrip("KMGB")
     unit = _UNITS.get(text[len(number) :])

@@ -5,9 +5,9 @@
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
 A folder is one that was given to --save or --load, ours or Megatron-LM's, or a Hugging Face folder;
-for `diff` it may also be one checkpoint in it. Tensors are read in parts. Exit code 0: all
+for `diff` it may also be a single checkpoint. Tensors are read in parts. Exit code 0: all
 checkpoints are sound, or both are the same; 1: the two differ; 4: one is damaged, the tracker names
-one that is not there, or there is none.
+one that does not exist, or there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="Folder of checkpoints.")
     text = "Compare sizes only, instead of reading every byte and comparing digests."
     parser.add_argument("--no-verify", action="store_true", help=text)
-    text = "List all tensors and what else was saved."
+    text = "Also list all tensors and the meta data."
     parser.add_argument("--details", action="store_true", help=text)
     args = parser.read(words)
 
@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _diff(words: Sequence[str]) -> int:
     parser = ToolParser("inspect.py diff", "Show how two checkpoints of any format differ.")
-    parser.add_argument("one", type=Path, help="A checkpoint, or a folder of them: the newest.")
+    parser.add_argument("one", type=Path, help="Checkpoint, or folder of checkpoints.")
     parser.add_argument("other", type=Path, help="Another.")
-    text = "Compare tensors whose names begin so."
+    text = "Compare only tensors whose names begin with this."
     parser.add_argument("--only", default="", metavar="PREFIX", help=text)
     parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")
     args = parser.read(words)

@@ -9,8 +9,8 @@ r"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again
         --load-dir checkpoints/mine --save-dir checkpoints/megatron --keep-optimizer \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
 
-Only weights are converted unless --keep-optimizer is given. Nothing is downloaded, and no code of a
-folder is run. A native checkpoint loads in any layout, so there is none to convert to; Megatron's
+Only weights are converted unless --keep-optimizer is given. Nothing is downloaded, and no code in a
+folder is run. A native checkpoint loads in any layout, so it needs no --target flags; Megatron's
 files are split as the --target flags say.
 """
 
@@ -44,16 +44,17 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
 _HF = ("hf", "llama2_hf")
 _SHARD = "5GB"
 _TARGETS = {  # how Megatron-LM's files are split
-    "target_tensor_parallel_size": "Tensor-parallel ranks of the files. Unset: as it was split.",
-    "target_pipeline_parallel_size": "Pipeline stages of the files. Unset: as it was split.",
-    "target_pipeline_parallel_split_rank": "Stage on which a T5's decoder begins. Unset: as it was "
-    "split, or with another number of stages the one that an even split gives.",
-    "target_num_layers_per_virtual_pipeline_stage": "Layers of each virtual stage. Unset: none.",
+    "target_tensor_parallel_size": "Tensor-parallel ranks of the files. Default: as in the source.",
+    "target_pipeline_parallel_size": "Pipeline stages of the files. Default: as in the source.",
+    "target_pipeline_parallel_split_rank": "Stage on which a T5's decoder begins. Default: as in "
+    "the source or, with another number of stages, the stage that an even split gives.",
+    "target_num_layers_per_virtual_pipeline_stage": "Layers of each virtual stage. Default: no "
+    "virtual stages.",
 }
 
 
 def build_parser() -> ToolParser:
-    """Return the parser of the command line: Megatron's flags, and ours."""
+    """Return the command line's parser with Megatron's flags and ours."""
     parser = ToolParser("util.py", __doc__)
     add = parser.add_argument
     add("--model-type", required=True, choices=MODELS, help="Kind of model.")
@@ -62,7 +63,7 @@ def build_parser() -> ToolParser:
     add("--load-dir", required=True, type=Path, help="Folder to read.")
     add("--save-dir", required=True, type=Path, help="Folder to write.")
     add("--true-vocab-size", type=int, help="Rows of the vocabulary to keep, without the padding.")
-    text = "Convert the optimizer's states and the schedule's position too."
+    text = "Also convert the optimizer's states and the schedule's position."
     add("--keep-optimizer", action="store_true", help=text)
     add = parser.add_argument_group("To Megatron-LM").add_argument
     for name, text in _TARGETS.items():
@@ -70,11 +71,11 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("To Hugging Face").add_argument
     text = f"Largest file, for example 500MB. Default: {_SHARD}."
     add("--max-shard-size", default=_SHARD, help=text)
-    text = "Family to write. Unset: the one it came as, otherwise the first that fits."
+    text = "Family to write. Default: the original one, otherwise the first that fits."
     add("--model-family", choices=FAMILIES, help=text)
     text = (
-        "Folder with the original's config.json and tokenizer files. Unset: the one that an import "
-        "made, if the checkpoint's tokenizer lies in it."
+        "Folder with the original's config.json and tokenizer files. Default: the folder made by "
+        "an import, if it holds the checkpoint's tokenizer."
     )
     add("--hf-files", type=Path, help=text)
     add = parser.add_argument_group("Check").add_argument
@@ -93,11 +94,12 @@ def _flag(name: str) -> str:
 
 
 def notices(options: argparse.Namespace) -> Iterator[str]:
-    """Yield what becomes of flags that change nothing."""
+    """Yield a line for each given flag that changes nothing."""
     for name in _TARGETS if options.saver != "megatron" else ():
         value = getattr(options, name)
         if value is not None:
-            yield f"{_flag(name)} {value}: changes nothing: what is written loads in any layout"
+            loads = "the written checkpoint loads in any layout"
+            yield f"{_flag(name)} {value}: changes nothing: {loads}"
     if options.saver != "hf":
         for_hf = "changes nothing: it is for --saver hf"
         if options.model_family is not None:
@@ -107,7 +109,7 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
     if options.hf_files is not None and options.loader in _HF:
         yield f"--hf-files {options.hf_files}: changes nothing: --load-dir has its own"
     if options.megatron_path is not None:
-        yield f"--megatron-path {options.megatron_path}: not needed: no code of it is imported"
+        yield f"--megatron-path {options.megatron_path}: not needed: none of its code is imported"
     if options.max_queue_size is not None:
         yield f"--max-queue-size {options.max_queue_size}: there is no queue: one process converts"
     if options.no_checking:
@@ -123,13 +125,16 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     from tools.checkpoint import formats
 
     if options.verify and (options.loader in _HF) == (options.saver in _HF):
-        raise ConfigError("--verify compares ours with Hugging Face: one side must be each")
+        raise ConfigError(
+            "--verify compares our model with Hugging Face's: either --loader or --saver must be "
+            "a Hugging Face format, and not both"
+        )
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
-        raise ConfigError("--keep-optimizer: folders of Hugging Face hold weights alone: drop it")
+        raise ConfigError("--keep-optimizer: Hugging Face folders hold only weights: drop it")
     for name in (*_TARGETS, "true_vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} {value}: at least 1")
+            raise ConfigError(f"{_flag(name)} {value}: must be at least 1")
     formats.check_target(options)
     formats.check_companions(options)
     yield from notices(options)
@@ -143,7 +148,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     if options.true_vocab_size is not None and options.true_vocab_size > source.rows:
         raise ConfigError(
             f"--true-vocab-size {options.true_vocab_size}: {source.reader.path} has {source.rows} "
-            "rows, and none is made up: give at most that many"
+            "rows: give at most that many"
         )
     yield from source.notices
     if options.saver == "megatron":
@@ -161,7 +166,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterator[str]:
-    """Yield what Megatron-LM computes differently with the weights, or cannot continue with."""
+    """Yield a line for each thing that Megatron-LM computes differently or cannot continue."""
     from megatron.checkpoint.legacy.writer import notices as of_network
     from megatron.config.rules_legacy import not_kept
 
@@ -172,7 +177,7 @@ def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterato
 
 
 def _verify(source: formats.Source, options: argparse.Namespace, written: Path) -> str:
-    """Compare what was written, and does not have its name yet, with what was read."""
+    """Compare the written checkpoint, before it gets its name, with the source."""
     from megatron.checkpoint.loading import open_checkpoint
 
     if options.saver == "hf":
@@ -185,7 +190,7 @@ def _verify(source: formats.Source, options: argparse.Namespace, written: Path) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert as the command line says, and return the exit code: 0, or that of the error."""
+    """Convert as the command line says and return the exit code: 0, or the error's."""
     options = build_parser().read(argv)
 
     def work() -> None:

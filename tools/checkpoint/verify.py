@@ -1,11 +1,11 @@
-"""Check that a checkpoint and a Hugging Face folder hold the same model, by what both compute.
+"""Check that a checkpoint and a Hugging Face folder hold the same model by comparing outputs.
 
     python tools/checkpoint/verify.py checkpoints/llama2-7b Llama-2-7b-hf
 
-The checkpoint runs here and the folder in `transformers`, on the same random tokens, in fp32 on
-the CPU. `util.py --verify` does the same with a conversion before its result gets its name. The
-model of `transformers` is built from our own reading of config.json and safetensors, so nothing in
-the folder can choose what code runs. Exit code 0: the outputs agree, or nothing was compared
+The checkpoint runs in our model and the folder in `transformers`, on the same random tokens, in
+fp32 on the CPU. `util.py --verify` does the same with a conversion before its result gets its name.
+The `transformers` model is built from our own reading of config.json and safetensors, so nothing in
+the folder can choose which code runs. Exit code 0: the outputs agree, or nothing was compared
 because `transformers` is not installed; 4: they differ, or one of the two cannot be read.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5
 TOLERANCE_HELP = f"Largest difference, as a share of the largest logit. Default: {TOLERANCE:g}."
-_TOKENS = (2, 64)  # [b, s]; shorter if the model's context is
+_TOKENS = (2, 64)  # [b, s]; shorter if the model's context is shorter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,13 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) -> str:
-    """Compare what a checkpoint and a Hugging Face folder compute, in fp32 on the CPU.
+    """Compare the outputs of a checkpoint and a Hugging Face folder in fp32 on the CPU.
 
     Args:
         reader: The opened checkpoint.
         config: The configuration of its run.
         folder: The folder of the same model.
-        tolerance: The largest difference, as a share of the largest logit (of 1 if that is less).
+        tolerance: The largest difference, as a share of the largest logit or of 1, whichever is
+            larger.
 
     Returns:
         A line for the user: the difference, or why nothing was compared.
@@ -102,10 +103,10 @@ class Inputs:
     """The inputs of both models.
 
     Attributes:
-        tokens: [b, s].
-        types: [b, s], segments, for a BERT.
-        padding: bool [b, s], True where there is a token, for a BERT and a T5's encoder.
-        decoder_tokens: [b, d], for a T5.
+        tokens: Token ids [b, s].
+        types: Segment ids [b, s] of a BERT.
+        padding: Booleans [b, s], True for tokens and False for padding, of a BERT or T5 encoder.
+        decoder_tokens: Token ids [b, d] of a T5's decoder.
     """
 
     tokens: Tensor
@@ -115,7 +116,7 @@ class Inputs:
 
 
 def random_inputs(positions: int, vocab: int) -> Inputs:
-    """Draw the inputs for a model with this context and vocabulary, the same at every call."""
+    """Draw inputs for a model with this context and vocabulary. Every call returns the same."""
     import torch
 
     generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
@@ -128,9 +129,10 @@ def random_inputs(positions: int, vocab: int) -> Inputs:
 
 
 def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
-    """Return what a checkpoint's model computes, in fp32.
+    """Return the outputs of a checkpoint's model in fp32.
 
-    These are logits, a T5's encoder and decoder states besides, and a BERT's `_bert_outputs`.
+    These are the logits, for a T5 also the encoder and decoder states, and for a BERT the result of
+    `_bert_outputs`.
     """
     import torch
 
@@ -175,7 +177,7 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
 def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
     """Return the logits of tokens and of sentence order from the heads that the checkpoint has.
 
-    Without heads, return the hidden states of what is not padding, and the pooled vector.
+    Without heads, return the hidden states except for padding, and the pooled vector.
     """
     found = model(inputs.tokens, inputs.padding, inputs.types)
     heads = {"order": found.order} if "model.binary_head.weight" in held else {}
@@ -191,7 +193,7 @@ def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> di
 
 
 def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
-    """Return what `transformers` computes from a folder, in fp32."""
+    """Return the outputs of a folder's model in `transformers`, in fp32."""
     import torch
 
     model, padding = their_model(reader).eval(), inputs.padding
@@ -223,15 +225,15 @@ def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _has_pooler(reader: HFReader) -> bool:
-    """Return whether a BERT without heads has a pooler; files for sentence vectors may lack it."""
+    """Return whether a BERT without heads has a pooler. Files for sentence vectors may lack it."""
     return "model.pooler.dense.weight" in reader.names()
 
 
 def their_model(reader: HFReader) -> Any:
-    """Build the folder's model, of the class that our table of families names.
+    """Build the folder's model with the class that our table of families names.
 
     Raises:
-        CheckpointError: `transformers` has no place for a tensor, or misses one.
+        CheckpointError: The tensors are not exactly those that `transformers` expects.
     """
     import torch
     import transformers
@@ -258,13 +260,15 @@ def their_model(reader: HFReader) -> Any:
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
     own_head = family.head_follows_files and family.tied_head in state
-    if own_head:  # it is tied from birth, whatever config.json says
+    if own_head:  # `transformers` ties it at first, whatever config.json says
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
     tied = {family.tied_head, *family.word_copies, "cls.predictions.decoder.bias"}
     if unexpected or set(missing) - tied:
-        raise CheckpointError(f"--verify: transformers lacks {missing}, has no place: {unexpected}")
+        raise CheckpointError(
+            f"--verify: transformers misses {missing} and does not know {unexpected}"
+        )
     if not own_head:
         model.tie_weights()
     return model

@@ -44,7 +44,7 @@ def family_named(name: object, path: object) -> Family:
     known = families()
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(
-            f"{path}: model_type {name!r} is not known: possible are {', '.join(known)}"
+            f"{path}: model_type {name!r} is not supported: choose from {', '.join(known)}"
         )
     return known[name]
 

@@ -88,7 +88,7 @@ def find_shards(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{folder / INDEX}: no weight_map")
         for name in listed.values():
             if not isinstance(name, str) or not _SHARD.fullmatch(name):
-                raise CheckpointError(f"{folder / INDEX}: {name!r} is no name of a shard")
+                raise CheckpointError(f"{folder / INDEX}: {name!r} is not a valid shard name")
         return {tensor: inside(folder, name) for tensor, name in listed.items()}
     if (folder / SINGLE).exists():
         return {"": inside(folder, SINGLE)}

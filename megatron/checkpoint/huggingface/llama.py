@@ -89,8 +89,8 @@ class LlamaLike(rules.Family):
         vocab = settings.size("vocab_size")
         settings.refuse_the_rest()
         notice = (
-            f"sliding_window {window}: sequences up to {window} tokens only (of {positions}), "
-            f"where full attention is the same: --max-position-embeddings {window}"
+            f"sliding_window {window}: only sequences of up to {window} tokens (of {positions}), "
+            f"for which full attention is the same: --max-position-embeddings {window}"
         )
         return rules.Described(model, vocab, (notice,) if window else (), window)
 
@@ -104,7 +104,7 @@ class LlamaLike(rules.Family):
         settings.size("max_window_layers", 1)
         other = set(layers) - {"full_attention", "sliding_attention"}
         if other:
-            raise settings.error("layer_types", f"{', '.join(sorted(other))} is not known here")
+            raise settings.error("layer_types", f"{', '.join(sorted(other))} is not supported")
         return window if used and window < positions else None
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:

@@ -137,8 +137,8 @@ class HFReader:
         # A problem if config.json names a class other than the one of this network.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(
-                f"config.json names the class {architectures[0]!s:.80}, which is not read; of this "
-                f"network {self.architecture} is"
+                f"config.json names the class {architectures[0]!s:.80}, which is not supported: "
+                f"this network's class is {self.architecture}"
             )
         only_class = len(problems)
         expected: dict[str, Shape] = {}

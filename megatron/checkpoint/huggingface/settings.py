@@ -113,14 +113,14 @@ class Settings:
         """Take a string, and return its value in `choices`."""
         value = self._take(key, default)
         if not isinstance(value, str) or value not in choices:
-            raise self.error(key, f"possible here: {', '.join(choices)}")
+            raise self.error(key, f"supported: {', '.join(choices)}")
         return choices[value]
 
     def words(self, key: str) -> list[str]:
         """Take a list of strings, which is empty if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
-            raise self.error(key, "expected a list of texts")
+            raise self.error(key, "expected a list of strings")
         return value
 
     def part(self, key: str) -> Settings:
@@ -137,7 +137,7 @@ class Settings:
             CheckpointError: The key has another value, which our network cannot express.
         """
         if self._take(key, expected) != expected:
-            raise self.error(key, f"only {json.dumps(expected)} can be expressed here")
+            raise self.error(key, f"only {json.dumps(expected)} is supported")
 
     def refuse_the_rest(self) -> None:
         """Check that every key has been taken.
@@ -148,7 +148,7 @@ class Settings:
         rest = sorted(self.values.keys() - self._taken - _HARMLESS)
         if rest:
             raise CheckpointError(
-                f"{self.path}: {', '.join(rest)}: not known here, and may change the network: if "
+                f"{self.path}: {', '.join(rest)}: not supported, and may change the network: if "
                 "you know that it does not, convert a copy of the folder without it"
             )
 

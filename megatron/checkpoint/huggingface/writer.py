@@ -53,8 +53,8 @@ class Export:
             held, dtype = self.reader.global_shape(rule.name), self.reader.dtype(rule.name)
             if held != rule.shape:
                 raise CheckpointError(
-                    f"{self.reader.path}: {rule.name} has shape {list(held)}, by its configuration "
-                    f"{list(rule.shape)}"
+                    f"{self.reader.path}: {rule.name} has shape {list(held)}, but its config "
+                    f"says {list(rule.shape)}"
                 )
             for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
                 shown = name.removeprefix(self.family.prefix) if self.bare_names else name
@@ -137,7 +137,7 @@ def write_folder(
             disk = os.statvfs(temporary)
             free = disk.f_bavail * disk.f_frsize
             if free < total:
-                needed = f"{total:,} bytes are needed and {free:,} are free"
+                needed = f"{total:,} bytes are needed, but only {free:,} are free"
                 raise StorageError(f"--save-dir {folder.parent}: {needed}")
             for name, data in companions.items():
                 durable.write_file(temporary / name, data)

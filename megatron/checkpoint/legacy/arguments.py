@@ -47,7 +47,7 @@ def plain_arguments(args: Any) -> dict[str, Json]:
     if args is None:
         return {}
     if not isinstance(args, Namespace):
-        raise CheckpointError("`args` is no argparse.Namespace")
+        raise CheckpointError("`args` is not an argparse.Namespace")
     plain = {str(key): _plain(value) for key, value in args.fields.items()}
     return {key: value for key, value in plain.items() if value is not _DROPPED}
 
@@ -121,7 +121,7 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     if "batch_size" in args:  # v1: samples per process and step
         ranks = int(args.get("world_size", 1)) // int(args.get("model_parallel_size", 1))
         return iteration * int(args["batch_size"]) * ranks
-    raise CheckpointError("`args` does not tell how many samples were seen: use --finetune")
+    raise CheckpointError("`args` does not say how many samples were seen: use --finetune")
 
 
 def megatron_arguments(

@@ -179,11 +179,13 @@ def _box(
     if left:
         or_else = ""
         if name in _VOCABULARY:
-            or_else = ", or --true-vocab-size (or the tokenizer's files): rows are padded then"
+            or_else = (
+                ", or give --true-vocab-size (or the tokenizer's files) so that rows are padded"
+            )
         raise CheckpointError(
-            f"{name} {list(shape)} does not split among {ranks} tensor-parallel ranks: give "
-            "--target-tensor-parallel-size (of a run: --tensor-model-parallel-size) a number that "
-            f"divides {shape[dim]}{or_else}"
+            f"{name} {list(shape)} cannot be split among {ranks} tensor-parallel ranks: set "
+            "--target-tensor-parallel-size (in a run: --tensor-model-parallel-size) to a number "
+            f"that divides {shape[dim]}{or_else}"
         )
     offset, part = [0] * len(shape), list(shape)
     offset[dim], part[dim] = rank * size, size

@@ -227,7 +227,7 @@ def list_parameters(
     extra = sorted({*model, *language} - known)
     if extra:
         raise CheckpointError(
-            f"it holds {', '.join(extra)}: GPT, BERT and T5 files are read so far"
+            f"it holds {', '.join(extra)}: only GPT, BERT and T5 files are supported"
         )
     trees = {top: language.get(top, {}) for top in inside}
     older = trees.pop("transformer")
@@ -247,7 +247,7 @@ def list_parameters(
 
 def _tensor(value: Any, path: str) -> TensorRef:
     if not isinstance(value, TensorRef):
-        raise CheckpointError(f"{path} is no tensor")
+        raise CheckpointError(f"{path} is not a tensor")
     return value
 
 
@@ -260,7 +260,7 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         raise CheckpointError(f"{path} holds more than a model does")
     for key, value in tree.items():
         if type(key) is not str:
-            raise CheckpointError(f"{path} holds a name that is no text")
+            raise CheckpointError(f"{path} holds a name that is not a string")
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 

@@ -81,8 +81,8 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     expected = [group for group in by_decay if group]
     if not isinstance(groups, list) or len(groups) != len(expected):
         raise CheckpointError(
-            "the optimizer's parameter groups are not (decayed, not decayed): groups with a "
-            "learning rate of their own are not read"
+            "the optimizer's parameter groups are not (decayed, not decayed): groups with "
+            "their own learning rate are not supported"
         )
     members: dict[int, Parameter] = {}
     for group, wanted in zip(groups, expected, strict=True):
@@ -135,7 +135,7 @@ def read_distributed(
     for index, parameters in enumerate(chunks):
         by_type = flat.get(index)
         if not isinstance(by_type, dict) or len(by_type) != 1:
-            raise CheckpointError(f"virtual stage {index} is not there with one gradient type")
+            raise CheckpointError(f"virtual stage {index} does not have exactly one gradient type")
         (states,) = by_type.values()
         shapes = [parameter.tensor.shape for parameter in parameters]
         for key, kind in FLAT_KINDS.items():
@@ -158,7 +158,7 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
     """
     buckets = flat if isinstance(flat, list) else [flat]
     if not all(isinstance(one, TensorRef) and len(one.shape) == 1 for one in buckets):
-        raise CheckpointError("a flat optimizer state is missing, or no tensor")
+        raise CheckpointError("a flat optimizer state is missing or is not a tensor")
     return list(_windows(buckets, list(reversed(shapes))))[::-1]
 
 

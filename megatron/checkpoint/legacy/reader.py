@@ -119,17 +119,19 @@ class LegacyReader:
             if told != found:
                 raise CheckpointError(
                     f"{self.path}: mp_rank folders of {found[0]} tensor ranks x {found[1]} stages, "
-                    f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: of "
-                    "different saves? Remove the folders that do not belong to it"
+                    f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: are "
+                    "they of different saves? Remove the folders that do not belong together"
                 )
 
     def _find_arrangement(self, tree: Mapping[str, Any]) -> legacy.Arrangement:
         version = tree.get("checkpoint_version", 0)
         heads = self._args.get("num_attention_heads", 0)
         if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
-            raise CheckpointError(f"{self.path}: checkpoint_version {show(version)} is not known")
+            raise CheckpointError(
+                f"{self.path}: checkpoint_version {show(version)} is not supported"
+            )
         if version < 2 and not heads:
-            raise CheckpointError(f"{self.path}: `args` does not tell the number of heads")
+            raise CheckpointError(f"{self.path}: `args` does not say the number of heads")
         gated = bool(self._args.get("swiglu", False))
         return legacy.Arrangement(float(version), heads // self._tensor_size, gated)
 
@@ -263,7 +265,7 @@ class LegacyReader:
                 "23.04 wrote them: only the weights are read"
             )
         elif self._weights_only and "optimizer" in self._files[0].tree:
-            warn(f"{self.path}: of Megatron Core: only the weights are read")
+            warn(f"{self.path}: written by Megatron Core: only the weights are read")
         elif any("optimizer" in file.tree for file in self._files):
             warn(f"{self.path}: {DISTRIBUTED_FILE} is missing: only the weights are read")
 
@@ -272,7 +274,7 @@ class LegacyReader:
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             return file.load(value).item()
         if type(value) not in (int, float):
-            raise CheckpointError(f"{file.zip.path}: {show(value)} is no counter")
+            raise CheckpointError(f"{file.zip.path}: {show(value)} is not a counter")
         return value
 
     def names(self) -> list[str]:

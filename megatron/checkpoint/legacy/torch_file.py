@@ -95,11 +95,11 @@ class TorchZip:
             top, name = self._split(info.filename)
             tops.add(top)
             if name in self._ranges:
-                raise CheckpointError(f"{path}: record {name!r} is there twice")
+                raise CheckpointError(f"{path}: record {name!r} occurs twice")
             self._ranges[name] = self._locate(info)
             self._crcs[name] = info.CRC
         if len(tops) != 1:
-            raise CheckpointError(f"{path}: records of {len(tops)} files in one")
+            raise CheckpointError(f"{path}: holds the records of {len(tops)} files")
         if "byteorder" in self._ranges and bytes(self.record("byteorder")) != b"little":
             raise CheckpointError(f"{path}: written on a big-endian machine, which is not read")
 
@@ -114,7 +114,9 @@ class TorchZip:
         """Return the first byte and the size of a record."""
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
-            raise CheckpointError(f"{self.path}: refused: {info.filename} is packed or encrypted")
+            raise CheckpointError(
+                f"{self.path}: refused: {info.filename} is compressed or encrypted"
+            )
         at, name = info.header_offset, info.filename.encode()
         local = self.buffer[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
         if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
@@ -297,10 +299,12 @@ def open_files(path: Path) -> list[RankFile]:
     places = [(file.stage, file.tensor_rank) for file in files]
     stages, ranks = (1 + max((place[i] for place in places), default=-1) for i in (0, 1))
     if not places or places != [(s, r) for s in range(stages) for r in range(ranks)]:
-        raise CheckpointError(f"{path}: mp_rank_* folders are missing, or are there twice")
+        raise CheckpointError(f"{path}: mp_rank_* folders are missing or duplicated")
     for key in ("iteration", "checkpoint_version"):
         if len({show(file.tree.get(key)) for file in files}) != 1:
-            raise CheckpointError(f"{path}: the files differ in {key}: of different saves?")
+            raise CheckpointError(
+                f"{path}: the files differ in {key}: are they of different saves?"
+            )
     return files
 
 
@@ -326,5 +330,5 @@ def _open(path: Path) -> tuple[TorchZip, Mapping[str, Any]]:
     archive.check("data.pkl")
     tree = read_pickle(bytes(archive.record("data.pkl")), str(path))
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: holds no dict")
+        raise CheckpointError(f"{path}: does not hold a dict")
     return archive, tree

@@ -207,18 +207,18 @@ class _RestrictedUnpickler(pickle.Unpickler):
             word, kind, key, _location, numel = pid
             if word == "storage" and type(kind) is StorageType and type(key) is str:
                 return StorageRef(kind.dtype, key, _size(numel))
-        raise RefusedError("a reference that is no storage")
+        raise RefusedError("a reference that is not a storage")
 
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise RefusedError(f"{show(value)} is no size")
+        raise RefusedError(f"{show(value)} is not a size")
     return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if type(value) not in (tuple, list):
-        raise RefusedError("a shape that is no tuple")
+        raise RefusedError("a shape that is not a tuple")
     return tuple(_size(one) for one in value)
 
 

@@ -201,15 +201,15 @@ class LegacyWriter:
         refused = ", ".join(not_computed(config.model))
         if refused:
             raise CheckpointError(
-                f"{refused}: Megatron-LM 23.08 computes no such network: write the native format "
+                f"{refused}: Megatron-LM 23.08 does not support it: write the native format "
                 "(--saver native), or Hugging Face's (--saver hf)"
             )
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
         if self._keeps_optimizer and "decoupled_lr" in (reader.meta.get("schedule") or {}):
             raise CheckpointError(
-                f"{reader.path}: its optimizer has a --decoupled-lr, which Megatron-LM 23.08 has "
-                "not: convert the weights alone, without --keep-optimizer, or write the native "
+                f"{reader.path}: its optimizer has a --decoupled-lr, which Megatron-LM 23.08 does "
+                "not have: convert only the weights, without --keep-optimizer, or write the native "
                 "format (--saver native)"
             )
         self._held = frozenset(reader.names())

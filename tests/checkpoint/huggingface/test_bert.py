@@ -179,8 +179,8 @@ def test_the_first_files_name_norms_otherwise(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"position_embedding_type": "relative_key"}, 'only "absolute" can be expressed'),
-        ({"hidden_act": "relu"}, 'hidden_act "relu": possible here: gelu'),
+        ({"position_embedding_type": "relative_key"}, 'only "absolute" is supported'),
+        ({"hidden_act": "relu"}, 'hidden_act "relu": supported: gelu'),
         ({"is_decoder": True}, "is_decoder true"),
         ({"type_vocab_size": 3}, "type_vocab_size 3"),
     ],

@@ -24,8 +24,8 @@ def folder_with(tmp_path: Path, name: str = "llama", **changes: Any) -> Path:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not known: possible are llama,"),
-    ("llama", {"hidden_act": "relu"}, 'hidden_act "relu": only "silu" can be expressed'),
+    ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported: choose from llama,"),
+    ("llama", {"hidden_act": "relu"}, 'hidden_act "relu": only "silu" is supported'),
     ("llama", {"attention_bias": True}, "attention_bias true: only false"),
     ("llama", {"mlp_bias": True}, "mlp_bias true: only false"),
     ("llama", {"hidden_size": "32"}, 'hidden_size "32": expected an integer'),
@@ -35,10 +35,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3: does not divide 4 heads"),
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps null: expected a number above 0"),
     ("llama", {"rope_theta": 1e400}, "rope_theta Infinity: expected a number above 0"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: not known here"),
-    ("llama", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map: not known here"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: not supported"),
+    ("llama", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map: not supported"),
     ("llama", {"_attn_implementation_internal": "x/y"}, "_attn_implementation_internal: not"),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'type "yarn": possible here: d'),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'type "yarn": supported: d'),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor 1.5: --rotary-seq-len"),
     (
         "llama 3.2",
@@ -51,13 +51,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "original_max_position_embeddings 4096: only 8192",
     ),
     ("mistral", {"num_key_value_heads": None}, "num_key_value_heads null: expected an integer"),
-    ("qwen2", {"layer_types": ["linear_attention"] * 2}, "linear_attention is not known here"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 2}, "linear_attention is not supported"),
     ("qwen2", {"use_mrope": True}, "use_mrope true: only false"),
-    ("gpt2", {"pruned_heads": {"0": [1]}}, "only {} can be expressed"),
+    ("gpt2", {"pruned_heads": {"0": [1]}}, "only {} is supported"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved true: only false"),
     ("qwen3", {"attention_bias": True}, "attention_bias true: only false"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx true: only false"),
-    ("gpt2", {"activation_function": "relu"}, 'activation_function "relu": possible here: gelu'),
+    ("gpt2", {"activation_function": "relu"}, 'activation_function "relu": supported: gelu'),
     ("gpt2", {"n_head": 5}, "n_head 5: does not divide n_embd 32"),
     ("llama", {"intermediate_size": 40}, "config.json says [40, 32]"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
@@ -133,7 +133,7 @@ def test_a_training_says_that_there_is_a_window(tmp_path: Path, capsys) -> None:
     folder = folder_with(tmp_path, "mistral", sliding_window=8)
     assert main(GPTRecipe(), [*TRAINING, "--load", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "sliding_window 8: sequences up to 8 tokens only (of 24)" in out
+    assert "sliding_window 8: only sequences of up to 8 tokens (of 24)" in out
     assert "WARNING: --seq-length" not in out
 
 
@@ -175,7 +175,7 @@ def test_an_index_names_files_of_its_folder_only(place: Any, tmp_path: Path) -> 
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = place
     index.write_text(json.dumps(content))
-    assert "is no name of a shard" in _refusal(folder)
+    assert "is not a valid shard name" in _refusal(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])

@@ -93,7 +93,7 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(form, own_head, tmp_path, c
     assert convert("native", "megatron", tmp_path / "b", tmp_path / "d") == 4
     said = capsys.readouterr().err
     assert said.startswith("error: --position-embedding-type relative, --")
-    assert "Megatron-LM 23.08 computes no such network" in said
+    assert "Megatron-LM 23.08 does not support it" in said
 
 
 def test_types_stay_and_another_network_is_written_anew(tmp_path):
@@ -188,8 +188,8 @@ def test_logits_are_the_model_s_in_every_layout(form, sizes, split, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"feed_forward_proj": "tanh"}, 'feed_forward_proj "tanh": possible here: relu'),
-        ({"dense_act_fn": "silu"}, 'dense_act_fn "silu": only "gelu_new" can be expressed'),
+        ({"feed_forward_proj": "tanh"}, 'feed_forward_proj "tanh": supported: relu'),
+        ({"dense_act_fn": "silu"}, 'dense_act_fn "silu": only "gelu_new" is supported'),
         ({"relative_attention_num_buckets": 7}, "relative_attention_num_buckets 7: expected an"),
         ({"relative_attention_max_distance": 8}, "twice the max_distance 8"),
         ({"num_decoder_layers": 2}, "decoder.block.2.layer.0.SelfAttention.k.weight has no place"),

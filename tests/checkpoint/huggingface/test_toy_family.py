@@ -87,11 +87,11 @@ def test_what_it_does_not_say_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"block\.0\.think\.up\.weight is .* says \[13, 8\]"):
         HFReader(folder)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "gate": 2}))
-    with pytest.raises(CheckpointError, match="gate: not known here"):
+    with pytest.raises(CheckpointError, match="gate: not supported"):
         HFReader(folder)
 
 
 def test_without_its_line_it_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "FAMILIES", families.FAMILIES[:-1])
-    with pytest.raises(CheckpointError, match="model_type 'toy' is not known"):
+    with pytest.raises(CheckpointError, match="model_type 'toy' is not supported"):
         HFReader(folder)

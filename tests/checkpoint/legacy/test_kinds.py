@@ -181,7 +181,7 @@ def test_names_of_megatron_core(tmp_path, capsys, changes):
 
     rewrite(write(tmp_path, Form(tensor=2, stages=2, swiglu=True), model), to_core)
     assert_read(tmp_path, model, kinds={})
-    assert "of Megatron Core: only the weights are read" in capsys.readouterr().err
+    assert "written by Megatron Core: only the weights are read" in capsys.readouterr().err
 
 
 def test_the_first_version_s_keys(tmp_path):
