@@ -4,7 +4,7 @@
                      app, middleware, endpoint, openai_api,      run       engine
                      schema, megatron_api, chat, service
 
-The front is the web server. It holds the tokenizer and every limit, and imports no torch. Rank 0
-starts it with its `settings`. Only token ids pass between the two, over one socket: requests down,
-events up.
+The front is the web server. It holds the tokenizer and every limit, and does not import torch.
+Rank 0 starts it with its `settings`. The two exchange only token ids over one socket: requests go
+to rank 0, and events come back.
 """

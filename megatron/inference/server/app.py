@@ -1,4 +1,4 @@
-"""The ASGI application: which path is answered by whom, and the OpenAPI document that says so."""
+"""The ASGI application, with the route of every path, and its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.inference.server.openai_api import OpenAiApi
 from megatron.inference.server.schema import ChatRequest, CompletionRequest
 from megatron.inference.server.service import Service
 
-# The files of the page. It uses nothing from other places.
+# The files of the page, which loads nothing from other sites.
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/index.html": ("index.html", "text/html"),
@@ -49,17 +49,17 @@ _PAGE_HEADERS = {
 }
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _STATUSES = {
-    400: "a mistake in the request",
-    401: "no token, or a wrong one",
-    403: "asked under another host name than this machine's",
-    404: "no such model",
-    408: "the request did not arrive in time",
-    413: "the body is too large",
-    415: "the body is not application/json",
-    422: "more tokens than the model or the server takes",
-    429: "too many requests at a time",
-    503: "the engine does not run",
-    504: "the answer took too long",
+    400: "The request has a mistake.",
+    401: "The token is missing or wrong.",
+    403: "The Host header is not a name of this machine.",
+    404: "There is no such model.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    422: "The request has more tokens than the model or the server accepts.",
+    429: "Too many requests run or wait.",
+    503: "The engine has stopped.",
+    504: "The answer took too long.",
 }
 
 
@@ -67,16 +67,16 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
     """Return the application that answers every path.
 
     Args:
-        service: Tokenizer and engine.
+        service: The tokenizer and the engine.
         template: The model's chat template, or `None` if it has none.
-        metrics: Where requests are counted.
+        metrics: Metrics in which requests are counted.
     """
     settings = service.settings
     limits = settings.limits
     openai = OpenAiApi(service, template, metrics.first_token_seconds.observe)
     legacy = settings.legacy_status_codes
     api = Endpoint(MegatronApi(service).handle, limits, partial(megatron_error, legacy=legacy))
-    # Made when it is first asked for, because that takes longer than all other routes.
+    # Made on the first request for it, because that takes longer than all other routes.
     openapi = cache(
         lambda: document(needs_token=settings.token is not None, legacy_status_codes=legacy)
     )
@@ -126,7 +126,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = error.detail
     if error.status_code == 405:
-        reason = f"give {(error.headers or {}).get('Allow', '')}"
+        reason = f"use {(error.headers or {}).get('Allow', '')}"
     message = f"{request.method} {request.url.path}: {reason}"
     response = openai_error(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
@@ -155,12 +155,12 @@ def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
         content = {"application/json": {"schema": answer}}
         if "stream" in request.model_fields:
             content["text/event-stream"] = {"schema": {"type": "string"}}
-        responses = {"200": {"description": "the answer", "content": content}}
+        responses = {"200": {"description": "The answer.", "content": content}}
         for status, text in _STATUSES.items():
-            told = openai_error_schema if status in (401, 403) else error
+            schema = openai_error_schema if status in (401, 403) else error
             responses[str(status)] = {
                 "description": text,
-                "content": {"application/json": {"schema": told}},
+                "content": {"application/json": {"schema": schema}},
             }
         body = {"application/json": {"schema": schema_of(request)}}
         return {
@@ -171,7 +171,7 @@ def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
         }
 
     def plain(summary: str, kind: str = "application/json", **more: Any) -> dict[str, Any]:
-        answer = {"description": "the answer", "content": {kind: {"schema": {}}}}
+        answer = {"description": "The answer.", "content": {kind: {"schema": {}}}}
         return {"get": {"summary": summary, "responses": {"200": answer}, **more}}
 
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -179,10 +179,10 @@ def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
     if legacy_status_codes:
         more["description"] = "Most mistakes are answered with status 200 and a string."
     api = operation(
-        "Megatron-LM's API: whole texts",
+        "Generate whole texts with Megatron-LM's API",
         MegatronRequest,
         schema_of(MegatronAnswer),
-        {"type": "string", "description": "the message"},
+        {"type": "string", "description": "The error message."},
         **more,
     )
     any_object = {"type": "object"}
@@ -196,10 +196,10 @@ def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
             "/api": {"put": api, "post": api},
             "/v1/completions": {"post": completion},
             "/v1/chat/completions": {"post": chat},
-            "/v1/models": plain("The model that is served"),
-            "/v1/models/{name}": {**plain("The same, by its name"), "parameters": [name]},
-            "/health": plain("Whether the engine runs", security=[]),
-            "/metrics": plain("Figures for Prometheus", "text/plain"),
+            "/v1/models": plain("List the served model"),
+            "/v1/models/{name}": {**plain("Describe a model by its name"), "parameters": [name]},
+            "/health": plain("Report whether the engine runs", security=[]),
+            "/metrics": plain("Return metrics for Prometheus", "text/plain"),
         },
         "components": {
             "schemas": schemas,

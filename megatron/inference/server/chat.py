@@ -1,4 +1,4 @@
-"""A conversation as the one text that a chat model was trained on."""
+"""Chat templates, which turn a conversation into the text form that a chat model was trained on."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _generation_tag() -> type[Extension]:
-    """Return the tag `{% generation %}...{% endgeneration %}`, which marks what is trained on.
+    """Return the tag `{% generation %}...{% endgeneration %}`, which marks text to train on.
 
-    Here its content is only text.
+    When text is generated, the tag's content is treated as plain text.
     """
     from jinja2.ext import Extension
 
@@ -38,17 +38,17 @@ def _generation_tag() -> type[Extension]:
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face tokenizers have it, in a sandbox."""
+    """A Jinja template in the form of Hugging Face's tokenizers, run in a sandbox."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """Compile the template.
 
         Args:
-            source: The template.
-            special: Texts of bos_token, eos_token and the like.
+            source: Text of the template.
+            special: Texts of special tokens such as bos_token and eos_token, by name.
 
         Raises:
-            ConfigError: It is not a template.
+            ConfigError: The text is not a valid template.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
         from jinja2.ext import loopcontrols
@@ -69,14 +69,14 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template has a mistake in line {error.lineno}: {error}: fix it, or "
-                "give another one by --chat-template"
+                "give another one with --chat-template"
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a conversation, up to where the model's answer begins.
+        """Return the text of a conversation, up to the beginning of the model's answer.
 
         Args:
-            messages: With a role, content and perhaps a name.
+            messages: Messages with a role, content and perhaps a name.
 
         Raises:
             ApiError: The template refuses these messages.
@@ -110,7 +110,7 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
         tokenizer_model: File or folder of the tokenizer.
 
     Returns:
-        `None` if there is no template.
+        The template's text, or `None` if there is no template.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -130,7 +130,7 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
-    """Return bos_token and the like, as tokenizer_config.json beside the tokenizer has them."""
+    """Return special tokens such as bos_token from tokenizer_config.json beside the tokenizer."""
     folder = _folder(tokenizer_model)
     settings = {} if folder is None else _settings(folder)
     found = {}
@@ -156,7 +156,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read("the tokenizer's", path))
     except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}: fix the file") from error
     return value if isinstance(value, dict) else {}
 
 
@@ -165,7 +165,7 @@ def _read(what: str, path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_MAX_TEMPLATE + 1)
         if len(data) > _MAX_TEMPLATE:
-            raise ConfigError(f"{what} {path}: larger than {_MAX_TEMPLATE:,} bytes")
+            raise ConfigError(f"{what} {path} is larger than {_MAX_TEMPLATE:,} bytes")
         return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} cannot be read: {error}") from error

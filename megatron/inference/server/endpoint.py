@@ -1,4 +1,4 @@
-"""From an HTTP request to an answer: body, deadline, clients that leave, errors."""
+"""The handling of an HTTP request: its body, its deadline, clients that leave, and errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing_extensions import TypedDict  # pydantic asks for this one before Pyt
 
 from megatron.inference.server.settings import ServerLimits
 
-# A body that is a little too large is still read to its end, because clients that send everything
-# before they read would lose an earlier answer.
-_DRAINED = 16  # times the limit
+# A body of up to this many times the limit is still read to its end, because a client that sends
+# everything before it reads would lose an earlier answer.
+_DRAINED = 16
 _SERVER_FAULT = "internal server error; the server's log has the details"
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """A request that is not served, as its client sees it: an HTTP status and one sentence."""
+    """The refusal of a request as its client sees it: an HTTP status and one sentence."""
 
     def __init__(
         self, status: int, message: str, *, field: str | None = None, always: bool = True
@@ -36,8 +36,8 @@ class ApiError(Exception):
 
         Args:
             status: HTTP status code.
-            message: What is wrong and what to do about it.
-            field: Field of the request that is wrong.
+            message: Description of the problem and its remedy.
+            field: Name of the request's field that is wrong.
             always: Whether the status stays the same under `--legacy-status-codes`, which
                 otherwise makes it 200.
         """
@@ -49,11 +49,11 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection, so nobody is left to answer."""
+    """An error that says that the client has closed its connection."""
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong, in OpenAI's form."""
+    """The details of an error in OpenAI's form."""
 
     message: str
     type: str
@@ -88,12 +88,12 @@ def json_response(
 
 
 def openai_error(error: ApiError) -> Response:
-    """Return an error as OpenAI's clients read it."""
+    """Return a response with an error in OpenAI's form."""
     return json_response(error_body(error), error.status, _error_headers(error))
 
 
 def megatron_error(error: ApiError, *, legacy: bool) -> Response:
-    """Return an error as Megatron does: a JSON string, with its old status if `legacy`."""
+    """Return a response with an error in Megatron's form: a JSON string, status 200 if `legacy`."""
     status = error.status if error.always or not legacy else 200
     return json_response(error.message, status, _error_headers(error))
 
@@ -101,7 +101,7 @@ def megatron_error(error: ApiError, *, legacy: bool) -> Response:
 def _error_headers(error: ApiError) -> dict[str, str]:
     if error.status == 429:
         return {"Retry-After": "1"}
-    # The unread rest of a body must not be taken for the next request.
+    # Close the connection, because the unread rest of a body would be parsed as the next request.
     return {"Connection": "close"} if error.status in (408, 413) else {}
 
 
@@ -110,8 +110,9 @@ class Events:
     """A streamed answer.
 
     Attributes:
-        objects: JSON objects as they become ready.
-        close: Ends the work behind the answer. Called once, even if nothing was streamed.
+        objects: JSON objects, in the order in which they become ready.
+        close: Function that ends the work for the answer. It is called once, even if nothing was
+            streamed.
     """
 
     objects: AsyncGenerator[dict[str, Any], None]
@@ -126,9 +127,9 @@ class Endpoint:
     """An ASGI application that answers one kind of request.
 
     Attributes:
-        handle: Turns a body into an answer. Raises `ApiError` for requests it does not serve.
-        limits: What the server accepts.
-        show_error: Turns an error into this endpoint's response.
+        handle: Function that turns a body into an answer, or raises `ApiError`.
+        limits: Limits of the requests that the server accepts.
+        show_error: Function that turns an error into this endpoint's response.
     """
 
     handle: Handler
@@ -199,18 +200,18 @@ class Endpoint:
 
 
 async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
-    """Return the JSON object that a request carries.
+    """Return the JSON object in a request's body.
 
     Raises:
-        ApiError: 400 if there is no JSON object, 408 if it came too slowly, 413 if it is too
-            large, 415 for another content type.
+        ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
+            it is too large, and 415 if it has another content type.
         ClientGoneError: The client left in the meantime.
     """
-    # A web page of another site can post plain text here, but not JSON.
+    # Another site's web page can make a browser post plain text here, but not JSON.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
-            415, f"Content-Type is {kind or 'not given'}: send the header application/json"
+            415, f"Content-Type is {kind or 'missing'}: send the header with application/json"
         )
     try:
         async with asyncio.timeout(limits.read_seconds):
@@ -248,11 +249,11 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
-    """Do the work, but cancel it if the client leaves or time is up.
+    """Wait for the work, but cancel it if the client leaves or the deadline passes.
 
     Raises:
         ClientGoneError: The client left.
-        ApiError: 504 if time is up.
+        ApiError: The deadline has passed (504).
     """
 
     async def wait_for_disconnect() -> None:

@@ -2,8 +2,8 @@
 
     python -m megatron.inference.server.front CHANNEL LISTENER
 
-CHANNEL and LISTENER are file descriptors: of the socket to rank 0, whose first message is the
-settings, and of the bound socket that clients connect to. No torch is imported here.
+Both arguments are file descriptors. CHANNEL is the socket to rank 0, whose first message is the
+settings; LISTENER is the bound socket that clients connect to. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.tokenizer import build_tokenizer
 
 _CHUNK = 1 << 16
-_SPARE_FILES = 64  # descriptors that are not for clients
-_LAST_ANSWERS = 5  # seconds for requests that run when the server ends
+_SPARE_FILES = 64  # file descriptors that are not for clients
+_LAST_ANSWERS = 5  # seconds for requests that are running when the server ends
 
 
 def main() -> int:
@@ -49,9 +49,9 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     """
     reader, writer = await asyncio.open_connection(sock=channel)
     settings = await _receive_settings(reader)
-    if settings is None:  # rank 0 has ended before it had a model, and said why
+    if settings is None:  # rank 0 ended before it had loaded a model, and printed the reason
         return
-    # Every connection takes a file descriptor: have as many as needed, or fewer connections.
+    # Every connection needs a file descriptor: raise the limit, or accept fewer connections.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = settings.limits
     files = limits.connections + _SPARE_FILES
@@ -74,7 +74,7 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
 
 
 async def _receive_settings(reader: asyncio.StreamReader) -> FrontSettings | None:
-    """Return rank 0's first message. It sends no other before it is asked for something."""
+    """Return rank 0's first message, or `None` if it ends. It sends no other before a request."""
     unpacker = Unpacker[FrontSettings](FrontSettings)
     while data := await reader.read(_CHUNK):
         for message in unpacker.feed(data):
@@ -104,10 +104,10 @@ def _configure(settings: FrontSettings, engine: EngineClient) -> uvicorn.Config:
 
 
 def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
-    """Return uvicorn's `http=` class, which closes connections that send no request in time.
+    """Return a class for uvicorn's `http=` that closes connections that send no request in time.
 
-    uvicorn itself waits for headers forever, and any byte stops its keep-alive timer, so a few
-    clients that send a byte a minute would hold all connections.
+    uvicorn itself waits for headers forever, and any byte stops its keep-alive timer, so clients
+    that send a byte a minute could hold all connections.
     """
 
     class TimelyProtocol(H11Protocol):

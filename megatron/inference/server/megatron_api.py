@@ -1,4 +1,4 @@
-"""`PUT /api` as Megatron-LM serves it: its fields, its rules in its order, and its very messages.
+"""`PUT /api` as Megatron-LM serves it, with the same fields, order of rules and messages.
 
 Three rules are stricter than Megatron's own: true and false are not integers, every prompt must be
 a string, and the length penalty has bounds.
@@ -33,43 +33,45 @@ class MegatronRequest(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
-    """texts to continue"""
+    """Texts to continue."""
     tokens_to_generate: int = Field(64, ge=0)
-    """largest number of new tokens; 0 with logprobs scores the prompts"""
+    """Largest number of new tokens. 0 with logprobs only scores the prompts."""
     logprobs: bool = False
-    """return the log probability of every token, the prompt's too"""
+    """Return the log probability of every token, including the prompt's."""
     temperature: float = Field(1.0, gt=0, le=_MAX_TEMPERATURE)
-    """divide the scores by this before sampling"""
+    """Divide the scores by this number before sampling."""
     top_k: int = Field(0, ge=0, le=_MAX_TOP_K)
-    """sample from the k most likely tokens; 1: greedy; 0: all"""
+    """Sample from the k most likely tokens. 1 is greedy; 0 disables the limit."""
     top_p: float = 0.0
-    """sample from the most likely tokens that together have this probability; 0: all"""
+    """Sample from the most likely tokens that together have this probability. 0 disables the
+    limit."""
     top_p_decay: float = 0.0
-    """multiply top_p by this after each token; 0: keep it"""
+    """Multiply top_p by this factor after each token. 0 keeps it constant."""
     top_p_bound: float = 0.0
-    """top_p does not decay below this"""
+    """Value below which top_p does not decay."""
     add_BOS: bool = False  # noqa: N815
-    """put the end-of-document token before each prompt"""
+    """Put the end-of-document token before each prompt."""
     stop_on_double_eol: bool = False
-    """end an answer after an empty line"""
+    """End an answer after an empty line."""
     stop_on_eol: bool = False
-    """end an answer after a line"""
+    """End an answer after a line."""
     prevent_newline_after_colon: bool = False
-    """never choose a new line right after a colon"""
+    """Never choose a new line right after a colon."""
     random_seed: int = Field(-1, ge=0)
-    """the same seed gives the same answers"""
+    """Seed of the random draws. The same seed gives the same answers."""
     no_log: bool = False
-    """do not write this request to the server's log"""
+    """Do not write this request to the server's log."""
     beam_width: int | None = Field(None, ge=1)
-    """search for this many best answers instead of sampling"""
+    """Search for this many best answers instead of sampling."""
     stop_token: int = 50256
-    """with beam search: ends an answer; default: the tokenizer's end of document"""
+    """Token that ends an answer of a beam search. The default is the tokenizer's end of
+    document."""
     length_penalty: float = Field(1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY)
-    """with beam search: a score is divided by the length to this power"""
+    """Power of the length by which a beam search divides its scores."""
 
 
 class MegatronAnswer(TypedDict, total=False):
-    """The answer of `PUT /api`. A beam search has scores in the place of logprobs."""
+    """The answer of `PUT /api`. A beam search has scores instead of logprobs."""
 
     text: list[str]
     segments: list[list[str]]
@@ -86,7 +88,7 @@ def _is(kind: type) -> Holds:
     return lambda value, _: type(value) is kind
 
 
-# Each field's rules with Megatron's messages, in the order in which Megatron asks them.
+# Each field's rules with Megatron's messages, in the order in which Megatron checks them.
 _RULES: dict[str, tuple[tuple[Holds, str], ...]] = {
     "prompts": (
         (
@@ -159,7 +161,7 @@ _RULES: dict[str, tuple[tuple[Holds, str], ...]] = {
         ),
     ),
 }
-# Rules that are asked of defaults too, after a field's own.
+# Rules that are also checked for defaults, after a field's own rules.
 _RULES_OF_DEFAULTS: dict[str, tuple[Holds, str]] = {
     "logprobs": (
         lambda v, seen: v or seen["tokens_to_generate"] > 0,
@@ -171,7 +173,7 @@ _RULES_OF_DEFAULTS: dict[str, tuple[Holds, str]] = {
     ),
 }
 
-# (name, whether it must be present, message), asked before anything else.
+# (name, whether it must be present, message), checked before anything else.
 _NAMES = (
     ("prompts", True, "prompts argument required"),
     ("max_len", False, "max_len is no longer used.  Replace with tokens_to_generate"),
@@ -180,13 +182,13 @@ _NAMES = (
 
 
 def read_contract(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every field's value. Fields that Megatron does not know are ignored, as it does.
+    """Return every field's value, ignoring fields that Megatron does not know, as it does.
 
     Raises:
-        ApiError: The first rule that does not hold.
+        ApiError: A rule does not hold. The message is that of the first such rule.
     """
-    for name, wanted, message in _NAMES:
-        if (name in body) != wanted:
+    for name, is_required, message in _NAMES:
+        if (name in body) != is_required:
             raise ApiError(400, message, field=name)
     values = {name: field.default for name, field in MegatronRequest.model_fields.items()}
     values |= {name: body[name] for name in values if name in body}
@@ -200,19 +202,19 @@ def read_contract(body: Mapping[str, Any]) -> dict[str, Any]:
             rules = (*rules, _RULES_OF_DEFAULTS[name])
         for holds, message in rules:
             if not holds(values[name], values):
-                # Megatron answers mistakes in the prompts with 400 in either case.
+                # Megatron always answers mistakes in the prompts with 400.
                 raise ApiError(400, message, field=name, always=name == "prompts")
     return values
 
 
 class MegatronApi:
-    """Answers to `PUT /api`: whole texts, prompts included, never streamed."""
+    """The handler of `PUT /api`, which returns whole texts, prompts included, never streamed."""
 
     def __init__(self, service: Service) -> None:
-        """Look up the tokens that end lines.
+        """Look up the tokens for the end of a line and a colon.
 
         Args:
-            service: Tokenizer and engine.
+            service: The tokenizer and the engine.
         """
         self._service = service
         self._newline = _single_token(service.tokenizer, "\n")
@@ -223,7 +225,7 @@ class MegatronApi:
         """Return {text, segments, logprobs}, or for a beam search {text, segments, scores}.
 
         Raises:
-            ApiError: With Megatron's message.
+            ApiError: The request has a mistake. The message is Megatron's.
         """
         service = self._service
         values = read_contract(body)
@@ -234,7 +236,7 @@ class MegatronApi:
         if not values["no_log"]:
             logger.info("/api %.2000s", dict(body))
         start = service.begun(()) if values["add_BOS"] else ()
-        # The tokenizer may keep nothing of a text, which then counts as empty.
+        # A tokenizer may give no tokens for a text, which then counts as empty.
         prompts = [service.begun(start + await service.tokenize(t)) for t in values["prompts"]]
         self._check_length(prompts, values)
         banned: tuple[tuple[int, int], ...] = ()
@@ -295,11 +297,11 @@ class MegatronApi:
         with stack:
             rows = await asyncio.gather(*(self._row(answer) for answer in answers))
         texts, segments, logprobs = zip(*rows, strict=True)
-        told = list(logprobs) if values["logprobs"] else None
-        return {"text": list(texts), "segments": list(segments), "logprobs": told}
+        scores = list(logprobs) if values["logprobs"] else None
+        return {"text": list(texts), "segments": list(segments), "logprobs": scores}
 
     async def _row(self, answer: TextAnswer) -> tuple[str, list[str], list[float]]:
-        """Return text, segments and log probabilities of one prompt with its answer."""
+        """Return the text, segments and log probabilities of one prompt with its answer."""
         tokens = [token async for piece in answer.pieces() for token in piece.tokens]
         ids = [*answer.prompt_ids, *(token.id for token in tokens)]
         text, segments = await asyncio.to_thread(_spell, self._service.tokenizer, ids)
@@ -329,7 +331,7 @@ class MegatronApi:
             tokens = [token async for piece in answer.pieces() for token in piece.tokens]
         assert answer.finished is not None
         beams = answer.finished.beams
-        if not beams:  # a search of width 1 is greedy decoding; score it as the engine does beams
+        if not beams:  # a search of width 1 is greedy decoding, scored here as the engine would
             logprobs = tuple(token.logprob or 0.0 for token in tokens)
             score = sum(logprobs) / max(1, len(logprobs)) ** sampling.length_penalty
             beams = (Beam(tuple(token.id for token in tokens), score, logprobs),)
@@ -345,9 +347,9 @@ class MegatronApi:
 
 
 def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
-    """Return the id that stands for exactly this text, if there is one.
+    """Return the id of the token with exactly this text, if there is one.
 
-    In GPT-2's vocabulary the end of a line is 198 and that of two lines 628.
+    In GPT-2's vocabulary the end of a line is token 198, and the end of two lines 628.
     """
     ids = tokenizer.tokenize_open(text)
     return frozenset(token for token in ids[-1:] if tokenizer.detokenize([token]) == text)

@@ -1,4 +1,4 @@
-"""What every request passes: access control, and figures for Prometheus."""
+"""The layers that every request passes: access control, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.inference.server.endpoint import ApiError, error_body, json_respon
 from megatron.inference.server.service import EngineClient
 from megatron.inference.server.settings import LOOPBACK
 
-# Open to all: whether the server runs, and the page, which holds no secret and asks for the token.
+# Open to all: the health check, and the page, which holds no secret and asks for the token.
 OPEN_PATHS = frozenset({"/health", "/", "/index.html", "/page.css", "/page.js", "/favicon.svg"})
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -24,8 +24,8 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 class Guard:
     """Access control: `Authorization: Bearer TOKEN`, or without a token a local Host header.
 
-    A page of another site can make its own host name point here (DNS rebinding), but then it sends
-    that name.
+    Another site's page can make its own host name point here (DNS rebinding), but then the Host
+    header has that name.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -33,7 +33,7 @@ class Guard:
 
         Args:
             app: The application.
-            token: What clients must send. `None` lets in clients of this machine only.
+            token: Token that clients must send. `None` admits only clients on this machine.
         """
         self._app = app
         self._token = token
@@ -58,9 +58,11 @@ class Guard:
             name = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
             if name in LOOPBACK:
                 return None
-            return ApiError(403, f"the Host header is {host!r}: this server answers localhost only")
+            return ApiError(
+                403, f"the Host header is {host!r}: this server only answers requests to localhost"
+            )
         scheme, _, given = connection.headers.get("authorization", "").partition(" ")
-        # In constant time, so that the delay of an answer does not tell how much is right.
+        # Compare in constant time, so that the delay does not reveal how much of a guess is right.
         is_right = hmac.compare_digest(given.strip().encode(), self._token.encode())
         if connection.url.path in OPEN_PATHS or (is_right and scheme.lower() == "bearer"):
             return None
@@ -72,13 +74,13 @@ class Guard:
 
 
 class Metrics(Collector):
-    """Everything that is counted, in a registry of its own. docs/generation.md explains it."""
+    """The server's metrics, in a registry of their own. docs/generation.md lists them."""
 
     def __init__(self, engine: EngineClient) -> None:
         """Start at zero.
 
         Args:
-            engine: Has figures of its own.
+            engine: Client of the engine, which has statistics of its own.
         """
         self._engine = engine
         self._registry = CollectorRegistry()
@@ -91,39 +93,45 @@ class Metrics(Collector):
         )
         self.seconds = Histogram(
             "megatron_http_request_seconds",
-            "From a request's headers to the end of its answer.",
+            "Time from a request's headers to the end of its answer.",
             ("path",),
             buckets=_SECONDS,
             registry=self._registry,
         )
         self.first_token_seconds = Histogram(
             "megatron_first_token_seconds",
-            "From a request to its first text.",
+            "Time from a request to its first text.",
             buckets=_SECONDS,
             registry=self._registry,
         )
 
     def text(self) -> bytes:
-        """Return all figures in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures of the engine and its queue at this moment."""
+        """Yield the present metrics of the engine and its queue."""
         stats = self._engine.stats
         gauges = {
             "megatron_sequences": ("Sequences that run or wait.", self._engine.active),
             "megatron_sequences_running": ("Sequences in the batch.", stats.running),
             "megatron_sequences_waiting": ("Sequences that wait for a place.", stats.waiting),
             "megatron_cache_blocks": ("Blocks of the key-value cache.", stats.blocks),
-            "megatron_cache_blocks_used": ("Of these by running sequences.", stats.blocks_used),
+            "megatron_cache_blocks_used": (
+                "Blocks of the key-value cache in use.",
+                stats.blocks_used,
+            ),
             "megatron_engine_up": ("Whether the engine runs.", int(self._engine.alive)),
         }
         counters = {
             "megatron_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
-            "megatron_cached_tokens": ("Of these found in the cache.", stats.cached_tokens),
+            "megatron_cached_tokens": (
+                "Tokens of prompts found in the cache.",
+                stats.cached_tokens,
+            ),
             "megatron_new_tokens": ("Tokens generated.", stats.new_tokens),
             "megatron_preemptions": (
-                "Sequences computed again for want of cache.",
+                "Sequences computed again because the cache was full.",
                 stats.preempted,
             ),
         }
@@ -134,16 +142,16 @@ class Metrics(Collector):
 
 
 class Measured:
-    """Counts and times the requests to an application."""
+    """A wrapper that counts and times an application's requests."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         """Wrap an application.
 
         Args:
             app: The application.
-            metrics: Where to count.
-            paths: Paths with a label of their own. Others are "other", because anybody can invent
-                one.
+            metrics: Metrics to record to.
+            paths: Paths with a label of their own. All others count as "other", because clients can
+                request any path.
         """
         self._app = app
         self._metrics = metrics

@@ -35,16 +35,16 @@ Choice = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """The shape of an endpoint's answers.
+    """The form of an endpoint's answers.
 
     Attributes:
-        prefix: Beginning of ids.
-        whole: `object` of an answer.
-        part: `object` of a streamed bit.
-        choice: Returns a whole answer without its index. Takes the piece, and whether to report
-            log probabilities.
-        delta: Returns a bit of a streamed answer, likewise.
-        first: What a stream begins with, before any text.
+        prefix: Prefix of the answers' ids.
+        whole: Value of `object` in a whole answer.
+        part: Value of `object` in a chunk of a streamed answer.
+        choice: Function that returns a whole answer without its index. It takes the piece, and
+            whether to report log probabilities.
+        delta: Function that returns a chunk of a streamed answer. It takes the same arguments.
+        first: Chunk with which a stream begins, before any text.
     """
 
     prefix: str
@@ -56,7 +56,7 @@ class ResponseForm:
 
 
 def _completion(piece: TextPiece, logprobs: bool) -> Choice:
-    """Return text, and the tokens in four lists."""
+    """Return the text, and its tokens in four lists."""
     if not logprobs:
         return {"text": piece.text, "logprobs": None}
     lists = {
@@ -69,20 +69,20 @@ def _completion(piece: TextPiece, logprobs: bool) -> Choice:
 
 
 def _message(piece: TextPiece, logprobs: bool) -> Choice:
-    """Return a message, and a list of tokens."""
+    """Return a message, and the list of its tokens."""
     message = {"role": "assistant", "content": piece.text, "refusal": None}
     return {"message": message, "logprobs": _token_objects(piece.tokens) if logprobs else None}
 
 
 def _message_delta(piece: TextPiece, logprobs: bool) -> Choice:
-    """Return more text of a message, and a list of tokens."""
+    """Return the next part of a message, and the list of its tokens."""
     delta = {"content": piece.text} if piece.text else {}
     return {"delta": delta, "logprobs": _token_objects(piece.tokens) if logprobs else None}
 
 
 def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
     def one(text: str, logprob: float | None) -> dict[str, Any]:
-        # The bytes of a partial character cannot be found from its text.
+        # A partial character's text does not reveal its bytes.
         known = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": known}
 
@@ -107,7 +107,7 @@ _CHAT = ResponseForm(
 
 
 class OpenAiApi:
-    """Both endpoints over one service."""
+    """The handlers of OpenAI's endpoints, which share one service."""
 
     def __init__(
         self,
@@ -118,9 +118,10 @@ class OpenAiApi:
         """Join the parts.
 
         Args:
-            service: Tokenizer and engine.
+            service: The tokenizer and the engine.
             template: The model's chat template, or `None` if it has none.
-            observe_first: Called with the seconds from a request to its first text.
+            observe_first: Function that is called with the seconds from a request to its first
+                text.
         """
         self._service = service
         self._template = template
@@ -151,7 +152,7 @@ class OpenAiApi:
         """Return the answer to `GET /v1/models/NAME`.
 
         Raises:
-            ApiError: 404 if there is no such model.
+            ApiError: There is no such model (404).
         """
         self._check_model(name)
         settings = self._service.settings
@@ -174,10 +175,11 @@ class OpenAiApi:
     ) -> list[tuple[int, ...]]:
         """Return the token ids of every prompt.
 
-        An empty text becomes the end-of-document token, which texts begin after.
+        An empty text becomes the end-of-document token, after which texts begin.
 
         Raises:
-            ApiError: 400 if there are too few or too many prompts, or ids outside the vocabulary.
+            ApiError: There are too few or too many prompts, or an id is outside the vocabulary
+                (400).
         """
         is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         given: list[Any] = [prompt] if is_single else list(prompt)
@@ -203,7 +205,7 @@ class OpenAiApi:
         """Return the token ids of a conversation.
 
         Raises:
-            ApiError: 400 if the model has no template, or the template refuses the messages.
+            ApiError: The model has no template, or the template refuses the messages (400).
         """
         if self._template is None:
             raise ApiError(
@@ -216,7 +218,9 @@ class OpenAiApi:
         ids = await self._service.tokenize(text, spelled=True)
         if not ids:
             raise ApiError(
-                400, "the chat template makes no text of these messages", field="messages"
+                400,
+                "messages: the chat template turns them into an empty text: add some content",
+                field="messages",
             )
         return ids
 
@@ -226,26 +230,29 @@ class OpenAiApi:
         """Return n sequences for each prompt, in the order of OpenAI's `choices`.
 
         Raises:
-            ApiError: 400 or 422 if the request is over the limits.
+            ApiError: The request is over the limits (400 or 422).
         """
         service, copies = self._service, request.n
         if len(prompts) * copies > MAX_PROMPTS:
             raise ApiError(
-                400, f"{len(prompts)} prompts times n {copies}: at most {MAX_PROMPTS}", field="n"
+                400,
+                f"{len(prompts)} prompts times n {copies} is more than {MAX_PROMPTS} answers: "
+                "lower n, or send fewer prompts",
+                field="n",
             )
         longest = max(len(prompt) for prompt in prompts)
         if longest + new_tokens > service.max_length:
             raise ApiError(
                 422,
-                f"the prompt has {longest} tokens and up to {new_tokens} new ones are asked for, "
-                f"but together they must fit in the model's {service.max_length}: shorten the "
-                "prompt or ask for fewer",
+                f"the prompt has {longest} tokens and max_tokens is {new_tokens}, but together they "
+                f"must fit in the model's {service.max_length}: shorten the prompt or lower "
+                "max_tokens",
                 field="max_tokens",
             )
         service.check_total(prompts, new_tokens, copies)
         defaults = service.settings.defaults
         top_k, top_p = defaults.choose(request.top_k, request.top_p)
-        if request.top_p == 0:  # OpenAI's clients mean the smallest possible set; our 0 means all
+        if request.top_p == 0:  # for OpenAI 0 is the smallest possible set; our 0 is no limit
             top_k = 1
         temperature = request.temperature
         sampling = Sampling(
@@ -327,21 +334,21 @@ class OpenAiApi:
     def _sources(
         self, request: OpenAiRequest, answers: Sequence[TextAnswer], started: float
     ) -> list[AsyncGenerator[TextPiece, None]]:
-        """Return the pieces of every choice, the echoed prompt first. No piece is empty."""
+        """Return the pieces of every choice, beginning with an echoed prompt. No piece is empty."""
         is_first = True
 
         async def pieces(answer: TextAnswer) -> AsyncGenerator[TextPiece, None]:
             nonlocal is_first
-            offset, told = 0, not request.echoes
+            offset, echoed = 0, not request.echoes
             if request.echoes:
                 prompt = self._service.tokenizer.detokenize(answer.prompt_ids)
                 offset = len(prompt)
                 if request.tops is None:
-                    told = True
+                    echoed = True
                     yield TextPiece(prompt, ())
             async for piece in answer.pieces():
-                if not told:
-                    told = True
+                if not echoed:
+                    echoed = True
                     assert answer.prompt is not None
                     spelled = await asyncio.to_thread(
                         spell_prompt, self._service.tokenizer, answer.prompt_ids, answer.prompt
@@ -366,7 +373,7 @@ async def _joined(pieces: AsyncGenerator[TextPiece, None]) -> TextPiece:
 async def _merged(
     sources: Sequence[AsyncGenerator[TextPiece, None]],
 ) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
-    """Yield (index, piece) as they come, and (index, None) at the end of each source."""
+    """Yield (index, piece) as pieces arrive, and (index, None) at the end of each source."""
     if len(sources) == 1:
         async for piece in sources[0]:
             yield 0, piece
@@ -398,7 +405,7 @@ async def _merged(
 
 
 def _usage(answers: Sequence[TextAnswer], copies: int) -> dict[str, Any]:
-    """Return token counts. Each prompt counts once, however many answers it has."""
+    """Return the token counts. Each prompt counts once, however many answers it has."""
     prompts = sum(len(answer.prompt_ids) for answer in answers[::copies])
     new = sum(answer.new_tokens for answer in answers)
     cached = sum(answer.finished.cached_tokens for answer in answers[::copies] if answer.finished)

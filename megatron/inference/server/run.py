@@ -1,4 +1,4 @@
-"""The text generation server, every rank of it: from a command line to its end."""
+"""The text generation server on every rank, from its command line to its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MIN_TOKEN = 16  # characters
 _BACKLOG = 2048  # connections that wait to be accepted
-_LEAVE = 15.0  # seconds that the web server has for its last answers
+_LEAVE = 15.0  # seconds that the web server has to finish its last answers
 _CHUNK = 1 << 16
 
 
@@ -77,8 +77,8 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
 
         if listener is None:
             _, engine = load()
-            # Rank 0 hears the signals and ends the others. A rank that left first would strand
-            # them.
+            # Rank 0 handles the signals and ends the others. If another rank ended first, the rest
+            # would wait for it forever.
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             serve(engine, None, layout.world, device=device.torch_device)
@@ -88,11 +88,11 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             loaded, engine = load()
             settings = _settings(server, loaded, engine, token, template)
             say(_panel(settings, url, engine_rows(loaded, engine, device)))
-            with suppress(BrokenPipeError):  # it has died, which shows when we read
+            with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice
                 connection.sendall(pack(FrontSettings, settings))
             with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:
-                # They end the server on all ranks, between two steps. They stay in place while
-                # the web server ends, so that a second Ctrl-C does not leave it behind.
+                # The signals end the server on all ranks, between two steps. The handlers stay in
+                # place while the web server ends, so that a second Ctrl-C does not leave it behind.
                 for number in _SIGNALS:
                     signal.signal(number, lambda *_: inbox.shut_down())
                 serve(engine, inbox, layout.world, device=device.torch_device)
@@ -121,7 +121,7 @@ def _settings(
     folder = Path(loaded.config.checkpoint.load)
     longest = server.out_seq_length or engine.limits.max_length
     real = folder.resolve()
-    # `demo` for runs/demo/checkpoints.
+    # The model of runs/demo/checkpoints is called `demo`.
     name = real.parent.name if real.name.startswith("checkpoint") else real.name
     return FrontSettings(
         model=server.served_model_name or name,
@@ -143,14 +143,14 @@ def _settings(
 
 
 def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a turn by an imported chat model's generation_config.json."""
+    """Return the tokens that end a turn, from an imported chat model's generation_config.json."""
     path = folder / COMPANION_FOLDER / GENERATION_CONFIG
     if not path.is_file():
         return ()
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError):
-        return ()  # the import has checked the parts of it that matter
+        return ()  # the import has already checked the parts that matter
     tokens = value if isinstance(value, list) else [value]
     return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)
 
@@ -161,8 +161,8 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str
         ("page", f"{url}/"),
         ("command line", f"python tools/text_generation_cli.py {address}"),
         ("OpenAI clients", f"base URL {url}/v1, model {settings.model}"),
-        ("access", "with the token" if settings.token else "from this machine, without a token"),
-        ("chat", "with a template" if settings.chat_template else "no chat template"),
+        ("access", "token required" if settings.token else "this machine only, no token required"),
+        ("chat", "available" if settings.chat_template else "not available (no chat template)"),
         ("longest text", f"{settings.engine.max_length:,} tokens"),
         *engine,
     ]
@@ -170,7 +170,7 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str
 
 
 def find_token(server: ServerConfig) -> str | None:
-    """Return the token that clients must send, or `None` if only this machine's can reach us.
+    """Return the token that clients must send, or `None` if only this machine can connect.
 
     Raises:
         ConfigError: The token is missing, cannot be read or is easy to guess.
@@ -196,10 +196,10 @@ def find_token(server: ServerConfig) -> str | None:
 
 
 def take_address(server: ServerConfig) -> socket.socket:
-    """Return the socket that clients will connect to, bound so that nobody else has it.
+    """Return the socket that clients will connect to, bound and listening.
 
     Raises:
-        ConfigError: The address is in use, or not this machine's.
+        ConfigError: The address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -222,7 +222,7 @@ def take_address(server: ServerConfig) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return where a browser finds the server."""
+    """Return the URL at which a browser finds the server."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = socket.gethostname()
@@ -233,16 +233,16 @@ def url_of(listener: socket.socket) -> str:
 def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     """Run the web server's process during the block.
 
-    It starts while the model is loaded, and waits for its settings as its first message.
+    It starts up while the model is loaded, and waits for its settings as the first message.
 
     Args:
-        listener: Bound socket that clients connect to. It is handed over.
+        listener: Bound socket that clients connect to. The process takes it over.
 
     Yields:
         The socket to the process. Closing it ends the process.
 
     Raises:
-        UserError: The process ended by itself, with an error that it has shown.
+        UserError: The process failed, after it printed the error.
     """
     ours, theirs = socket.socketpair()
     with listener, theirs:
@@ -252,7 +252,7 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
             [sys.executable, "-m", "megatron.inference.server.front", *words],
             pass_fds=handed,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us; the web server ends when we do
+            start_new_session=True,  # only rank 0 gets Ctrl-C; the web server ends when it does
         )
     try:
         yield ours
@@ -264,13 +264,13 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
             process.kill()
             code = process.wait()
     if code:
-        raise UserError(f"the web server ended with code {code}: its message is above")
+        raise UserError(f"the web server failed with exit code {code}: its message is above")
 
 
 class SocketInbox:
-    """The `worker.Inbox` of a server. Two threads do the waiting, so that the engine never does.
+    """The `worker.Inbox` of a server. Two threads wait for the socket, so the engine never does.
 
-    When the web server ends, for whatever reason, that is a command to shut down.
+    If the web server ends for any reason, the inbox returns a command to shut down.
     """
 
     def __init__(self, connection: socket.socket, stats: Callable[[], Stats]) -> None:
@@ -278,7 +278,7 @@ class SocketInbox:
 
         Args:
             connection: Socket to the web server. `close` closes it.
-            stats: Returns what the engine is doing, which is sent along with events.
+            stats: Function that returns the engine's statistics, which are sent with events.
         """
         self._connection = connection
         self._stats = stats
@@ -306,15 +306,15 @@ class SocketInbox:
             return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """Hand events on, with the statistics after them."""
+        """Send events to the web server, with the engine's present statistics."""
         self._reports.put(Report.of(events, self._stats()))
 
     def shut_down(self) -> None:
-        """Act as if the web server were gone."""
+        """Queue the command to shut down."""
         self._commands.put(Shutdown())
 
     def close(self) -> None:
-        """Send what is left, and close."""
+        """Send the remaining events, and close the socket."""
         self._reports.put(None)
         self._threads[1].join(timeout=5.0)
         self._connection.close()
@@ -326,7 +326,7 @@ class SocketInbox:
                 for command in unpacker.feed(data):
                     self._commands.put(command)
         except (OSError, MessageError, RequestError):
-            pass  # our web server sends no such thing: it has gone wrong, and is as good as gone
+            pass  # the web server is gone, or is broken, because it never sends bad messages
         self._commands.put(Shutdown())
 
     def _transmit(self) -> None:
@@ -335,4 +335,4 @@ class SocketInbox:
                 self._connection.sendall(pack(Report, report))
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the web server is gone: `_receive` says so
+            pass  # the web server is gone; `_receive` shuts down

@@ -1,4 +1,4 @@
-"""Schemas of OpenAI's requests, from which mistakes are told and the OpenAPI document is made."""
+"""Schemas of OpenAI's requests, which check requests and describe them in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 256  # characters
 _MAX_TOP_LOGPROBS = 20
 _DEFAULT_NEW_TOKENS = 16  # OpenAI's default for completions
-_SHOWN = 64  # characters of a field name that a client made up
+_SHOWN = 64  # number of characters to quote from an unknown field name
 
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
 _Prompt = Annotated[
@@ -44,7 +44,7 @@ class StreamOptions(_Schema):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    """end the stream with token counts"""
+    """End the stream with token counts."""
 
 
 class TextPart(_Schema):
@@ -75,28 +75,28 @@ class OpenAiRequest(_Schema):
     """Fields that both endpoints have."""
 
     model: str | None = None
-    """name of the model, as in /v1/models; default: the one being served"""
+    """Name of the model, as in /v1/models. The default is the served model."""
     n: int = Field(1, ge=1, le=MAX_PROMPTS)
-    """number of answers to each prompt"""
+    """Number of answers to each prompt."""
     temperature: float | None = Field(None, ge=0, le=100)
-    """divide the scores by this before sampling; 0 always takes the most likely token"""
+    """Divide the scores by this number before sampling. 0 always takes the most likely token."""
     top_p: float | None = Field(None, ge=0, le=1)
-    """sample from the most likely tokens that together have this probability; 1: all; 0: only the
-    most likely"""
+    """Sample from the most likely tokens that together have this probability. 1 disables the limit;
+    0 takes the most likely token."""
     top_k: int | None = Field(None, ge=0, le=1000)
-    """sample from the k most likely tokens; 0: all (not in OpenAI's API)"""
+    """Sample from the k most likely tokens. 0 disables the limit. Not in OpenAI's API."""
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    """weaken the scores of tokens that have occurred; 1: off (not in OpenAI's API)"""
+    """Weaken the scores of tokens that have occurred. 1 disables it. Not in OpenAI's API."""
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
-    """the same seed gives the same answers"""
+    """Seed of the random draws. The same seed gives the same answers."""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] = []
-    """texts that end an answer and are not part of it"""
+    """Texts that end an answer and are not part of it."""
     stream: bool = False
-    """send the answer as server-sent events, bit by bit"""
+    """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
-    """options of a stream"""
+    """Options of a streamed answer."""
     user: str | None = None
-    """who asks; not used"""
+    """Name of the user. It has no effect."""
 
     @model_validator(mode="after")
     def _check_stream(self) -> OpenAiRequest:
@@ -106,7 +106,7 @@ class OpenAiRequest(_Schema):
 
     @property
     def tops(self) -> int | None:
-        """Number of most likely tokens to report with each; `None`: no log probabilities."""
+        """Number of most likely tokens to report with each, `None` without log probabilities."""
         raise NotImplementedError
 
     @property
@@ -129,17 +129,17 @@ class CompletionRequest(OpenAiRequest):
     """The body of `POST /v1/completions`."""
 
     prompt: _Prompt
-    """a text, several texts, or the token ids of either"""
+    """A text, several texts, or the token ids of either."""
     max_tokens: int = Field(_DEFAULT_NEW_TOKENS, ge=0)
-    """largest number of new tokens of an answer"""
+    """Largest number of new tokens in an answer."""
     logprobs: int | None = Field(None, ge=0, le=_MAX_TOP_LOGPROBS)
-    """return the log probability of each token and of this many most likely ones"""
+    """Return the log probability of each token and of this many most likely tokens."""
     echo: bool = False
-    """put the prompt before the answer"""
+    """Put the prompt before the answer."""
 
     @property
     def tops(self) -> int | None:
-        """Number of most likely tokens to report with each; `None`: no log probabilities."""
+        """Number of most likely tokens to report with each, `None` without log probabilities."""
         return self.logprobs
 
     @property
@@ -159,19 +159,19 @@ class ChatRequest(OpenAiRequest):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
-    """the conversation so far"""
+    """The conversation so far."""
     max_tokens: int | None = Field(None, ge=1)
-    """largest number of new tokens of an answer; default: all that fit"""
+    """Largest number of new tokens in an answer. The default is as many as fit."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """the same; has precedence over max_tokens"""
+    """Newer name of max_tokens, over which it has precedence."""
     logprobs: bool = False
-    """return the log probability of each token"""
+    """Return the log probability of each token."""
     top_logprobs: int = Field(0, ge=0, le=_MAX_TOP_LOGPROBS)
-    """with logprobs: also return this many most likely tokens"""
+    """Return this many most likely tokens with each token. It requires logprobs."""
 
     @property
     def tops(self) -> int | None:
-        """Number of most likely tokens to report with each; `None`: no log probabilities."""
+        """Number of most likely tokens to report with each, `None` without log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
@@ -181,7 +181,7 @@ class ChatRequest(OpenAiRequest):
         return self
 
 
-# What is said about fields whose value has more than one form.
+# Messages about fields whose value has more than one form.
 _FORMS = {
     "prompt": "prompt: give a text, a list of texts, a list of token ids, or a list of such lists",
     "messages": 'messages: give a list of objects like {"role": "user", "content": "text"}; '
@@ -198,20 +198,20 @@ _TYPES = {
 }
 
 
-_NO_FUNCTIONS = "functions are not called: omit it"
-_TEXT_ONLY = "the model answers in text only"
-_NO_SETTING = "there is no such setting: omit it"
-_NOT_KEPT = "nothing is kept: omit it"
-# Fields of OpenAI's that are refused: the reason, and values that ask for nothing and so pass.
+_NO_FUNCTIONS = "the model cannot call functions: omit it"
+_TEXT_ONLY = "the model answers in text only: omit it"
+_NO_SETTING = "the model has no such setting: omit it"
+_NOT_KEPT = "the server does not store requests: omit it"
+# OpenAI's fields that are refused: the reason, and values that have no effect and are accepted.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
     "presence_penalty": ("use repetition_penalty", (0, 0.0)),
-    "logit_bias": ("scores cannot be shifted: omit it", ({},)),
+    "logit_bias": ("the server cannot change single tokens' scores: omit it", ({},)),
 }
 _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] = {
     CompletionRequest: {
         **_REFUSED,
-        "best_of": ("ask for n answers and choose among them", (1,)),
+        "best_of": ("request n answers and choose among them", (1,)),
         "suffix": ("text is only continued, never inserted: omit it", ("",)),
     },
     ChatRequest: {
@@ -224,13 +224,13 @@ _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] =
         "response_format": ("the form of answers is not enforced: omit it", ({"type": "text"},)),
         "modalities": (_TEXT_ONLY, (["text"],)),
         "audio": (_TEXT_ONLY, ()),
-        "prediction": ("omit it", ()),
+        "prediction": (_NO_SETTING, ()),
         "reasoning_effort": (_NO_SETTING, ("none",)),
         "verbosity": (_NO_SETTING, ()),
-        "web_search_options": ("nothing is searched: omit it", ()),
+        "web_search_options": ("the server does not search the web: omit it", ()),
         "store": (_NOT_KEPT, (False,)),
         "metadata": (_NOT_KEPT, ({},)),
-        "service_tier": ("there is only one: omit it", ("auto", "default")),
+        "service_tier": ("the server has only one tier: omit it", ("auto", "default")),
     },
 }
 
@@ -238,10 +238,10 @@ AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
 
 
 def read_request(kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
-    """Return a request that holds to its schema.
+    """Return the request in a body, checked against its schema.
 
     Raises:
-        ApiError: 400 about the first mistake.
+        ApiError: The body has a mistake (400). The message is about the first one.
     """
     refused, values = _REFUSED_BY[kind], {}
     for name, value in body.items():
@@ -255,7 +255,7 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
         if name not in kind.model_fields:
             shown = name[:_SHOWN]
             hint = suggestion(shown, kind.model_fields)
-            raise ApiError(400, f"there is no field {shown!r}{hint}", field=shown)
+            raise ApiError(400, f"unknown field {shown!r}{hint}", field=shown)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -265,7 +265,7 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
 
 
 def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
-    """Return what is wrong with a field, in a sentence that says what to give."""
+    """Return a message about a field's mistake that says which values it takes."""
     if error["type"] == "missing" and len(error["loc"]) == 1:
         return f"{name} is required"
     if name == "messages" and error["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""What all endpoints share: prompts to tokens, the way to the engine, and answers as text."""
+"""The service that all endpoints share: it tokenizes prompts, runs them, and returns texts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LONG_TEXT = 4096  # characters
 
 
 class EventStream:
-    """The events of one request, in order. It must be closed, which frees its place."""
+    """The events of one request, in order. It must be closed to free the request's place."""
 
     def __init__(self, client: EngineClient, request: Request) -> None:
         """Start without events.
 
         Args:
-            client: The way to the engine.
-            request: What the events answer.
+            client: The connection to the engine.
+            request: The request that the events belong to.
         """
         self._client = client
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -48,10 +48,10 @@ class EventStream:
         self.request = request
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield all events, as many at a time as are there. The last one is a `Finished`.
+        """Yield all events, as many at a time as have arrived. The last one is a `Finished`.
 
-        When many clients share the server, they get fewer and larger batches instead of ever
-        later ones.
+        When many clients share the server, they get fewer and larger batches, instead of falling
+        further and further behind.
         """
         while True:
             events = [await self._events.get()]
@@ -67,13 +67,13 @@ class EventStream:
             self._client.cancel(self.request.id)
 
     def put(self, event: Event) -> None:
-        """Take the next event from the client."""
+        """Add the next event."""
         self._finished = self._finished or isinstance(event, Finished)
         self._events.put_nowait(event)
 
 
 class EngineClient:
-    """The web server's end of the socket to rank 0: admits and sends requests, sorts events."""
+    """The web server's end of the socket to rank 0, which sends requests and receives events."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int
@@ -81,8 +81,8 @@ class EngineClient:
         """Start with no requests.
 
         Args:
-            reader: Reads what rank 0 sends.
-            writer: Writes to rank 0.
+            reader: Reader of rank 0's messages.
+            writer: Writer of messages to rank 0.
             most: Largest number of sequences that may run or wait.
         """
         self._reader = reader
@@ -99,18 +99,18 @@ class EngineClient:
         return len(self._streams)
 
     def start(self, prompts: Sequence[tuple[tuple[int, ...], Sampling]]) -> list[EventStream]:
-        """Send the sequences of one client's request, all or none.
+        """Send the sequences of one client's request, either all or none.
 
         Raises:
-            ApiError: 429 if too many sequences run or wait, 503 if the engine is gone.
+            ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
         """
         if not self.alive:
             raise ApiError(503, _GONE)
         if self.active + len(prompts) > self._most:
             raise ApiError(
                 429,
-                f"{self.active} sequences run or wait and {len(prompts)} more would be over "
-                f"{self._most}: try again in a moment",
+                f"{self.active} sequences run or wait, and {len(prompts)} more would exceed the "
+                f"server's {self._most}: try again in a moment",
             )
         streams = []
         for prompt, sampling in prompts:
@@ -121,12 +121,12 @@ class EngineClient:
         return streams
 
     def cancel(self, request: str) -> None:
-        """Ask for the end of a request. It keeps its place until the engine has ended it."""
+        """Send the command to end a request. It keeps its place until the engine has ended it."""
         if request in self._streams:
             self._send(Cancel(request))
 
     async def run(self) -> None:
-        """Hand events to their streams until rank 0 is gone, then end all streams."""
+        """Pass events to their streams until rank 0 is gone, then end all streams."""
         unpacker = Unpacker[Report](Report)
         try:
             while data := await self._reader.read(_CHUNK):
@@ -158,12 +158,12 @@ class Spelled:
     """A token with its text.
 
     Attributes:
-        id: The token.
-        text: Text of this token alone; U+FFFD if it holds part of a character.
-        offset: Number of characters of the answer before it.
-        logprob: Its log probability. `None` if it was not asked for, or for a prompt's first
-            token.
-        top: Text and log probability of the most likely tokens in its place.
+        id: Id of the token.
+        text: Text of this token alone, with U+FFFD for part of a character.
+        offset: Number of the answer's characters before it.
+        logprob: Log probability of the token, or `None` if it was not requested or the token is a
+            prompt's first.
+        top: Texts and log probabilities of the most likely tokens at its position.
     """
 
     id: int
@@ -175,21 +175,21 @@ class Spelled:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that can be shown now, with the tokens that began in it or in what is held no more."""
+    """Text that can be shown now, with the tokens that began in it or in released text."""
 
     text: str
     tokens: tuple[Spelled, ...]
 
 
 class Speller:
-    """Spells tokens one after another, in the context of those before."""
+    """A converter of tokens to their texts, each in the context of the tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         """Start after a prompt.
 
         Args:
-            tokenizer: Of the model.
-            prompt: Tokens before the first one; they are not spelled.
+            tokenizer: Tokenizer of the model.
+            prompt: Tokens before the first one. They are context only.
         """
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt)
@@ -200,7 +200,7 @@ class Speller:
     def add(
         self, token: int, logprob: float | None = None, top: TopLogprobs = ()
     ) -> tuple[str, Spelled]:
-        """Return the text that can be shown now, and the spelled token."""
+        """Add a token, and return the text that can be shown now and the token with its text."""
         offset = self._characters
         shown = self._text.add(token)
         own = shown if shown and not self._holding else self._tokenizer.detokenize([token])
@@ -217,14 +217,17 @@ class Speller:
         return shown, Spelled(token, own, offset, logprob, others)
 
     def rest(self) -> str:
-        """Return the text that is held back, at the end."""
+        """Return the text that is still held back at the end."""
         return self._text.rest()
 
 
 def spell_prompt(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Prompt | None = None
 ) -> list[Spelled]:
-    """Return a prompt's tokens. The first follows nothing, so it has no log probability."""
+    """Return a prompt's tokens with their texts.
+
+    The first token follows nothing, so it has no log probability.
+    """
     speller = Speller(tokenizer)
     logprobs = (None, *scores.logprobs) if scores else (None,) * len(prompt)
     tops = ((), *scores.top) if scores and scores.top else ((),) * len(prompt)
@@ -238,9 +241,9 @@ class TextAnswer:
     """The engine's answer to one sequence, as text.
 
     Attributes:
-        prompt: Log probabilities of the prompt, once they are there.
-        new_tokens: New tokens so far, silent ones included.
-        finished: The engine's last event. `None` if a stop string ended the answer before.
+        prompt: Log probabilities of the prompt, once they have arrived.
+        new_tokens: Number of new tokens so far, including silent ones.
+        finished: The engine's last event, or `None` if a stop string ended the answer before it.
     """
 
     def __init__(
@@ -253,10 +256,10 @@ class TextAnswer:
         """Start without text.
 
         Args:
-            tokenizer: Of the model.
-            stream: The sequence's events. Whoever makes the answer closes it.
+            tokenizer: Tokenizer of the model.
+            stream: The sequence's events. The caller closes the stream.
             stops: Strings that end the answer and are not part of it.
-            silent: Stop tokens, which end the answer and are not part of its text.
+            silent: Stop tokens that end the answer and are not part of its text.
         """
         self._stream = stream
         self._speller = Speller(tokenizer, stream.request.prompt)
@@ -271,20 +274,20 @@ class TextAnswer:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Tokens of the prompt."""
+        """Token ids of the prompt."""
         return self._stream.request.prompt
 
     @property
     def reason(self) -> Literal["stop", "length"]:
-        """Why the answer ended."""
+        """Reason why the answer ended."""
         ended_by_length = self.finished is not None and self.finished.reason == "length"
         return "length" if ended_by_length and not self._stopped else "stop"
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the answer bit by bit. The prompt's log probabilities are there before the first.
+        """Yield the answer piece by piece. The prompt's log probabilities arrive before the first.
 
         Raises:
-            ApiError: 422 if the engine cannot answer this, 500 if it failed.
+            ApiError: The engine cannot answer the request (422), or it failed (500).
         """
         async for events in self._stream.batches():
             text = ""
@@ -293,8 +296,8 @@ class TextAnswer:
                 if self._stopped:
                     break
             self._shown += len(text)
-            # At the end nothing is held back, so tokens also pass that hold only the beginning of
-            # a character, or no text.
+            # At the end nothing is held back, so this includes tokens that have no text or only the
+            # beginning of a character.
             upto = self._shown + (self.finished is not None)
             count = sum(token.offset < upto for token in self._waiting)
             tokens, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -318,7 +321,7 @@ class TextAnswer:
         if event.reason == "refused":
             raise ApiError(422, event.message, always=False)
         if event.reason in ("error", "cancelled"):
-            raise ApiError(500, f"the engine gave up: {event.message or event.reason}")
+            raise ApiError(500, f"the engine failed: {event.message or event.reason}")
         self.finished = event
         text = self._until_stop(self._speller.rest())
         return text if self._stopped else text + self._stops.rest()
@@ -331,11 +334,11 @@ class TextAnswer:
 
 @dataclass(frozen=True)
 class Asked:
-    """One sequence to be answered.
+    """A sequence that a client requests.
 
     Attributes:
-        prompt: Token ids, at least one.
-        sampling: How to continue it.
+        prompt: Token ids of the prompt, at least one.
+        sampling: Settings for continuing the prompt.
         stops: Strings that end the answer.
     """
 
@@ -345,15 +348,15 @@ class Asked:
 
 
 class Service:
-    """The tokenizer, the engine and the settings, joined."""
+    """The tokenizer, the engine and the settings of a server."""
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, engine: EngineClient) -> None:
         """Join the parts.
 
         Args:
-            settings: Of the server.
-            tokenizer: Of the model.
-            engine: The way to the engine.
+            settings: Settings of the server.
+            tokenizer: Tokenizer of the model.
+            engine: The connection to the engine.
         """
         self.settings = settings
         self.tokenizer = tokenizer
@@ -363,16 +366,16 @@ class Service:
 
     @property
     def max_length(self) -> int:
-        """Largest number of tokens of a prompt and its answer."""
+        """Largest number of tokens in a prompt and its answer together."""
         engine = self.settings.engine
         return min(engine.max_length, engine.cache_tokens)
 
     async def tokenize(self, text: str, *, spelled: bool = False) -> tuple[int, ...]:
-        """Return the ids of a text. A long one does not keep other requests waiting.
+        """Return the token ids of a text, in a thread if it is long, so that others need not wait.
 
         Args:
             text: Any text.
-            spelled: Whether special tokens in the text stand for themselves.
+            spelled: Whether to parse special tokens that are written out in the text.
         """
         tokenizer = self.tokenizer
         tokenize = tokenizer.tokenize_spelled if spelled else tokenizer.tokenize_open
@@ -381,14 +384,18 @@ class Service:
         return tuple(await asyncio.to_thread(tokenize, text))
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the prompt, or the end-of-document token if it is empty: texts begin after that.
+        """Return the prompt, or if it is empty the end-of-document token, after which texts begin.
 
         Raises:
-            ApiError: 400 if the prompt is empty and the tokenizer has no such token.
+            ApiError: The prompt is empty, and the tokenizer has no such token (400).
         """
         eod = tuple(self.tokenizer.special_ids("eod"))
         if not prompt and not eod:
-            raise ApiError(400, "the prompt is empty, and no token of this model begins a text")
+            raise ApiError(
+                400,
+                "the prompt is empty, and this model has no end-of-document token to begin a text "
+                "with: give a prompt",
+            )
         return prompt or eod
 
     def check_total(
@@ -405,9 +412,9 @@ class Service:
 
     @staticmethod
     def seed_of(seed: int | None, number: int) -> int | None:
-        """Return the seed of a request's n-th sequence, so that equal prompts differ.
+        """Return the seed of a request's n-th sequence, so that equal prompts get other answers.
 
-        `None` and negative seeds stand for "not given".
+        A seed of `None` or below 0 counts as not given, and the result is then `None`.
         """
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
 
@@ -421,10 +428,10 @@ class Service:
             silent: Stop tokens that are not part of an answer's text.
 
         Returns:
-            The answers, and what ends those that still run when it is closed.
+            The answers, and a stack that ends those still running when it is closed.
 
         Raises:
-            ApiError: 429 if there is too much to do, 503 if there is no engine.
+            ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
         """
         stack = ExitStack()
         answers = []

@@ -1,4 +1,4 @@
-"""What rank 0 tells the web server when it starts it: limits, defaults, tokenizer, access."""
+"""The settings that rank 0 sends to the web server: limits, defaults, tokenizer and access."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from megatron.config.data import TokenizerConfig
 from megatron.inference.request import EngineLimits
 
 MAX_PROMPTS = 128  # Megatron's own limit for one request
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names that only this machine reaches
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names that only this machine can connect to
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """How much the server accepts and how long it waits. All of it protects one process.
+    """Limits on requests, times and connections, which protect the web server's process.
 
     Attributes:
-        body_bytes: Size of one request's body. A larger one is refused with 413.
-        queued: Sequences that run or wait. A request that would exceed it is refused with 429.
-        tokens: Prompts times (longest prompt + new tokens) of one request, else 422.
-        read_seconds: Time for a request's headers, and for its body, to arrive, else 408.
-        write_seconds: Time for a client to read what it is sent. After that it counts as gone.
-        generate_seconds: Time from a request's body to its last token, else 504.
-        connections: Open connections. Further ones are closed at once.
+        body_bytes: Largest size of a request's body. A larger one is refused with 413.
+        queued: Largest number of sequences that run or wait. A request that would exceed it is
+            refused with 429.
+        tokens: Largest value of prompts times (longest prompt + new tokens) in one request. A
+            larger one is refused with 422.
+        read_seconds: Longest time for a request's headers to arrive, and then for its body. A
+            slower request gets 408.
+        write_seconds: Longest time for a client to read what it is sent. A slower client counts as
+            gone.
+        generate_seconds: Longest time from a request's body to its last token. A slower answer
+            gets 504.
+        connections: Largest number of open connections. Further ones are closed at once.
     """
 
     body_bytes: int = 1 << 20
@@ -40,8 +45,9 @@ class Defaults:
 
     Attributes:
         temperature: Divisor of the scores.
-        top_k: Used if a request sets neither `top_k` nor `top_p`.
-        top_p: Used in the same case.
+        top_k: Number of most likely tokens to sample from, if a request sets neither `top_k` nor
+            `top_p`.
+        top_p: Probability of the tokens to sample from, if a request sets neither.
     """
 
     temperature: float = 1.0
@@ -49,7 +55,7 @@ class Defaults:
     top_p: float = 0.0
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
-        """Return `top_k` and `top_p` for a request that sets these, or `None` where it does not."""
+        """Return `top_k` and `top_p` for a request with these values, `None` if it sets none."""
         if top_k is None and top_p is None:
             return self.top_k, self.top_p
         return top_k or 0, top_p or 0.0
@@ -62,12 +68,12 @@ class FrontSettings:
     Attributes:
         model: Name of the model for OpenAI's clients.
         tokenizer: Files of the tokenizer.
-        engine: What the engine can take.
-        limits: What the server accepts.
-        defaults: Sampling settings of requests that name none.
+        engine: Limits of the engine.
+        limits: Limits of the server.
+        defaults: Sampling settings for requests that set none.
         stop_tokens: Ids that end an answer, besides the tokenizer's own.
         chat_template: Text of the chat template, or `None` if the model has none.
-        token: Token that clients must send. `None` lets in clients of this machine only.
+        token: Token that clients must send. `None` admits only clients on this machine.
         legacy_status_codes: Whether `PUT /api` answers most mistakes with status 200.
         created: When the server started, in seconds since 1970.
     """

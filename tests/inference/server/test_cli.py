@@ -74,7 +74,7 @@ def test_a_pipe_is_a_prompt(live: Live, piped: bytes, code: int, out: str, error
         (["127.0.0.1:1"], "is the server running there?"),
         (
             ["{live}", "--tokens", "5000"],
-            "up to 5000 new ones are asked for, but together they must fit in the model's 256",
+            "max_tokens is 5000, but together they must fit in the model's 256",
         ),
         (["{live}", "--temperature", "-1"], "temperature -1.0: give 0 to 100"),
         (["{live}", "--auth-token-file", "/no/such"], "--auth-token-file /no/such"),

@@ -148,7 +148,7 @@ def test_without_its_web_server_the_rest_ends(
         (front,) = [child for child in children if "server.front" in _words(child)]
         os.kill(int(front), signal.SIGKILL)
         assert process.wait(timeout=30) == 1
-    assert "the web server ended with code -9" in _log(tmp_path)
+    assert "the web server failed with exit code -9" in _log(tmp_path)
 
 
 def _variables(process: str) -> str:
