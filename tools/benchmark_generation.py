@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Time text generation: decoding and prompts, against `transformers` and the memory's speed.
+"""Time decoding and prompts, and compare them with `transformers` and with memory bandwidth.
 
-    python tools/benchmark_generation.py --model L   # 8B Llama shape, one GPU
-    python tools/benchmark_generation.py --model demo --prompt 16 --new 8 --batch 1 4  # for a CPU
+    python tools/benchmark_generation.py --model L   # shape of an 8B Llama, one GPU
+    python tools/benchmark_generation.py --model demo --prompt 16 --new 8 --batch 1 4  # on a CPU
 
-Weights are random: the shape alone matters. A decoding step cannot be faster than its floor: every
-weight but the word embeddings, and every key and value of the batch, read once at the speed of a
-large copy on this very device.
+The weights are random, because only the shape matters. A decoding step cannot be faster than its
+floor: the time to read every weight but the word embeddings, and every key and value of the batch,
+once at the speed of a large copy on the same device.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 
-WARM_UP = 8  # steps, in which recordings are made
-_COPY_SECONDS = 0.5  # that the copy is kept going, whose speed sets the floor
+WARM_UP = 8  # number of untimed steps, in which CUDA graphs are recorded
+_COPY_SECONDS = 0.5  # duration of the copy whose speed sets the floor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and return the exit code."""
+    """Run the benchmark, print the table, and return the exit code."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print.
+    """Measure once, and print the results.
 
     Raises:
         ConfigError: The model's window is too short for the requested lengths.
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> None:
     device = Device.pick()
     if device.type == "cpu" and options.model != "demo":
         raise ConfigError(
-            f"--model {options.model}: billions of weights take hours on a CPU, and no GPU is "
-            "here: --model demo runs without one"
+            f"--model {options.model} would take hours on a CPU, and this machine has no GPU: use "
+            "--model demo"
         )
     device.activate()
     config = read_flags(
@@ -67,17 +67,16 @@ def run(options: argparse.Namespace) -> None:
     longest = options.prompt + options.new + WARM_UP + 1
     if longest > window:
         raise ConfigError(
-            f"--prompt {options.prompt} and --new {options.new} with {WARM_UP + 1} more for "
-            f"warming up do not fit in the {window} positions of --model {options.model}: give less"
+            f"--prompt {options.prompt}, --new {options.new} and {WARM_UP + 1} tokens for warming "
+            f"up do not fit in the {window} positions of --model {options.model}: lower --prompt "
+            "or --new"
         )
     bandwidth = copy_rate(device, _COPY_SECONDS)
     subject = Subject(
         config,
         device,
         bandwidth,
-        EngineOptions(
-            graphs=not options.no_graphs,
-        ),
+        EngineOptions(graphs=not options.no_graphs),
     )
     decoding = []
     for batch in options.batch:
@@ -108,23 +107,23 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser(
-        "benchmark_generation.py",
-        "Time text generation.",
-        shows_defaults=True,
-    )
-    parser.add_argument("--model", choices=("S", "L", "demo"), default="L", help="L: Llama 3.1 8B")
+    parser = ToolParser("benchmark_generation.py", "Time text generation.", shows_defaults=True)
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="bf16", help="number format of weights"
+        "--model", choices=("S", "L", "demo"), default="L", help="model shape; L is Llama 3.1 8B"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="bf16", help="number format of the weights"
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="batch sizes")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=128, help="number of steps timed")
-    parser.add_argument("--prefill-length", type=int, default=2048, help="tokens of a long prompt")
+    parser.add_argument("--prompt", type=int, default=128, help="length of each prompt, in tokens")
+    parser.add_argument("--new", type=int, default=128, help="number of timed steps")
     parser.add_argument(
-        "--prefill-tokens", type=int, default=32768, help="tokens of all long prompts"
+        "--prefill-length", type=int, default=2048, help="length of each long prompt, in tokens"
     )
-    parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=32768, help="tokens in all long prompts together"
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="run without CUDA graphs")
     parser.add_argument(
         "--transformers",
         nargs="?",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Load a text generation server with many clients at a time, and report how long they waited.
+"""Send a text generation server requests from many clients, and report how long they waited.
 
 python tools/benchmark_server.py localhost:5000 --clients 200 --requests 400
 """
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure once, print the figures, and return 1 if a request failed.
+    """Measure once, print the results, and return 1 if a request failed.
 
     Raises:
         UserError: The address is not HOST:PORT.
@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request went.
+    """The times of one request and the length of its answer.
 
     Attributes:
-        first: Seconds from its sending to the first text.
-        whole: Seconds from its sending to the end.
-        tokens: Tokens of the answer.
+        first: Seconds from sending the request to the first text.
+        whole: Seconds from sending the request to the end of the answer.
+        tokens: Number of tokens in the answer.
     """
 
     first: float
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """Clients that ask again as soon as they have their answer."""
+    """A load of clients that each send the next request as soon as the last one is answered."""
 
     host: str
     port: int
@@ -78,14 +78,14 @@ class Load:
     failures: Counter[str] = field(default_factory=Counter)
 
     async def run(self, clients: int, requests: int) -> float:
-        """Make the requests, and return the seconds that all of them took together."""
+        """Send the requests, and return the seconds from the first request to the last answer."""
         prompts = iter([self._prompt() for _ in range(requests)])
         start = time.perf_counter()
         await asyncio.gather(*(self._client(prompts) for _ in range(min(clients, requests))))
         return time.perf_counter() - start
 
     def _prompt(self) -> str:
-        # Lengths and beginnings differ, like those of different people.
+        # Prompts differ in length and beginning, as different people's would.
         count = self.random.randint(1, 2 * self.prompt_words - 1)
         return " ".join(self.random.choices(_WORDS, k=count))
 
@@ -129,11 +129,11 @@ async def _read(reader: asyncio.StreamReader, start: float) -> Answer:
             first = time.perf_counter() - start
         if value.get("usage"):
             tokens = value["usage"]["completion_tokens"]
-    raise ValueError("an answer broke off")
+    raise ValueError("an answer is incomplete")
 
 
 def report(answers: Sequence[Answer], failures: Counter[str], seconds: float, clients: int) -> str:
-    """Return the figures as text."""
+    """Return the results as text."""
     lines = [f"{len(answers) + failures.total()} requests, {clients} at a time, {seconds:.1f} s"]
     if answers:
         tokens = sum(answer.tokens for answer in answers)
@@ -157,14 +157,16 @@ def _line(name: str, seconds: Sequence[float]) -> str:
 def _parser() -> ToolParser:
     parser = ToolParser(
         "benchmark_server.py",
-        "Load a text generation server, and report how long clients waited.",
+        "Send a text generation server many requests, and report how long clients waited.",
         shows_defaults=True,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
-    parser.add_argument("--clients", type=int, default=200, help="requests at a time")
-    parser.add_argument("--requests", type=int, default=400, help="requests in all")
-    parser.add_argument("--tokens", type=int, default=32, help="max new tokens of an answer")
-    parser.add_argument("--prompt-words", type=int, default=16, help="average words of a prompt")
+    parser.add_argument("--clients", type=int, default=200, help="number of concurrent requests")
+    parser.add_argument("--requests", type=int, default=400, help="total number of requests")
+    parser.add_argument("--tokens", type=int, default=32, help="max new tokens per answer")
+    parser.add_argument(
+        "--prompt-words", type=int, default=16, help="average number of words in a prompt"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     return parser
 

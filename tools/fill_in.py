@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Fill in and print.
+    """Fill in the texts, and print the results.
 
     Raises:
         UserError: There is no checkpoint to load, or a text has nothing to fill in.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Generate text with a trained GPT: from a prompt, from a file of prompts, or without one.
+r"""Generate text with a trained GPT from a prompt, from a file of prompts, or without a prompt.
 
 python tools/generate_samples_gpt.py --load CHECKPOINTS --prompt "def main("
 python tools/generate_samples_gpt.py --load CHECKPOINTS --sample-input-file prompts.txt \

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Talk to a text generation server from a terminal or a script.
+"""Use a text generation server from a terminal or a script.
 
-python tools/text_generation_cli.py localhost:5000                        a prompt at a time
-python tools/text_generation_cli.py localhost:5000 --prompt "def main("   one answer
+python tools/text_generation_cli.py localhost:5000                        # one prompt at a time
+python tools/text_generation_cli.py localhost:5000 --prompt "def main("   # a single answer
 head -c 500 story.txt | python tools/text_generation_cli.py localhost:5000
 """
 
@@ -29,30 +29,30 @@ from megatron.environment import cache_folder
 from megatron.errors import UserError
 
 _HELP = """\
-Write a text and the model continues it. With --chat, write a message and it answers.
-  /tokens N        longest answer                 /seed N    the same answers again
+Write a text, and the model continues it. With --chat, write a message, and it answers.
+  /tokens N        max new tokens                 /seed N    repeat the same answers
   /temperature X   0: the most likely token       /clear     forget the conversation
   /top_k N, /top_p X                              /help, /quit (or Ctrl-D)
 Ctrl-C stops an answer."""
 _NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
 _KEPT_LINES = 1000
 _LONGEST_WAIT = 1e6  # seconds
-# Models also write control characters, which would change a terminal's settings.
+# Models also write control characters, which could change the terminal's settings.
 _SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _SHOWN |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Talk until there is nothing more to say, and return the exit code."""
+    """Run the program, and return the exit code."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print one answer if a prompt is given or piped in, otherwise one after another.
+    """Print one answer if a prompt is given or piped in, otherwise answer line by line.
 
     Raises:
-        UserError: The server cannot be reached, or refuses.
+        UserError: The server cannot be reached, or refuses the request.
     """
     if options.system is not None and not options.chat:
         raise UserError("--system requires --chat: give both, or neither")
@@ -66,23 +66,23 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _piped(data: bytes) -> str:
-    """Return bytes as text, without what `head -c` has left of a last character.
+    """Return bytes as text, without an incomplete character that `head -c` left at the end.
 
-    Other bytes that are not UTF-8 are kept as surrogates, which are refused when they are sent.
+    Other bytes that are not UTF-8 become surrogates, which are refused before they are sent.
     """
     return codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
 
 
 class Server:
-    """Where the answers come from."""
+    """A text generation server."""
 
     def __init__(self, address: str, token_file: str | None, timeout: float) -> None:
         """Check the address.
 
         Args:
             address: HOST:PORT, with or without http:// or https:// before it.
-            token_file: Holds the token that the server asks for. `None` if it asks for none.
-            timeout: Seconds to wait for the next bit of an answer.
+            token_file: File with the token that the server requires, or `None` if it requires none.
+            timeout: Seconds to wait for the next piece of an answer.
 
         Raises:
             UserError: The address or the timeout is wrong, or the file cannot be read.
@@ -107,11 +107,11 @@ class Server:
         """Yield the objects of a streamed answer.
 
         Args:
-            path: Of the request.
-            body: Of the request.
+            path: Path of the request.
+            body: Body of the request.
 
         Raises:
-            UserError: The server cannot be reached, or refuses, in its own words.
+            UserError: The server cannot be reached, or it refuses the request, with its message.
         """
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
@@ -126,7 +126,7 @@ class Server:
                 yield from _objects(response)
             except TimeoutError as error:
                 raise UserError(
-                    f"{where} was silent for {self._timeout:g} seconds: give a larger --timeout"
+                    f"{where} sent nothing for {self._timeout:g} seconds: give a larger --timeout"
                 ) from error
             except (OSError, UnicodeError, http.client.HTTPException) as error:
                 raise UserError(
@@ -140,7 +140,7 @@ def _encoded(body: dict[str, Any]) -> bytes:
     except UnicodeEncodeError:
         raise UserError("the text is not UTF-8: convert it, for example with iconv") from None
     except ValueError:
-        raise UserError("one of the numbers is not finite: give another") from None
+        raise UserError("one of the numbers is not finite: give a finite one") from None
 
 
 def _read_token(path: str) -> str:
@@ -149,7 +149,7 @@ def _read_token(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--auth-token-file {path} cannot be read: {error}") from error
     if not token or not token.isprintable():
-        raise UserError(f"--auth-token-file {path}: give a file with one line, the token")
+        raise UserError(f"--auth-token-file {path}: give a file whose only line is the token")
     return token
 
 
@@ -172,7 +172,7 @@ def _objects(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if "error" in value:
             raise UserError(str(value["error"]["message"]))
         yield value
-    raise http.client.HTTPException("the answer broke off")
+    raise http.client.HTTPException("the answer is incomplete")
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -182,19 +182,19 @@ def _object(data: bytes) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict) or not value.keys() & {"choices", "error"}:
         raise http.client.HTTPException(
-            f"{data[:60]!r} is not an answer of a text generation server"
+            f"{data[:60]!r} is not an answer from a text generation server"
         )
     return value
 
 
 class Talk:
-    """A conversation so far, and how answers are sampled."""
+    """A conversation and its sampling settings."""
 
     def __init__(self, server: Server, options: argparse.Namespace) -> None:
         """Start a conversation.
 
         Args:
-            server: Where the answers come from.
+            server: The server that answers.
             options: The command line.
         """
         self._server = server
@@ -205,31 +205,31 @@ class Talk:
         self._messages = list(self._start)
 
     def answer(self, text: str) -> None:
-        """Ask, and print the answer as it comes."""
-        said = {"role": "user", "content": text}
+        """Send a text, and print the answer as it arrives."""
+        message = {"role": "user", "content": text}
         path, body = "/v1/completions", {"prompt": text, **self._sampling()}
         if self._chat:
             path = "/v1/chat/completions"
-            body = {"messages": [*self._messages, said], **self._sampling()}
-        told = ""
+            body = {"messages": [*self._messages, message], **self._sampling()}
+        answer = ""
         try:
             for value in self._server.stream(path, {**body, "stream": True}):
                 for choice in value["choices"]:
-                    bit = choice.get("delta", {}).get("content") or choice.get("text") or ""
-                    told += bit
-                    print(self._shown(bit), end="", flush=True)
+                    piece = choice.get("delta", {}).get("content") or choice.get("text") or ""
+                    answer += piece
+                    print(self._shown(piece), end="", flush=True)
         finally:
-            if told:
+            if answer:
                 print(flush=True)
         if self._chat:
-            self._messages += [said, {"role": "assistant", "content": told}]
+            self._messages += [message, {"role": "assistant", "content": answer}]
 
     def set(self, name: str, text: str) -> None:
-        """Change one number.
+        """Change a numeric setting.
 
         Args:
             name: Name of the setting.
-            text: Its new value.
+            text: New value of the setting.
 
         Raises:
             UserError: The text is not a number.
@@ -288,12 +288,12 @@ def _obey(talk: Talk, line: str) -> None:
     elif name in _NUMBERS:
         talk.set(name, value)
     else:
-        raise UserError(f"/{name}: no such command; /help lists them")
+        raise UserError(f"/{name}: no such command; /help lists the commands")
 
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Offer line editing, and earlier lines with the arrow keys, those of earlier days too."""
+    """Enable line editing and a history of lines, which is kept between sessions."""
     try:
         import readline
     except ImportError:  # not on every platform
@@ -316,30 +316,43 @@ def _history() -> Iterator[None]:
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser("text_generation_cli.py", "Talk to a text generation server.")
+    parser = ToolParser(
+        "text_generation_cli.py", "Use a text generation server from a terminal or a script."
+    )
     parser.add_argument(
         "server",
         metavar="HOST:PORT",
-        help="for example localhost:5000; https://HOST:PORT if a proxy speaks HTTPS for it",
+        help="for example localhost:5000, or https://HOST:PORT if a proxy provides HTTPS",
     )
-    parser.add_argument("--prompt", help="answer this and quit; a pipe does the same")
+    parser.add_argument("--prompt", help="answer this prompt and quit; piped text does the same")
     parser.add_argument(
-        "--chat", action="store_true", help="write messages instead of texts to continue"
+        "--chat", action="store_true", help="chat with the model instead of continuing texts"
     )
     parser.add_argument("--system", help="with --chat: the system message")
     parser.add_argument("--tokens", type=int, default=64, help="max new tokens (%(default)s)")
     parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
     parser.add_argument(
-        "--top_k", "--top-k", type=int, help="sample from the k most likely tokens; 0: all"
+        "--top_k",
+        "--top-k",
+        type=int,
+        help="sample from the k most likely tokens; 0 disables the limit",
     )
     parser.add_argument(
-        "--top_p", "--top-p", type=float, help="sample from tokens of this probability; 1: all"
+        "--top_p",
+        "--top-p",
+        type=float,
+        help="sample from the most likely tokens with this total probability; 1 disables the limit",
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same answers")
-    parser.add_argument("--stop", action="append", default=[], help="stop sequence")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="stop sequence; may be given several times"
+    )
     parser.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds to wait for text (%(default)s)"
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds to wait for the next piece of an answer (%(default)s)",
     )
     return parser
 

@@ -244,8 +244,8 @@ class OpenAiApi:
         if longest + new_tokens > service.max_length:
             raise ApiError(
                 422,
-                f"the prompt has {longest} tokens and max_tokens is {new_tokens}, but together they "
-                f"must fit in the model's {service.max_length}: shorten the prompt or lower "
+                f"the prompt has {longest} tokens and max_tokens is {new_tokens}, but together "
+                f"they must fit in the model's {service.max_length}: shorten the prompt or lower "
                 "max_tokens",
                 field="max_tokens",
             )

@@ -103,14 +103,14 @@ def test_errors_say_what_to_do(
 @pytest.mark.parametrize(
     ("answer", "out", "message"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "", "is not an answer of a text generation server"),
-        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "", "is not an answer of a text generation server"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "", "is not an answer from a text generation server"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "", "is not an answer from a text generation server"),
         (b"HTTP/1.1 404 No\r\n\r\nlost", "", "status 404, 'lost': is this a text generation"),
         (b"", "", "is the server running there?"),
         (
             b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"index": 0, "text": "as far as"}]}\n\n',
             "as far as\n",
-            "the answer broke off",
+            "the answer is incomplete",
         ),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "", "the answer broke"),
     ],

@@ -242,7 +242,7 @@ def test_a_prompt_that_is_too_long_is_told_with_both_numbers(page: Page, quick: 
     page.press("Enter", ctrl=True)
     _done(page)
     told = page.ask(_text("#status"))
-    assert re.search(r"The prompt has \d+ tokens and up to 100 new ones", told)
+    assert re.search(r"The prompt has \d+ tokens and Max new tokens is 100", told)
     assert "the model's 256" in told
     assert "max_tokens" not in told
     page.ask("document.getElementById('max_tokens').value = 1.5")

@@ -1,9 +1,9 @@
-// The page of the text generation server. It talks to the same OpenAI-style endpoints as any client.
+// The page of the text generation server. It uses the same OpenAI-style endpoints as any client.
 
-const ALTERNATIVES = 5; // most likely tokens shown for each that was chosen
+const ALTERNATIVES = 5; // number of most likely tokens to show for each chosen token
 const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "seed", "stops", "system"];
 const SLIDERS = ["temperature", "top_p", "repetition_penalty"];
-// What the page calls the fields of a request, for error messages.
+// The page's labels for the fields of a request, for error messages.
 const LABELS = {
   prompt: "Prompt",
   max_tokens: "Max new tokens",
@@ -20,10 +20,10 @@ const $ = (id) => document.getElementById(id);
 const state = {
   mode: "complete",
   model: null, // as /v1/models describes it
-  messages: [], // of the chat: {role, content}
+  messages: [], // the chat so far: {role, content}
   prompt: "", // the text that the last answer continues
   running: null, // AbortController
-  answer: null, // the element that the last answer is in
+  answer: null, // the element with the last answer
 };
 
 // ---- The server ---------------------------------------------------------------------------------
@@ -36,14 +36,14 @@ function headers() {
 async function failure(response) {
   try {
     const { error } = await response.json();
-    return new Error(inOurWords(error));
+    return new Error(explain(error));
   } catch {
-    return new Error(`the server answered ${response.status} ${response.statusText}`);
+    return new Error(`The server answered with status ${response.status} ${response.statusText}.`);
   }
 }
 
-// An error by the labels of this page, where the API has names of its own.
-function inOurWords({ message, param }) {
+// The message of an API error, with this page's labels in place of the API's field names.
+function explain({ message, param }) {
   const tooMany = /^Too many tokens\.\s+(\d+) is greater than (\d+)$/.exec(message);
   if (tooMany) {
     const [, asked, most] = tooMany;
@@ -54,7 +54,7 @@ function inOurWords({ message, param }) {
   return text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 }
 
-// fetch, with an error that says what to do if nobody answers.
+// Call fetch, and if the server cannot be reached, throw an error that says what to do.
 async function request(path, options) {
   try {
     return await fetch(path, options);
@@ -79,28 +79,28 @@ async function* serverEvents(response) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const object = JSON.parse(data);
-      if (object.error) throw new Error(inOurWords(object.error));
+      if (object.error) throw new Error(explain(object.error));
       yield object;
     }
   }
 }
 
-// The content of a streamed bit: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish}.
-function readBit({ choices: [choice] }) {
-  const told = choice.logprobs;
+// The content of a streamed chunk: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish}.
+function readChunk({ choices: [choice] }) {
+  const scores = choice.logprobs;
   const finish = choice.finish_reason;
   if (choice.delta) {
-    const tokens = (told?.content ?? []).map((each) => ({
+    const tokens = (scores?.content ?? []).map((each) => ({
       text: each.token,
       logprob: each.logprob,
       top: each.top_logprobs.map((other) => [other.token, other.logprob]),
     }));
     return { text: choice.delta.content ?? "", tokens, finish };
   }
-  const tokens = (told?.tokens ?? []).map((text, i) => ({
+  const tokens = (scores?.tokens ?? []).map((text, i) => ({
     text,
-    logprob: told.token_logprobs[i],
-    top: Object.entries(told.top_logprobs[i] ?? {}),
+    logprob: scores.token_logprobs[i],
+    top: Object.entries(scores.top_logprobs[i] ?? {}),
   }));
   return { text: choice.text, tokens, finish };
 }
@@ -123,7 +123,7 @@ async function* generate(signal) {
     body: JSON.stringify({ ...body, ...sampling(), stream: true }),
   });
   if (!response.ok) throw await failure(response);
-  for await (const bit of serverEvents(response)) yield readBit(bit);
+  for await (const chunk of serverEvents(response)) yield readChunk(chunk);
 }
 
 function sampling() {
@@ -145,7 +145,7 @@ async function connect() {
     const response = await request("v1/models", { headers: headers() });
     if (response.status === 401) {
       $("settings").open = true;
-      return notify("This server asks for an access token: enter it under Settings.");
+      return notify("This server requires an access token: enter it under Settings.");
     }
     if (!response.ok) throw await failure(response);
     [state.model] = (await response.json()).data;
@@ -154,7 +154,7 @@ async function connect() {
   }
   notify("");
   $("model").textContent = state.model.id;
-  document.title = `${state.model.id}: talk to the model`;
+  document.title = `${state.model.id}: text generation`;
   $("max_tokens").max = state.model.max_model_len;
   const chat = document.querySelector("[name=mode][value=chat]");
   chat.disabled = !state.model.chat;
@@ -162,7 +162,7 @@ async function connect() {
   if (!state.model.chat && state.mode === "chat") setMode("complete");
 }
 
-// ---- What is shown ------------------------------------------------------------------------------
+// ---- The output ---------------------------------------------------------------------------------
 
 function notify(text) {
   $("notice").textContent = text;
@@ -179,7 +179,7 @@ function setMode(mode) {
   const chat = mode === "chat";
   document.querySelector(`[name=mode][value=${mode}]`).checked = true;
   $("output").classList.toggle("plain", !chat);
-  $("output").dataset.empty = chat ? "Say something below." : "Generated text appears here.";
+  $("output").dataset.empty = chat ? "The conversation appears here." : "Generated text appears here.";
   $("input-label").textContent = chat ? "Your message" : "Prompt";
   $("input").placeholder = chat ? "Write a message…" : "Write the beginning of a text…";
   $("send").textContent = chat ? "Send" : "Generate";
@@ -223,7 +223,7 @@ function beginAnswer() {
   if (state.mode === "chat") {
     addTurn("assistant", "").append(answer);
   } else if ($("output").textContent === state.prompt && state.prompt !== "") {
-    $("output").append(answer); // continue the text so far, and keep its tokens
+    $("output").append(answer); // continue the text so far, and keep the spans of its tokens
   } else {
     $("output").replaceChildren(document.createTextNode(state.prompt), answer);
   }
@@ -260,12 +260,12 @@ async function answer() {
   say("Waiting for the first token…");
   let end = "stopped";
   try {
-    for await (const bit of generate(controller.signal)) {
+    for await (const chunk of generate(controller.signal)) {
       if (state.answer !== mine) return;
-      if (bit.text) append(bit);
-      clock.first ||= bit.tokens.length ? performance.now() : 0;
-      clock.tokens += bit.tokens.length;
-      if (bit.finish) end = bit.finish === "length" ? "token limit reached" : "complete";
+      if (chunk.text) append(chunk);
+      clock.first ||= chunk.tokens.length ? performance.now() : 0;
+      clock.tokens += chunk.tokens.length;
+      if (chunk.finish) end = chunk.finish === "length" ? "token limit reached" : "complete";
       say(speed(clock));
     }
     say(`${speed(clock)} · ${end}`);
@@ -308,14 +308,14 @@ function send() {
   answer();
 }
 
-// Go on from the text so far: the prompt and everything generated after it.
+// Continue the text so far: the prompt and everything generated after it.
 function continueText() {
   if (state.running || !state.answer) return;
   state.prompt = $("output").textContent;
   answer();
 }
 
-// Replace the last answer by another one.
+// Replace the last answer with a new one.
 function again() {
   if (state.running || !state.answer) return;
   if (state.mode === "chat") {
@@ -335,20 +335,20 @@ async function copy() {
   } catch {
     // Without https or localhost there is no clipboard: select the text, so that Ctrl+C copies it.
     getSelection().selectAllChildren(state.mode === "chat" ? state.answer : $("output"));
-    say("Selected: press Ctrl+C to copy.");
+    say("Selected. Press Ctrl+C to copy.");
   }
 }
 
-// ---- How likely a token was ---------------------------------------------------------------------
+// ---- Token probabilities ------------------------------------------------------------------------
 
 function percent(logprob) {
   const value = Math.exp(logprob) * 100;
-  return `${value.toFixed(value < 10 ? 1 : 0)} %`;
+  return `${value.toFixed(value < 10 ? 1 : 0)}%`;
 }
 
 function visible(text) {
   const known = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
-  // Other control characters have pictures of their own.
+  // Show other control characters as their Unicode pictures.
   return known.replace(/[\x00-\x1f\x7f]/g, (c) => String.fromCharCode(c === "\x7f" ? 0x2421 : 0x2400 + c.charCodeAt(0)));
 }
 
@@ -390,7 +390,7 @@ function hideTip() {
   document.querySelector(".chosen")?.classList.remove("chosen");
 }
 
-// The left and right arrow keys go from token to token, for those who have no mouse.
+// Move between tokens with the left and right arrow keys, for users without a mouse.
 function moveTip(step) {
   const spans = [...document.querySelectorAll(".answer span")].filter((span) => span.token);
   if (!spans.length) return;
@@ -401,7 +401,7 @@ function moveTip(step) {
   showTip(span);
 }
 
-// ---- Settings, kept for the next visit; the access token only for this one -------------------------
+// ---- Settings: kept for later visits, except the access token, which is kept for this visit only ---
 
 function restore() {
   for (const id of KEPT) $(id).value = localStorage.getItem(id) ?? $(id).value;
@@ -454,7 +454,7 @@ $("output").addEventListener("mouseover", ({ target }) => (target.token ? showTi
 $("output").addEventListener("mouseleave", hideTip);
 $("output").addEventListener("click", ({ target }) => target.token && showTip(target));
 $("output").addEventListener("blur", hideTip);
-// It belongs to its token's place, so it goes when anything is scrolled (on a phone the whole page).
+// The tip is placed beside its token, so hide it when anything scrolls (on a phone the whole page).
 for (const move of ["wheel", "touchmove"]) document.addEventListener(move, hideTip, { passive: true });
 $("output").addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
