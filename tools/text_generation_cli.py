@@ -128,7 +128,12 @@ class Server:
                 raise UserError(
                     f"{where} sent nothing for {self._timeout:g} seconds: give a larger --timeout"
                 ) from error
-            except (OSError, UnicodeError, http.client.HTTPException) as error:
+            except http.client.HTTPException as error:
+                raise UserError(
+                    f"{where}: {str(error) or 'no answer'}: is a text generation server running "
+                    "there?"
+                ) from error
+            except (OSError, UnicodeError) as error:
                 raise UserError(
                     f"cannot connect to {where} ({error}): is the server running there?"
                 ) from error

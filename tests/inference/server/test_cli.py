@@ -80,7 +80,7 @@ def test_a_pipe_is_a_prompt(live: Live, piped: bytes, code: int, out: str, error
         (["{live}", "--auth-token-file", "/no/such"], "--auth-token-file /no/such"),
         (
             ["{live}", "--auth-token-file", str(ROOT / "Makefile")],
-            "a file with one line, the token",
+            "a file whose only line is the token",
         ),
         (["{live}", "--system", "Be brief."], "--system requires --chat"),
         (["{live}", "--timeout", "nan"], "--timeout nan: give seconds"),
@@ -106,13 +106,13 @@ def test_errors_say_what_to_do(
         (b"HTTP/1.1 200 OK\r\n\r\n<html>", "", "is not an answer from a text generation server"),
         (b"HTTP/1.1 200 OK\r\n\r\n[1]", "", "is not an answer from a text generation server"),
         (b"HTTP/1.1 404 No\r\n\r\nlost", "", "status 404, 'lost': is this a text generation"),
-        (b"", "", "is the server running there?"),
+        (b"", "", "is a text generation server running there?"),
         (
             b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"index": 0, "text": "as far as"}]}\n\n',
             "as far as\n",
             "the answer is incomplete",
         ),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "", "the answer broke"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "", "is incomplete"),
     ],
     ids=["page", "list", "404", "nothing", "half", "chunks"],
 )
