@@ -1,4 +1,4 @@
-"""Time how long it takes to find which tokens make up each sample, before training starts.
+"""Time the construction of sample indices, which happens before training starts.
 
 python tools/benchmark_index.py                                         GPT's three indices
 python tools/benchmark_index.py --sentences 1e7 --documents 5e5         BERT's and T5's sentence map
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -24,16 +24,18 @@ from megatron.config.arguments import ToolParser
 
 
 def main() -> None:
-    """Print the seconds that each index takes, the best of a few runs."""
+    """Print the time of each index in seconds, the best of several runs."""
     parser = ToolParser("benchmark_index.py", __doc__)
     parser.add_argument("--tokens", type=float, default=1e9, help="Tokens in the corpus.")
     parser.add_argument("--documents", type=float, default=1e6, help="Documents in the corpus.")
     parser.add_argument(
-        "--sentences", type=float, help="Sentences in the corpus; times the sentence map."
+        "--sentences",
+        type=float,
+        help="Sentences in the corpus. If given, the sentence map is timed.",
     )
     parser.add_argument("--seq-length", type=int, default=1024, help="Sequence length in tokens.")
     parser.add_argument(
-        "--repeat", type=int, default=5, help="Number of runs; the best one counts."
+        "--repeat", type=int, default=5, help="Number of runs, of which the best one counts."
     )
     args = parser.read()
     if args.sentences:

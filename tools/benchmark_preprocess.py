@@ -1,10 +1,10 @@
-r"""Measure tools/preprocess_data.py: end to end with process start, and encoding alone.
+r"""Measure tools/preprocess_data.py: end to end, including process start, and encoding alone.
 
     python tools/benchmark_preprocess.py --vocab-file vocab.json --merge-file merges.txt \
         --text 100_english_novels.tar.xz
 
-cuts the text into documents of about 4 KB, 20.7 MB in all, and encodes them with GPT-2's BPE.
-Without --text it takes the source of Python's standard library.
+cuts the text into documents of about 4 KB, 20.7 MB in total, and encodes them with GPT-2's BPE.
+Without --text it uses the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -36,13 +36,13 @@ _DOCUMENT_CHARACTERS = 4050
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("benchmark_preprocess.py", __doc__)
-    parser.add_argument("--vocab-file", required=True, help="GPT-2 vocabulary (json).")
-    parser.add_argument("--merge-file", required=True, help="GPT-2 merges.")
-    parser.add_argument("--text", help="Folder of .txt files, or a tar of them.")
+    parser.add_argument("--vocab-file", required=True, help="GPT-2's vocabulary (vocab.json).")
+    parser.add_argument("--merge-file", required=True, help="GPT-2's merges (merges.txt).")
+    parser.add_argument("--text", help="Folder of .txt files, or a tar file of them.")
     parser.add_argument(
         "--megabytes", type=float, default=20.7, help="Size of the corpus (default: 20.7)."
     )
-    parser.add_argument("--workers", type=int, help="Passed to preprocess_data.py.")
+    parser.add_argument("--workers", type=int, help="Value of --workers for preprocess_data.py.")
     parser.add_argument("--repeat", type=int, default=5, help="Number of runs (default: 5).")
     return parser
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         size = corpus.stat().st_size / 1e6
         print(f"corpus: {size:.1f} MB, {documents:,} documents")
         if sys.dont_write_bytecode:
-            print("PYTHONDONTWRITEBYTECODE is set: each run compiles what has no .pyc (30 ms)")
+            print("PYTHONDONTWRITEBYTECODE is set: each run compiles modules without .pyc (30 ms)")
         seconds, cpu = zip(
             *(_run_tool(options, corpus) for _ in range(options.repeat)), strict=True
         )
@@ -86,7 +86,10 @@ def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
                     return documents
     if not documents:
         there = os.path.exists(text) if text else True
-        raise DataError(f"--text {text}: {'no text in it' if there else 'no such file or folder'}")
+        raise DataError(
+            f"--text {text}: {'holds no text' if there else 'no such file or folder'}: give a "
+            "folder of .txt files, or a tar file of them"
+        )
     return documents
 
 

@@ -4,7 +4,7 @@
     python tools/demo.py --out runs/mine --input my.jsonl
     python tools/demo.py --model bert --out runs/demo-bert
 
-At the end a GPT writes text, and a BERT or a T5 fills in hidden words. Without --input the text is
+At the end a GPT writes text, and a BERT or a T5 fills in masked words. Without --input the text is
 the source of Python's standard library. Every step prints the command that it runs, so that you can
 repeat it by hand with other values. A second run with the same settings keeps the first one under
 another name; anything else in the folder is replaced only with --overwrite.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -47,7 +47,7 @@ OUTPUTS = (
     *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
     *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
 )
-# Folders beside the standard library that hold something other than its code, or only tables.
+# Folders in the standard library that hold no code of its own, or only tables.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
     *("encodings", "pydoc_data"),
@@ -59,10 +59,10 @@ class Validation:
     """Statistics and examples of the validation documents.
 
     Attributes:
-        entropy: Unigram entropy of their tokens, nats per token: the loss of a model that knows
-            how frequent each of these tokens is and nothing else.
-        bytes_per_token: UTF-8 bytes of their text divided by their tokens.
-        texts: Their first sentences of some length, or the first document.
+        entropy: The unigram entropy of their tokens in nats per token. It is the loss of a model
+            that knows how frequent each of these tokens is and nothing else.
+        bytes_per_token: The UTF-8 bytes of their text divided by the number of their tokens.
+        texts: Their first sentences of at least 8 tokens. If there are none, their first sentences.
     """
 
     entropy: float
@@ -74,17 +74,18 @@ def write_standard_library(path: Path, *, in_lines: bool) -> None:
     """Write one `{"text": source}` line per module, in an order that is the same every time.
 
     Args:
-        path: File to write.
-        in_lines: Whether the source is a list of its lines: sentences that are split already.
+        path: The file to write.
+        in_lines: Whether to write the source as a list of its lines, which are then used as
+            sentences.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         file
         for file in root.rglob("*.py")
         if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts[:-1])
-        and not file.name.startswith("_sysconfigdata")  # how Python was built, generated
+        and not file.name.startswith("_sysconfigdata")  # generated when Python was built
     )
-    # Shuffled, so that the validation documents at the end are not all of one package.
+    # Shuffled, so that the validation documents at the end are not all from one package.
     random.Random(1234).shuffle(files)
     size = count = 0
     with path.open("w", encoding="utf-8") as output:
@@ -92,7 +93,7 @@ def write_standard_library(path: Path, *, in_lines: bool) -> None:
             try:
                 source = file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                continue  # a few modules are kept in an old encoding
+                continue  # a few modules use an old encoding
             text = [line for line in source.split("\n") if line.strip()] if in_lines else source
             output.write(json.dumps({"text": text}) + "\n")
             size, count = size + len(source.encode()), count + 1
@@ -156,11 +157,11 @@ def run(title: str, command: Sequence[str]) -> None:
     """Print and run one command of the tutorial; exit with its code if it fails."""
     print(f"\n=== {title}\n$ {shown(command)}\n", flush=True)
     start = time.perf_counter()
-    # The commands of this environment come first, so that what is printed is what runs.
+    # The commands of this environment come first, so that the printed command is the one that runs.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
     if code.returncode:
-        print(f"\ndemo: the step above failed ({title}); its message says why", file=sys.stderr)
+        print(f"\ndemo: the step above failed ({title}); see its message", file=sys.stderr)
         raise SystemExit(code.returncode)
     print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
 
@@ -210,15 +211,15 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` that keeps a twentieth of the documents, and the first one it keeps.
+    """Return a `--split` with a twentieth of the documents for validation, and the first of these.
 
     Raises:
         DataError: There is only one document.
     """
     if documents < 2:
         raise DataError(
-            f"the input has {documents} document(s); give at least 2, one on each line, so that "
-            "one can be kept for validation"
+            f"the input has {documents} document(s); give at least 2, one per line, because one is "
+            "used for validation"
         )
     held_out = max(1, documents // 20)
     return f"{documents - held_out},{held_out},0", documents - held_out
@@ -246,7 +247,7 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
     """Print the result, and what to look at next."""
     entropy, saved = validation.entropy, out / "checkpoints"
-    what = "hidden token" if kind.sentences else "token"
+    what = "masked token" if kind.sentences else "token"
     untrained = ""
     if not loss < entropy:
         untrained = (
@@ -273,7 +274,7 @@ Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
-    """Return nats per token in other units, or "" if the model does not predict every token."""
+    """Return nats per token as bits per byte, or "" if the model does not predict every token."""
     if kind.sentences:
         return ""
     return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"
@@ -339,27 +340,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = ToolParser("demo.py", "Go from raw text to a trained and evaluated model.")
     parser.add_argument(
-        "--model", choices=tuple(KINDS), default="gpt", help="what to train (default: %(default)s)"
+        "--model",
+        choices=tuple(KINDS),
+        default="gpt",
+        help="Model to train (default: %(default)s).",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=DEFAULT_OUT,
-        help="folder for everything it writes (default: %(default)s)",
+        help="Folder for all output (default: %(default)s).",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the files of an earlier run in that folder",
+        help="Replace the files of an earlier run in that folder.",
     )
     parser.add_argument(
         "--input",
         type=Path,
-        help='text to train on, one {"text": ...} object per line (default: the source of '
-        "Python's standard library)",
+        help='Text to train on, one {"text": ...} object per line (default: the source of '
+        "Python's standard library).",
     )
     numbers = ", ".join(f"{kind.iterations} for {name}" for name, kind in KINDS.items())
-    parser.add_argument("--iters", type=int, help=f"training iterations (default: {numbers})")
+    parser.add_argument("--iters", type=int, help=f"Training iterations (default: {numbers}).")
     return parser.read(arguments)
 
 
@@ -372,7 +376,7 @@ def checked_demo(options: argparse.Namespace) -> None:
     kind = KINDS[options.model]
     iterations = kind.iterations if options.iters is None else options.iters
     if options.input is not None and not options.input.is_file():
-        raise DataError(f"--input {options.input}: no such file")
+        raise DataError(f"--input {options.input}: no such file: give the path of a text file")
     if iterations < 1:
         raise DataError(f"--iters {iterations}: give at least 1")
     # Commands run in the repository; there, short relative paths are easier to read.

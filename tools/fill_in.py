@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Let a trained BERT or T5 fill in hidden words.
+"""Let a trained BERT or T5 fill in masked words.
 
 python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
 
@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, warn
+
+_SHOWS_AS_ZERO = 0.005  # probabilities up to this one are printed as 0%
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,24 +42,34 @@ def run(options: argparse.Namespace) -> None:
     from megatron.inference.fill import MARK, load_filler
 
     filler = load_filler(options.load, Device.pick())
+    largest = 0.0
     for text in options.text:
         places = filler.fill(text, top=options.top)
+        largest = max(largest, *(guesses[0].probability for guesses in places))
         parts = text.split(MARK)
         best = [f"<{guesses[0].words}>" for guesses in places]
         filled = "".join(map("".join, zip(parts, [*best, ""], strict=True)))
         print(f"{text}\n  {filled}")
         for guesses in places:
             print("    " + ", ".join(f"{guess.words} {guess.probability:.0%}" for guess in guesses))
+    if largest <= _SHOWS_AS_ZERO:
+        warn(
+            f"--load {options.load}: the model gives even its best guess a probability of only "
+            f"{largest:.2%}: it has most likely not learned enough yet, and what it wrote makes no "
+            "sense. Train it longer"
+        )
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(
-        "fill_in.py", "Let a trained BERT or T5 fill in hidden words.", shows_defaults=True
+        "fill_in.py", "Let a trained BERT or T5 fill in masked words.", shows_defaults=True
     )
-    parser.add_argument("--load", required=True, help="folder of checkpoints; the newest is used")
-    parser.add_argument("--text", required=True, nargs="+", help="texts that contain [MASK]")
     parser.add_argument(
-        "--top", type=int, default=3, help="number of fillings to show (a T5 gives one)"
+        "--load", required=True, help="Folder of checkpoints, of which the newest is used"
+    )
+    parser.add_argument("--text", required=True, nargs="+", help="Texts that contain [MASK]")
+    parser.add_argument(
+        "--top", type=int, default=3, help="Number of guesses to show (a T5 gives one)"
     )
     return parser
 

@@ -2,7 +2,8 @@
 
     python tools/merge_datasets.py --input shards --output-prefix whole
 
-writes whole.bin and whole.idx. All datasets must be from the same tokenizer, with ids of one type.
+writes whole.bin and whole.idx. All datasets must be from the same tokenizer and have ids of the
+same type.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -32,13 +33,13 @@ def build_parser() -> ToolParser:
     parser = ToolParser("merge_datasets.py", __doc__)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
-        "--input", required=True, metavar="DIR", help="Folder of the .bin and .idx files to join."
+        "--input", required=True, metavar="DIR", help="Folder with the .bin and .idx files to join."
     )
     group.add_argument(
         "--output-prefix",
         required=True,
         metavar="PATH",
-        help="Output goes to PATH.bin and PATH.idx.",
+        help="Path of the output files, PATH.bin and PATH.idx.",
     )
     group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     return parser
@@ -48,10 +49,10 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     """Return the datasets in `folder`, sorted by name, without the output of an earlier run.
 
     Raises:
-        DataError: There is no such folder, no dataset in it, or half of one.
+        DataError: There is no such folder, it holds no dataset, or a dataset lacks a file.
     """
     if not os.path.isdir(folder):
-        raise DataError(f"--input {folder}: not a folder; give the folder of the datasets")
+        raise DataError(f"--input {folder}: not a folder; give the folder with the datasets")
     stems: dict[str, set[str]] = {}
     for entry in sorted(os.listdir(folder)):
         stem, suffix = os.path.splitext(entry)
@@ -70,15 +71,17 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
                 f"{stem}{suffixes.pop()}"
             )
     if not stems:
-        raise DataError(f"--input {folder}: no .bin and .idx files there")
+        raise DataError(
+            f"--input {folder}: there are no .bin and .idx files; give the folder with the datasets"
+        )
     return sorted(stems)
 
 
 def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedDataset]) -> None:
-    """Refuse an output that is a dataset of the folder, unless it is these members joined.
+    """Refuse an output that is a dataset of the folder, unless it is an earlier result.
 
     Raises:
-        DataError: The output would replace a dataset that is not part of it.
+        DataError: The output would replace a dataset that it does not contain.
     """
     import numpy as np
 
@@ -94,8 +97,9 @@ def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedData
         IndexedDataset(options.output_prefix).sequence_lengths, np.concatenate(lengths)
     ):
         raise DataError(
-            f"--output-prefix {options.output_prefix} is a dataset of --input {options.input}, and "
-            "not the others joined: give another name, or move it to another folder"
+            f"--output-prefix {options.output_prefix} is a dataset in --input {options.input} that "
+            "is not the result of joining the others: give another name, or move it to another "
+            "folder"
         )
 
 
@@ -103,12 +107,12 @@ def run(options: argparse.Namespace) -> None:
     """Join the datasets.
 
     Raises:
-        UserError: A dataset is damaged or of another type, or the output cannot be written.
+        UserError: A dataset is damaged or has another type, or the output cannot be written.
     """
     from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 
     prefixes = find_prefixes(options.input, options.output_prefix)
-    # Opening checks each, so a damaged one is found before anything is written.
+    # Opening checks each dataset, so a damaged one is found before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     dtypes = {data.prefix: data.dtype for data in datasets}
     _expect_no_member(options, datasets)
@@ -118,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
         if dtype != dtypes[prefixes[0]]:
             raise DataError(
                 f"{prefix} holds {dtype}, but {prefixes[0]} holds {dtypes[prefixes[0]]}: only "
-                "datasets of one tokenizer can be joined; move it out of the folder"
+                f"datasets from the same tokenizer can be joined; move {prefix} out of the folder"
             )
     with IndexedDatasetBuilder(options.output_prefix, dtypes[prefixes[0]]) as builder:
         for prefix in prefixes:

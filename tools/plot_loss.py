@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -34,7 +34,9 @@ def read_metrics(path: Path) -> tuple[Points, Points]:
         DataError: The file is missing, is not JSON lines, or has no training loss.
     """
     if not path.is_file():
-        raise DataError(f"--metrics {path}: no such file; pretrain with --metrics-jsonl {path}")
+        raise DataError(
+            f"--metrics {path}: no such file; train with --metrics-jsonl {path} to write it"
+        )
     training: dict[int, float] = {}
     validation: dict[int, float] = {}
     with path.open(encoding="utf-8") as lines:
@@ -76,7 +78,7 @@ def smoothed(points: Points) -> Points:
 def draw(
     training: Points, validation: Points, output: Path, *, title: str, entropy: float | None
 ) -> None:
-    """Write a picture of the curves; `entropy` (nats per token) becomes a dashed line."""
+    """Write a picture of the curves; `entropy` (nats per token) is drawn as a dashed line."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -109,11 +111,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = ToolParser("plot_loss.py", "Draw a loss curve from a metrics file.")
     add = parser.add_argument
-    add("--metrics", type=Path, required=True, help="file that --metrics-jsonl wrote")
-    add("--output", type=Path, required=True, help="picture to write, such as loss.png or loss.pdf")
-    add("--overwrite", action="store_true", help="replace an existing picture")
-    add("--title", default="Pretraining loss", help="title (default: %(default)s)")
-    add("--entropy", type=float, help="draw this loss as a dashed line (nats per token)")
+    add("--metrics", type=Path, required=True, help="File that --metrics-jsonl wrote.")
+    add(
+        "--output", type=Path, required=True, help="Picture to write, such as loss.png or loss.pdf."
+    )
+    add("--overwrite", action="store_true", help="Replace an existing picture.")
+    add("--title", default="Pretraining loss", help="Title (default: %(default)s).")
+    add("--entropy", type=float, help="Draw this loss as a dashed line, in nats per token.")
     return parser.read(arguments)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    # The imports only add objects that stay. Looking for garbage among them takes 5 of 115 ms.
+    # The imports only create objects that stay alive. Scanning them for garbage takes 5 of 115 ms.
     gc.disable()
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import leave, run_command
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 _MOST_WORKERS = 1024
 _WORKERS = "leave it and --workers out: one process per core"
-# Flags of today's Megatron-LM that have no meaning here; those of older scripts are all known.
+# Flags of today's Megatron-LM that are not supported; all flags of older versions are accepted.
 _GONE = {
     "--find-optimal-num-workers": _WORKERS,
     "--workers-to-check": _WORKERS,
     "--max-documents": _WORKERS,
 }
 
-# Log lines closer together than this say nothing new.
+# The shortest time between two log lines.
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -71,8 +71,8 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="Files, globs or directories: .jsonl or .json (one JSON object per line), also with "
-        ".gz or .zst; .parquet; .txt (one document per file).",
+        help="Files, glob patterns or directories: .jsonl or .json (one JSON object per line), "
+        "also with .gz or .zst; .parquet; .txt (one document per file).",
     )
     group.add_argument(
         "--json-keys",
@@ -80,13 +80,13 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="Keys (parquet: columns) to encode, one dataset each (default: text).",
+        help="Keys to encode (for parquet, columns), one dataset each (default: text).",
     )
     group.add_argument(
         "--split-sentences",
         action="store_true",
-        help="Write one sequence per sentence, as BERT and T5 need. Sentences are found by NLTK's "
-        "Punkt if its data is installed, otherwise by Punkt trained on the beginning of the input.",
+        help="Write one sequence per sentence, which BERT and T5 need. NLTK's Punkt finds the "
+        "sentences. If its data is not installed, it is trained on the beginning of the input.",
     )
     group.add_argument(
         "--keep-newlines",
@@ -103,7 +103,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         "--output-prefix",
         required=True,
         metavar="PATH",
-        help="Output goes to PATH_KEY_document (or PATH_KEY_sentence) .bin and .idx.",
+        help="Start of the names of the output files: PATH_KEY_document (with --split-sentences "
+        "PATH_KEY_sentence) .bin and .idx.",
     )
     group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     group.add_argument(
@@ -113,7 +114,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         "--dataset-impl",
         default="mmap",
         choices=("mmap", "lazy", "cached"),
-        help="Output format. Only mmap is written: lazy and cached cannot be trained on.",
+        help="Output format. Only mmap is supported; lazy and cached cannot be trained on.",
     )
 
 
@@ -122,8 +123,8 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Processes that encode; the output does not depend on it (default: one per core, "
-        "fewer for small inputs).",
+        help="Number of processes that encode. The output does not depend on it (default: one per "
+        "core, fewer for small inputs).",
     )
     group.add_argument(
         "--on-error",
@@ -154,10 +155,10 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check what argparse cannot.
+    """Check the flags for errors that argparse cannot find.
 
     Raises:
-        ConfigError: Flags are wrong, all of them named.
+        ConfigError: One or more flags are wrong. The message names all of them.
     """
     problems = []
     if options.dataset_impl != "mmap":
@@ -169,8 +170,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--workers {options.workers}: give at least 1, or leave the flag out")
     if options.workers is not None and options.workers > _MOST_WORKERS:
         problems.append(
-            f"--workers {options.workers}: at most {_MOST_WORKERS}; more workers than cores gain "
-            "nothing"
+            f"--workers {options.workers}: give at most {_MOST_WORKERS}; more workers than cores "
+            "are not faster"
         )
     if options.partitions < 1:
         problems.append(f"--partitions {options.partitions}: give at least 1")
@@ -178,7 +179,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--log-interval {options.log_interval}: give at least 1")
     if options.keep_newlines and not options.split_sentences:
         problems.append(
-            "--keep-newlines applies between sentences: add --split-sentences, or drop it"
+            "--keep-newlines has an effect only with --split-sentences: add --split-sentences, or "
+            "drop --keep-newlines"
         )
     if len(set(options.json_keys)) != len(options.json_keys):
         problems.append(f"--json-keys {' '.join(options.json_keys)}: give each key once")
@@ -187,7 +189,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Encode the input and say what was written.
+    """Encode the input and print what was written.
 
     Raises:
         UserError: The flags, the input or the output folder need to be changed.
@@ -215,7 +217,8 @@ def run(options: argparse.Namespace) -> None:
         tokenizer,
     )
     workers = options.workers or choose_workers(paths)
-    # What is loaded stays, so neither this process nor its forked workers need to scan it again.
+    # The objects that exist now stay alive, so neither this process nor its forked workers need to
+    # scan them again.
     gc.freeze()
     gc.enable()
     progress = _Progress(sum(map(os.path.getsize, paths)), options.log_interval, started)
@@ -256,7 +259,7 @@ def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
 
 
 class _Progress:
-    """Progress on stderr: a bar on a terminal, otherwise a log line now and then."""
+    """Progress on stderr: a bar on a terminal, otherwise an occasional log line."""
 
     def __init__(self, total_bytes: int, log_interval: int, started: float) -> None:
         self._log_interval = log_interval
@@ -272,7 +275,7 @@ class _Progress:
             self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, dynamic_ncols=True)
 
     def update(self, counts: Counts, block: TextBlock) -> None:
-        """Show what was done after a block."""
+        """Show the progress after a block."""
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
         rates = f"{counts.documents / seconds:,.0f} documents/s, "
@@ -298,7 +301,7 @@ class _Progress:
             print(line, file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 
@@ -316,7 +319,7 @@ def _summarize(
         f"{counts.documents / seconds:,.0f} documents/s)"
     )
     if not counts.documents:
-        warn(f"--input {' '.join(options.input)}: holds no document; the output is empty")
+        warn(f"--input {' '.join(options.input)}: no documents found; the output is empty")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

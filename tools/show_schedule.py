@@ -1,10 +1,10 @@
-r"""Draw or print what every pipeline stage would do when, and how much of the time it waits.
+r"""Draw or print the timeline of every pipeline stage, and the share of time that stages wait.
 
     python tools/show_schedule.py --schedule 1f1b --stages 4 --micro-batches 8
     python tools/show_schedule.py --schedule interleaved --stages 4 --virtual-stages 2 \
         --micro-batches 8 --forward-time 1 --backward-time 2 --output schedule.png
 
-Times are in any unit, the same for all. No GPU and no display are needed.
+Times may be in any unit, but all in the same one. No GPU and no display are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -35,7 +35,7 @@ from megatron.parallel.pipeline.simulate import (
     time_table,
 )
 
-_MOST_PASSES = 100_000  # of micro-batches through stages; takes a few seconds as text
+_MOST_PASSES = 100_000  # passes of micro-batches through stages; printing them takes a few seconds
 # Light for the first chunk, darker for each later one.
 _COLOURS: dict[OperationKind, tuple[str, str]] = {
     "forward": ("#a6cee3", "#1f78b4"),
@@ -53,11 +53,13 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def make_times(arguments: argparse.Namespace) -> Times:
-    """Make tables from the flags; by default backward is twice forward, half of it for weights.
+    """Make the tables of times from the flags.
+
+    By default the backward pass takes twice as long as the forward pass, half of it for weights.
 
     Raises:
-        ConfigError: The number of values is not that of stages or chunks, a value is not a time, or
-            weights take longer than the whole backward pass.
+        ConfigError: The number of values does not match the stages or chunks, a value is not a
+            time, or weights take longer than the whole backward pass.
     """
     stages, chunks = arguments.stages, arguments.virtual_stages
     check_times("--communication-time", [arguments.communication_time])
@@ -77,12 +79,12 @@ def make_times(arguments: argparse.Namespace) -> Times:
         for rows in zip(tables[1], tables[2], strict=True)
     )
     if min(min(row) for row in inputs) < 0:
-        raise ConfigError("--weight-time: must not exceed --backward-time, of which it is a part")
+        raise ConfigError("--weight-time is a part of --backward-time and must not exceed it")
     return Times(tables[0], inputs, tables[2], arguments.communication_time)
 
 
 def headline(arguments: argparse.Namespace, timeline: Timeline) -> str:
-    """Return a line that says what is shown, and its bubble."""
+    """Return a line that describes the schedule and gives its bubble."""
     virtual = f" x {arguments.virtual_stages} virtual" if arguments.virtual_stages > 1 else ""
     return (
         f"{arguments.schedule}: {arguments.stages} stages{virtual}, {arguments.micro_batches} "
@@ -134,7 +136,7 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
     axes.set(xlim=(0, timeline.total or 1), ylim=(stages - 0.45, -0.55), xlabel="time", title=title)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#eeeeee")  # what stays visible is the bubble
+    axes.set_facecolor("#eeeeee")  # the background that stays visible is the bubble
     axes.spines[["top", "right", "left"]].set_visible(False)
     order = sorted(used, key=lambda pair: (list(_LABELS).index(pair[0]), pair[1]))
     handles = [
@@ -185,39 +187,42 @@ def _box(
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = ToolParser("show_schedule.py", __doc__)
-    whole = "one value, one per stage, or one per chunk of the model in its order"
+    whole = "one value, one per stage, or one per chunk of the model in order"
     add = parser.add_argument
     add(
-        "--schedule", choices=SCHEDULE_KINDS, default="1f1b", help="pipeline schedule; default 1f1b"
+        "--schedule",
+        choices=SCHEDULE_KINDS,
+        default="1f1b",
+        help="Pipeline schedule (default: 1f1b).",
     )
-    add("--stages", type=int, default=4, help="pipeline-parallel size; default 4")
-    add("--virtual-stages", type=int, default=1, help="chunks of the model per stage; default 1")
-    add("--micro-batches", type=int, default=8, help="micro-batches of one update; default 8")
+    add("--stages", type=int, default=4, help="Pipeline-parallel size (default: 4).")
+    add("--virtual-stages", type=int, default=1, help="Model chunks per stage (default: 1).")
+    add("--micro-batches", type=int, default=8, help="Micro-batches per update (default: 8).")
     add("--forward-time", type=float, nargs="+", default=[1.0], metavar="T",
-        help=f"time of one micro-batch through a whole stage: {whole}; default 1")  # fmt: skip
+        help=f"Time of a forward pass through a whole stage: {whole} (default: 1).")  # fmt: skip
     add(
         "--backward-time",
         type=float,
         nargs="+",
         metavar="T",
-        help="the same for the backward pass; default 2 x forward",
+        help="Time of a backward pass, given in the same way (default: 2 x forward).",
     )
     add("--weight-time", type=float, nargs="+", metavar="T",
-        help="part of the backward pass that computes weight gradients; default half")  # fmt: skip
+        help="Part of the backward time for weight gradients (default: half).")  # fmt: skip
     add("--communication-time", type=float, default=0.0, metavar="T",
-        help="time of a message, while stages go on computing; default 0")  # fmt: skip
-    add("--output", type=Path, metavar="FILE.png", help="picture to draw; without it, print text")
-    add("--overwrite", action="store_true", help="replace an existing picture")
+        help="Time of a message, during which stages compute (default: 0).")  # fmt: skip
+    add("--output", type=Path, metavar="FILE.png", help="Picture to draw. Without it, print text.")
+    add("--overwrite", action="store_true", help="Replace an existing picture.")
     add("--check-all", action="store_true",
-        help="instead, check all schedules up to 16 stages x 8 chunks x 64 passes")  # fmt: skip
+        help="Check all schedules up to 16 stages x 8 chunks x 64 passes instead.")  # fmt: skip
     return parser.read(words)
 
 
 def check_can_show(arguments: argparse.Namespace) -> None:
-    """Refuse what would take forever, and pictures that cannot be written.
+    """Refuse schedules that are too large to show, and pictures that cannot be written.
 
     Raises:
-        ConfigError: With flag, value and remedy.
+        ConfigError: The schedule is too large, the format is unknown or the picture exists.
     """
     passes = arguments.stages * arguments.virtual_stages * arguments.micro_batches
     if passes > _MOST_PASSES:
@@ -249,7 +254,7 @@ def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Check or show what the command line asks for."""
+    """Show the schedule of the command line, or check all schedules."""
     arguments = parse(words)
     if arguments.check_all:
         prove_all(stages=16, chunks=8, micro_batches=64)

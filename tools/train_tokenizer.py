@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package beside its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -33,9 +33,9 @@ from megatron.errors import ConfigError, DataError, StorageError
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
-# The files that either kind writes.
+# The files that the two kinds write.
 _NAMES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
-_LARGEST_ALPHABET = 1000  # characters of a WordPiece vocabulary; words with others are unknown
+_LARGEST_ALPHABET = 1000  # characters in a WordPiece vocabulary; words with others are unknown
 
 Files = dict[str, bytes]
 
@@ -49,8 +49,8 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="Files, globs or directories: .jsonl or .json (one JSON object per line), also with "
-        ".gz or .zst; .parquet; .txt.",
+        help="Files, glob patterns or directories: .jsonl or .json (one JSON object per line), "
+        "also with .gz or .zst; .parquet; .txt.",
     )
     text.add_argument(
         "--json-keys",
@@ -58,14 +58,14 @@ def build_parser() -> ToolParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="Keys to learn from (default: text).",
+        help="Keys whose text is learned from (default: text).",
     )
     output = parser.add_argument_group("Tokenizer")
     output.add_argument(
         "--kind",
         choices=("bpe", "wordpiece"),
         default="bpe",
-        help="Kind of tokenizer: GPT-2's or BERT's (default: bpe).",
+        help="Kind of tokenizer: bpe as in GPT-2, wordpiece as in BERT (default: bpe).",
     )
     output.add_argument(
         "--cased", action="store_true", help="With --kind wordpiece, keep upper case and accents."
@@ -79,7 +79,8 @@ def build_parser() -> ToolParser:
         type=int,
         default=32768,
         metavar="N",
-        help="Entries, including special ones; the text may allow fewer (default: 32768).",
+        help="Number of entries, including special ones. A small text may give fewer "
+        "(default: 32768).",
     )
     output.add_argument(
         "--min-frequency",
@@ -129,7 +130,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.min_frequency < 1:
         raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
     if options.cased and options.kind != "wordpiece":
-        raise ConfigError("--cased goes with --kind wordpiece; byte-level BPE always keeps case")
+        raise ConfigError(
+            "--cased has an effect only with --kind wordpiece, because byte-level BPE always keeps "
+            "case: drop it"
+        )
     outputs = [os.path.join(options.output_dir, name) for name in _NAMES]
     expect_no_file("--output-dir", outputs, overwrite=options.overwrite)
 
@@ -151,11 +155,11 @@ def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
                 empty = empty and not text
                 yield text
     if empty:
-        raise DataError(f"--input {' '.join(paths)}: no text to learn from")
+        raise DataError(f"--input {' '.join(paths)}: there is no text to learn from")
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """Train a `tokenizers` pipeline; bytes come first, the end of a document last."""
+    """Train a `tokenizers` pipeline; bytes come first, the end-of-document entry last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -199,7 +203,8 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     """Train a `tokenizers` pipeline; special entries come first, then single characters.
 
     Args:
-        texts: Starts a pass over the input: the first finds its characters, the second its words.
+        texts: A function that starts a pass over the input. The first pass finds the characters,
+            the second the words.
         options: The command line.
     """
     from tokenizers.decoders import WordPiece as WordPieceDecoder
@@ -210,13 +215,13 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     draft = wordpiece_pipeline({"[UNK]": 0}, lower_case=not options.cased)
     alphabet = _alphabet(draft, texts())
     # The library numbers characters inside words in an order that changes from run to run and
-    # decides ties. As special entries they get their numbers before.
+    # decides ties. As special entries they are numbered before that.
     continuing = [f"##{character}" for character in alphabet if _continues(draft, character)]
     smallest = len(_SPECIAL) + len(continuing) + len(alphabet)
     if options.vocab_size < smallest:
         raise ConfigError(
-            f"--vocab-size {options.vocab_size}: the text's characters alone take {smallest}: "
-            "give at least that many"
+            f"--vocab-size {options.vocab_size}: the characters of the text alone need {smallest} "
+            "entries: give at least that many"
         )
     trainer = WordPieceTrainer(
         vocab_size=options.vocab_size,
@@ -227,7 +232,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
         show_progress=sys.stderr.isatty(),
     )
     draft.train_from_iterator(texts(), trainer=trainer)
-    # A new pipeline, because the draft also takes the special entries for words of the text.
+    # A new pipeline is needed, because the draft also finds its special entries in text.
     tokenizer = wordpiece_pipeline(draft.get_vocab(), lower_case=not options.cased)
     tokenizer.add_special_tokens(_SPECIAL)
     tokenizer.decoder = WordPieceDecoder()
@@ -245,7 +250,7 @@ def _alphabet(pipeline: Any, texts: Iterator[str]) -> list[str]:
 
 
 def _continues(pipeline: Any, character: str) -> bool:
-    """Return whether `character` can be inside a word; punctuation is a word of its own."""
+    """Return whether `character` can be inside a word; punctuation is always a separate word."""
     return len(pipeline.pre_tokenizer.pre_tokenize_str(f"a{character}")) == 1
 
 
@@ -264,7 +269,7 @@ def _wordpiece_files(tokenizer: Any) -> Files:
 
 
 def _write(files: Files, folder: Path) -> None:
-    """Write each file completely or not at all, and remove those of a tokenizer it replaces."""
+    """Write each file completely or not at all, and remove other files of a replaced tokenizer."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():

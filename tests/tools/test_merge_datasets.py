@@ -41,7 +41,7 @@ def test_sorted_by_name_and_again(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "no .bin and .idx files there"),
+        (lambda folder: None, "there are no .bin and .idx files"),
         (
             lambda folder: write(folder / "b", [[1]], np.int32),
             "b holds int32, but .*a holds uint16",
@@ -68,7 +68,7 @@ def test_a_dataset_of_the_folder_is_not_replaced(tmp_path, capsys):
     write(tmp_path / "b", [[2, 3]])
     before = (tmp_path / "a.bin").read_bytes()
     assert merge(tmp_path, tmp_path / "a") == 6
-    assert f"--output-prefix {tmp_path}/a is a dataset of --input" in capsys.readouterr().err
+    assert f"--output-prefix {tmp_path}/a is a dataset in --input" in capsys.readouterr().err
     assert (tmp_path / "a.bin").read_bytes() == before
 
 

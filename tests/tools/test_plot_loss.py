@@ -58,7 +58,7 @@ def test_an_existing_picture_is_not_replaced(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no such file; pretrain with --metrics-jsonl"),
+        (None, "no such file; train with --metrics-jsonl"),
         ("{}\n", "m.jsonl:1: not a metrics record: '{}"),
         ('{"iteration": 1}\n', "no record holds a training loss"),
     ],

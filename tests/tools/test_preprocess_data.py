@@ -307,7 +307,7 @@ def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
     [
         (["--dataset-impl", "lazy"], "--dataset-impl lazy: this old format cannot be trained on"),
         (["--workers", "0"], "--workers 0: give at least 1"),
-        (["--workers", "5000"], "--workers 5000: at most 1024"),
+        (["--workers", "5000"], "--workers 5000: give at most 1024"),
         (["--partitions", "0"], "--partitions 0: give at least 1"),
         (["--log-interval", "0"], "--log-interval 0: give at least 1"),
         (["--keep-newlines"], "add --split-sentences"),
@@ -326,7 +326,7 @@ def test_input_without_a_document_is_said(run, tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [])
     code, _, err = run("--input", path)
     assert code == 0
-    assert err == f"WARNING: --input {path}: holds no document; the output is empty\n"
+    assert err == f"WARNING: --input {path}: no documents found; the output is empty\n"
 
 
 def test_flags_of_old_scripts(run, tmp_path):

@@ -42,7 +42,7 @@ def test_draws_a_picture(tmp_path) -> None:
 
 def test_weights_are_a_part_of_backward() -> None:
     words = ["--stages", "2", "--micro-batches", "2", "--backward-time", "1", "--weight-time", "2"]
-    with pytest.raises(ConfigError, match="must not exceed --backward-time"):
+    with pytest.raises(ConfigError, match="is a part of --backward-time and must not exceed it"):
         main(words)
 
 

@@ -1,4 +1,4 @@
-"""What differs between the demos of GPT, BERT and T5."""
+"""The differences between the demos of GPT, BERT and T5."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Kind:
     """One demo.
 
     Attributes:
-        name: Name of the model.
-        script: Script that trains it.
-        sentences: Whether documents are cut into sentences (into lines, for source code).
-        vocabulary: Kind of tokenizer, for a title.
-        vocabulary_flags: Flags for training the tokenizer.
-        tokenizer: Returns the flags that read the tokenizer in a folder.
-        network: Flags for the size of model and samples.
-        global_batch: Samples per update.
-        iterations: Default number of updates.
-        title: Title of the last step, which shows what the model can do.
-        show: Returns the tool and the flags of that step, from texts of validation documents, or
-            from `None` if the text is source code.
-        go_on: Returns what to do next with the model, from the demo's folder.
+        name: The name of the model.
+        script: The script that trains it.
+        sentences: Whether documents are split into sentences (source code: into lines).
+        vocabulary: The kind of tokenizer, for a title.
+        vocabulary_flags: The flags for training the tokenizer.
+        tokenizer: A function that returns the flags that read the tokenizer in a folder.
+        network: The flags for the size of the model and its samples.
+        global_batch: The number of samples per update.
+        iterations: The default number of updates.
+        title: The title of the last step, which shows what the model can do.
+        show: A function that returns the tool and the flags of that step. It takes texts of
+            validation documents, or `None` if the text is source code.
+        go_on: A function that returns instructions for using the model, from the demo's folder.
     """
 
     name: str
@@ -55,17 +55,17 @@ class Kind:
 
     @property
     def choice(self) -> str:
-        """What `make demo` needs in addition to run this demo."""
+        """The argument that makes `make demo` run this demo, with a space before it."""
         return "" if self.name == "GPT" else f" MODEL={self.name.lower()}"
 
     @property
     def training_flags(self) -> list[str]:
-        """Flags for network and optimizer."""
+        """The flags for network and optimizer."""
         return [*self.network.split(), *_NETWORK.split(), *_OPTIMIZER.split()]
 
 
 def _bpe(folder: Path) -> list[str]:
-    """Return flags for GPT-2's form of the tokenizer: the ids of tokenizer.json, faster in bulk."""
+    """Return the flags for GPT-2's files: the same ids as tokenizer.json, but faster in bulk."""
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 
@@ -100,7 +100,7 @@ _HOLES = (
 
 
 def _fill_in(texts: Sequence[str] | None) -> list[str]:
-    holes = _HOLES if texts is None else [hide_a_word(text) for text in texts]
+    holes = _HOLES if texts is None else [mask_a_word(text) for text in texts]
     return ["tools/fill_in.py", "--text", *holes]
 
 
@@ -109,10 +109,10 @@ def _ask(out: Path) -> str:
     return f"Ask the model: run\n    {command} --text 'while [MASK]:'"
 
 
-def hide_a_word(text: str) -> str:
-    """Return the first 30 words of `text`, with `[MASK]` for one near the middle.
+def mask_a_word(text: str) -> str:
+    """Return the first 30 words of `text`, with `[MASK]` in place of one near the middle.
 
-    It is a word of letters only, if there is one.
+    A word that consists of letters is preferred.
     """
     words = text.split()[:30]
     middle = len(words) // 2
@@ -146,7 +146,7 @@ KINDS = {
         network="--num-layers 4 --seq-length 64 --max-position-embeddings 64",
         global_batch=16,
         iterations=2000,
-        title="Let it fill in hidden words",
+        title="Let it fill in masked words",
         show=_fill_in,
         go_on=_ask,
     ),
@@ -161,7 +161,7 @@ KINDS = {
         "--max-position-embeddings 64",
         global_batch=16,
         iterations=2000,
-        title="Let it fill in hidden words",
+        title="Let it fill in masked words",
         show=_fill_in,
         go_on=_ask,
     ),
