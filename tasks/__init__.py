@@ -1,1 +1,1 @@
-"""Downstream tasks: evaluation of language models, and finetuning. `main.py` is the entry."""
+"""Downstream tasks: evaluation of language models, and finetuning. `main.py` is the command."""

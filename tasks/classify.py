@@ -1,4 +1,4 @@
-"""Labelled texts: from the files of GLUE and RACE to the samples of a loader."""
+"""Labelled texts: reading the files of GLUE and RACE, and making samples of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 from tasks.texts import read_text
 
-_MOST_WRONG = 0.01  # share of lines that may be broken: QQP's own file has some
+_MOST_WRONG = 0.01  # share of lines that may be broken, because QQP's own file has some
 _LETTERS = "ABCD"
 
 
@@ -25,9 +25,9 @@ class Example:
     """A labelled text, pair of texts, or question with choices.
 
     Attributes:
-        texts: One pair for a sample, or one for each choice. The second of a pair is `None` if
+        texts: One pair of texts, or one pair for each choice. The second of a pair is `None` if
             there is a single text.
-        label: The number of the class or right choice, or the value to find.
+        label: The number of the class or correct choice, or the value to predict.
     """
 
     texts: tuple[tuple[str, str | None], ...]
@@ -39,7 +39,7 @@ class Columns:
     """The columns of a GLUE task's tab-separated files; -1 is the last.
 
     Attributes:
-        counts: The numbers of columns, several if the parts of the data differ.
+        counts: The possible numbers of columns, several if the parts of the data differ.
         first: The first text's column.
         second: The second text's column, or `None` if there is a single text.
         label: The label's column.
@@ -53,12 +53,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A task on tab-separated files.
+    """A task whose data is in tab-separated files.
 
     Attributes:
-        labels: Labels as the files spell them, in the order of the classes.
+        labels: The labels as the files spell them, in the order of the classes.
         columns: The columns of labels and texts.
-        scores: GLUE's measures of the task. Their mean decides which checkpoint is best.
+        scores: The measures that GLUE uses for the task. Their mean decides which checkpoint is
+            best.
         span: The lowest and highest label, if labels are values instead of classes.
     """
 
@@ -85,12 +86,12 @@ GLUE: dict[str, GlueTask] = {
 
 
 def read_glue(task: str, path: str) -> list[Example]:
-    """Return the examples of a file. A first line of titles is skipped.
+    """Return the examples of a file. A header line is skipped.
 
-    A broken line among more than a hundred good ones is left out, with a warning.
+    Broken lines are left out with a warning if they are at most 1% of the good lines.
 
     Raises:
-        DataError: A line has other columns or labels than the task. The message names it.
+        DataError: A line does not have the columns or labels of the task. The message names it.
     """
     spec = GLUE[task]
     examples: list[Example] = []
@@ -105,22 +106,25 @@ def read_glue(task: str, path: str) -> list[Example]:
         ):
             wrong.append(f"{path}, line {number}: {problem}")
     if wrong and len(wrong) > _MOST_WRONG * len(examples):
-        raise DataError(f"--task {task}: {wrong[0]} ({len(wrong):,} such lines in all)")
+        raise DataError(
+            f"--task {task}: {wrong[0]} ({len(wrong):,} broken lines in total): give a file in the "
+            "format of this task"
+        )
     if wrong:
         say(f"WARNING: {len(wrong):,} lines are left out: {wrong[0]}")
     if not examples:
-        raise DataError(f"--task {task}: {path}: holds no example")
+        raise DataError(f"--task {task}: {path}: this file holds no example: give another file")
     return examples
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, each with its number in the file, from 1."""
+    """Return the lines that are not blank, each with its line number, counted from 1."""
     lines = enumerate(read_text(path).split("\n"), start=1)
     return [(number, line) for number, line in lines if line.strip()]
 
 
 def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
-    """Return what is wrong with a line's cells, if anything."""
+    """Return a description of the error in a line's cells, or `None` if there is none."""
     columns = spec.columns
     if len(cells) not in columns.counts:
         wanted = " or ".join(map(str, columns.counts))
@@ -152,12 +156,12 @@ def _lies_in(text: str, span: tuple[int, int]) -> bool:
 
 
 def read_race(folder: str) -> list[Example]:
-    """Return the questions of a folder's `*.txt` files (and of folders below), four choices each.
+    """Return the questions in a folder's `*.txt` files, subfolders included.
 
-    A choice replaces the question's `_`, or follows the question.
+    Each question has four choices. A choice replaces the question's `_`, or follows the question.
 
     Raises:
-        DataError: A line is not one of RACE's articles. The message names it.
+        DataError: A line is not an article in RACE's format. The message names it.
     """
     files = sorted(Path(folder).rglob("*.txt")) if Path(folder).is_dir() else [Path(folder)]
     examples = [
@@ -167,7 +171,9 @@ def read_race(folder: str) -> list[Example]:
         for example in _questions(line, f"{file}, line {number}")
     ]
     if not examples:
-        raise DataError(f"--task RACE: {folder}: holds no article: give a folder of *.txt files")
+        raise DataError(
+            f"--task RACE: {folder}: there is no article: give a folder with RACE's *.txt files"
+        )
     return examples
 
 
@@ -183,13 +189,13 @@ def _questions(line: str, where: str) -> Iterator[Example]:
             yield Example(tuple((_joined(question, option), text) for option in options), label)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"--task RACE: {where}: no article of RACE ({type(error).__name__}: {error}): expected "
-            "JSON with article, questions, options (four each) and answers (A to D)"
+            f"--task RACE: {where}: not an article of RACE ({type(error).__name__}: {error}): "
+            "expected JSON with article, questions, options (four each) and answers (A to D)"
         ) from None
 
 
 def _joined(question: str, option: str) -> str:
-    """Return a question with an answer in its blank, or after it."""
+    """Return a question with an answer in place of its blank, or after it."""
     return _tidy(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
@@ -198,22 +204,22 @@ def _tidy(text: str) -> str:
     return " ".join(text.split())
 
 
-_MOST_OF_CHOICE = 128  # tokens of a question with an answer, as in Megatron-LM
+_MOST_OF_CHOICE = 128  # limit for the tokens of a question with an answer, as in Megatron-LM
 
 
 class TextSamples:
-    """Examples as a BERT reads them: [CLS] first [SEP] second [SEP], cut at the end.
+    """Examples in BERT's input format: [CLS] first [SEP] second [SEP], truncated at the end.
 
     A sample has `text`, `types` and `padding_mask` [c, s], one row per choice, and `label`.
 
     Args:
         examples: The examples.
-        tokenizer: A tokenizer with cls, sep and pad.
+        tokenizer: A tokenizer with the special tokens cls, sep and pad.
         length: The sequence length s.
     """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
-        """Take the examples and how to read them."""
+        """Store the examples, the tokenizer and the length."""
         self.examples = examples
         self._tokenizer = tokenizer
         self._length = length
@@ -260,21 +266,22 @@ class Epochs:
     Sample k of the training is a pure function of seed and k.
 
     Args:
-        dataset: One epoch.
-        seed: The seed of the shuffling.
-        length: The number of samples in all.
-        used: The samples used of each epoch, so that it ends with a full batch. `None` uses all.
+        dataset: The samples of one epoch.
+        seed: The seed of the shuffles.
+        length: The total number of samples.
+        used: The number of samples to use in each epoch, so that it ends with a full batch. `None`
+            uses all.
     """
 
     def __init__(
         self, dataset: SampleDataset, *, seed: int, length: int, used: int | None = None
     ) -> None:
-        """Take the dataset and how it is shuffled."""
+        """Store the dataset, the seed and the lengths."""
         self._dataset = dataset
         self._seed = seed
         self._length = length
         self._used = used or len(dataset)
-        self._order: tuple[int, NDArray[np.int64]] | None = None  # of the epoch asked for last
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # the latest epoch and its order
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -303,8 +310,8 @@ class FilledUp(_OfLength):
     """A dataset and repetitions of its first sample, up to `length`, each with its own `id`.
 
     Args:
-        dataset: A dataset of at least one sample.
-        length: At least the dataset's length.
+        dataset: A dataset with at least one sample.
+        length: The total number of samples, at least the dataset's length.
     """
 
     def __getitem__(self, i: int) -> Sample:

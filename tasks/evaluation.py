@@ -1,4 +1,4 @@
-"""The parts that evaluations of a trained language model share: flags, panel and report."""
+"""The parts that all evaluations of a trained language model use: flags, panel and report."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def parse_evaluation(
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
     unread: Collection[str] = (),
 ) -> ParsedRun:
-    """Parse and check a command line, which changes what the checkpoint says.
+    """Parse and check a command line, which overrides the settings of the checkpoint.
 
     Args:
         task: The task's name.
         arguments: The command line.
         world_size: The number of processes.
         options: The dataclass of the task's own flags.
-        check: A function from the task's flags to the mistakes in them.
-        find_start: A function that returns the run that flags change. The default is the run of
-            the checkpoint under --load.
+        check: A function that yields the errors in the task's flags.
+        find_start: A function that returns the settings that flags override. By default they come
+            from the checkpoint in --load.
         unread: Fields that other evaluations read and this one does not, as "section.field".
 
     Raises:
-        ConfigError: There are mistakes; the error names all of them.
+        ConfigError: One or more flags are wrong. The message names all of them.
         CheckpointError: --load names no checkpoint of a GPT.
     """
     return parse_config(
@@ -83,7 +83,7 @@ def run_evaluation(
     """Evaluate as one of the processes that the launcher started, and return the exit code.
 
     Raises:
-        UserError: The user must fix a flag, the checkpoint or the data.
+        UserError: A flag, the checkpoint or the data must be changed.
     """
     show_notices(parsed.notices, launch)
     if launch.rank == 0:
@@ -94,7 +94,7 @@ def run_evaluation(
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
-    """Print on one process what is about to be evaluated, and on what."""
+    """Print the model, the data and the device of an evaluation, on one process."""
     if loaded.layout.world.rank:
         return
     window = f"{loaded.config.data.seq_length:,} tokens"
@@ -108,7 +108,7 @@ def publish(
     """Print the table and write the JSON file, on one process.
 
     Raises:
-        StorageError: `--results` cannot be written. Without the flag, that is only a warning.
+        StorageError: `--results` cannot be written. Without the flag, there is only a warning.
     """
     if loaded.layout.world.rank:
         return
@@ -133,6 +133,6 @@ def publish(
     except StorageError as error:
         if options.results is not None:
             raise
-        say(f"WARNING: {error}: the results are not kept: give --results FILE")
+        say(f"WARNING: {error}: the results are not saved: give --results FILE to save them")
     else:
         say(f"results written to {path}")

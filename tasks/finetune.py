@@ -1,4 +1,4 @@
-"""Finetuning a pretrained BERT on labelled texts: the recipe, evaluation, the best weights."""
+"""Finetuning of a pretrained BERT on labelled texts: recipe, evaluation and best weights."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class FinetuneRecipe:
     """A recipe that learns classes by cross entropy, or values by squared error.
 
     Args:
-        target: What to find.
-        train: Examples to train on; empty for an evaluation.
-        valid: Examples whose loss is computed between epochs, with --eval-iters.
-        used: Examples of an epoch. `None` uses all: those that fill no batch join the next epoch.
+        target: The class or value to predict.
+        train: The examples to train on; empty for an evaluation.
+        valid: The examples whose loss is computed during training, with --eval-iters.
+        used: The number of examples to use in each epoch. `None` uses all; those that do not fill
+            a batch are trained on with the next epoch.
     """
 
     program = PROGRAM
@@ -64,7 +65,7 @@ class FinetuneRecipe:
         valid: Sequence[Example],
         used: int | None,
     ) -> None:
-        """Take the target and the examples."""
+        """Store the target and the examples."""
         self.target = target
         self._train = train
         self._valid = valid
@@ -86,19 +87,19 @@ class FinetuneRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
-        """Build some layers of a BERT with the target's head."""
+        """Build the given part of a BERT with the target's head."""
         network = partial(BertChooser, head_name=self.target.head_name)
         return build_model(network, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BertChooser) -> str:
-        """Say which attention the model runs on, and why."""
+        """Return the name of the attention kernel, and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Return the training samples of all epochs, and validation samples."""
+        """Return the training samples of all epochs, and the validation samples."""
         length = config.data.seq_length
         train = valid = None
         if self._train:
@@ -113,7 +114,7 @@ class FinetuneRecipe:
         return train, valid, None
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return ones: every sample counts."""
+        """Return ones, because every sample counts."""
         return torch.ones_like(batch["label"])
 
     def forward(
@@ -125,7 +126,7 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run a micro-batch through a part of the model, to its loss at the end."""
+        """Run a micro-batch through a part of the model. The last part returns the loss."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
@@ -143,7 +144,7 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run a micro-batch through a part of the model, to a guess per sample at the end [b]."""
+        """Run a micro-batch through a part of the model. The last part returns guesses, `[b]`."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
@@ -157,12 +158,12 @@ class FinetuneRecipe:
 BEST = "best"  # a folder in --save
 _RECORD = "evaluation.json"  # in that folder: the iteration and its score
 _MAY_LACK = ("pooler", "embedding.token_type")  # parts that a pretrained model may lack
-_PASSES = 16  # micro-batches between two looks at the progress
+_PASSES = 16  # micro-batches between two updates of the progress
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation on all files."""
+    """The guesses of one evaluation, for all files."""
 
     iteration: int
     by_file: Mapping[str, Guesses]
@@ -174,17 +175,17 @@ class Evaluated:
 
 
 class Finetuning(Extras):
-    """Finetuning's further steps: pretrained weights in, evaluation, the best weights kept.
+    """The steps that finetuning adds to a run: load pretrained weights, evaluate, keep the best.
 
     Args:
-        recipe: What is trained.
+        recipe: The recipe that is trained.
         pretrained: The folder of the pretrained checkpoint, or `None` for random weights.
-        valid: Examples to evaluate on, by file.
+        valid: The examples to evaluate on, by file.
         epoch_ends: The updates after which an epoch has ended; empty without training.
-        options: The flags that say where results go.
+        options: The flags that say where results are written.
 
     Attributes:
-        last: The last evaluation, if any.
+        last: The last evaluation, or `None` before the first.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Finetuning(Extras):
         epoch_ends: Set[int],
         options: TaskConfig,
     ) -> None:
-        """Take what is evaluated and when."""
+        """Store the arguments; nothing has been evaluated yet."""
         self._recipe = recipe
         self._pretrained = pretrained
         self._valid = valid
@@ -206,7 +207,7 @@ class Finetuning(Extras):
         self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
-        """Take the pretrained weights, unless the finetuning itself goes on.
+        """Load the pretrained weights, unless a finetuning run is resumed.
 
         Without --save-interval, the run saves after each epoch.
         """
@@ -232,7 +233,7 @@ class Finetuning(Extras):
             self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
-        """Guess on all files, print, and keep the weights if they are the best. Collective."""
+        """Evaluate all files, print the results and keep the best weights. Collective."""
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
         self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
@@ -265,7 +266,7 @@ class Finetuning(Extras):
         return "\n".join(parts)
 
     def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
-        """Write `--save`/best if this is better than what is there. Collective."""
+        """Write `--save`/best if this evaluation has a better score. Collective."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
@@ -351,24 +352,24 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
             looks[ids] += 1
         progress(first + count, passes_needed)
     guesses, looks = (all_reduce(values, run.layout.world) for values in (guesses, looks))
-    assert bool((looks == 1).all()), "a sample was not looked at once"
+    assert bool((looks == 1).all()), "a sample was not evaluated exactly once"
     labels = tuple(example.label for example in dataset.examples)
     return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
 
 
 def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
-    """Load the weights under --pretrained-checkpoint, except for layers that start afresh.
+    """Load the weights in --pretrained-checkpoint, except for newly initialized layers.
 
     Returns:
         The iteration of the checkpoint.
 
     Raises:
-        CheckpointError: It is of another network.
+        CheckpointError: The checkpoint holds another network.
     """
     flag = "--pretrained-checkpoint"
     reader = open_existing(folder, flag=flag, layout=run.layout)
-    # A classifier is built on a pooler, which a model without a binary head lacks: that is no
-    # difference here.
+    # A classifier needs a pooler, which a model without a binary head lacks. This difference is
+    # allowed here, because the pooler is then newly initialized.
     saved = reader.meta["config"].get("model", {})
     model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
     check_network(replace(run.config, model=model), reader, flag)
@@ -377,7 +378,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     for name in _MAY_LACK if fresh else ():
         if not any(one.startswith(f"model.{name}") for one in held):
             anew.append(name)
-    entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
+    entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for appended entries
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
     take_weights(run, padded, fresh=anew)
     run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
@@ -385,7 +386,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Return the score of the weights that are kept, or one below all others if there are none."""
+    """Return the score of the weights in `root`, or one below all others if there are none."""
     try:
         record = json.loads((root / _RECORD).read_text())
         if record["of"] == list(scores):

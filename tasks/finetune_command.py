@@ -37,7 +37,7 @@ from tasks.target import HEADS, Target
 from tasks.texts import find_missing, find_repeated
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
-# Rules that need the length of the run.
+# The rules that need the length of the run, which is known after the data was read.
 _LATE: tuple[Rule, ...] = (
     rules_model.some_length,
     rules_training.samples,
@@ -51,9 +51,9 @@ _OF_PRETRAINING: tuple[Rule, ...] = (
     rules_data.tokenizer,
     rules_model.required,
     rules_training.per_token_loss,
-    rules_training.save_interval,  # unset: an epoch
+    rules_training.save_interval,  # if it is unset, the run saves after each epoch
 )
-# Fields without an effect if nothing is trained.
+# The fields without an effect if nothing is trained.
 _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "model": (
         *("attention_dropout", "hidden_dropout"),
@@ -66,7 +66,7 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "optimizer": tuple(
         field.name
         for field in fields_of(OptimizerConfig)
-        if field.name not in ("optimizer", "optimizer_cpu_offload")  # whose states take memory
+        if field.name not in ("optimizer", "optimizer_cpu_offload")  # their states use memory
     ),
     "schedule": tuple(field.name for field in fields_of(ScheduleConfig)),
     "training": (
@@ -90,7 +90,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Finetune and evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: The user must fix a flag, a checkpoint or the data.
+        UserError: A flag, a checkpoint or the data must be changed.
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
@@ -109,11 +109,11 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 def prepare(
     task: str, parsed: ParsedRun, world_size: int
 ) -> tuple[RunConfig, FinetuneRecipe, Finetuning]:
-    """Read the data, which gives the run's length, and return the arguments of `pretrain`.
+    """Read the data, which decides the run's length, and return the arguments of `pretrain`.
 
     Raises:
         ConfigError: A flag does not fit that length.
-        DataError: A file is not what the task expects.
+        DataError: A file does not have the format of the task.
     """
     options, own = parsed.extra
     target, read = find_target(task)
@@ -138,12 +138,12 @@ def prepare(
 def parse(
     task: str, arguments: list[str], world_size: int, find_start: FindStart | None = None
 ) -> ParsedRun:
-    """Parse a command line, which changes what the pretrained checkpoint says.
+    """Parse a command line, which overrides the settings of the pretrained checkpoint.
 
     The length of the run is not known yet.
 
     Raises:
-        ConfigError: There are mistakes; the error names all of them.
+        ConfigError: One or more flags are wrong. The message names all of them.
     """
 
     def check(options: TaskConfig, own: FinetuneConfig) -> Iterator[str]:
@@ -152,7 +152,7 @@ def parse(
         if own.epochs and not own.train_data:
             yield f"--task {task} needs --train-data: give the file to train on, or --epochs 0"
         if own.epochs == 0 and not options.valid_data:
-            yield "--epochs 0 without --valid-data: there is nothing to do: give a file"
+            yield "--epochs 0 without --valid-data: there is nothing to do: give --valid-data"
         if options.results is not None and not options.valid_data:
             yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
         yield from find_missing("--train-data", own.train_data)
@@ -177,13 +177,18 @@ def parse(
     )
     options, own = parsed.extra
     if own.epochs and parsed.config.training.skip_train:
-        raise ConfigError(f"--skip-train and --epochs {own.epochs}: to evaluate only, --epochs 0")
+        raise ConfigError(
+            f"--skip-train and --epochs {own.epochs} contradict each other: to evaluate only, give "
+            "--epochs 0"
+        )
     batches = parsed.config.evaluation.eval_iters
     notices = list(parsed.notices)
     if batches and not options.valid_data:
         notices.append(f"--eval-iters {batches} changes nothing without --valid-data")
     if parsed.config.training.calculate_per_token_loss:
-        notices.append("--calculate-per-token-loss changes nothing: every sample counts")
+        notices.append(
+            "--calculate-per-token-loss changes nothing, because the loss is counted per sample"
+        )
     if not own.epochs:
         vain = {"--train-data": own.train_data, "--keep-last": own.keep_last}
         notices += [f"{flag} changes nothing with --epochs 0" for flag in vain if vain[flag]]
@@ -210,13 +215,13 @@ def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
 def with_length(
     config: RunConfig, own: FinetuneConfig, samples: int, world_size: int
 ) -> tuple[RunConfig, int | None]:
-    """Return the run with its length in iterations, and the samples used of each epoch.
+    """Return the run with its length in iterations, and the number of samples used per epoch.
 
-    Without --keep-last an epoch ends with its last full batch; with it, every sample of each epoch
-    is used, and only the last batch of the run is filled up with samples of one more.
+    Without --keep-last, an epoch ends with its last full batch. With it, every sample of each epoch
+    is used, and only the last batch of the run is completed with samples of a further epoch.
 
     Raises:
-        ConfigError: A flag does not fit that length, or there is less than a batch of samples.
+        ConfigError: A flag does not fit that length, or there are fewer samples than a batch.
     """
     batch = config.training.global_batch_size
     epochs = own.epochs or 0
@@ -236,19 +241,19 @@ def with_length(
 
 
 def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
-    """Return the updates that train on the last of an epoch's samples.
+    """Return the updates that train on the last sample of an epoch.
 
-    Samples that fill no batch are trained on together with the next epoch's first.
+    Samples that do not fill a batch are trained on together with the first of the next epoch.
     """
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
 def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
-    """Return the run that flags change: the pretrained checkpoint's, or that of --load."""
+    """Return the settings that flags override: the pretrained checkpoint's, or those of --load."""
     named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
     if named:
         flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
-        raise ConfigError(f"{flags}: --epochs says how long to train: drop it")
+        raise ConfigError(f"{flags}: --epochs sets the length of training: drop it")
     flag, folder = next(
         (
             (f"--{name.replace('_', '-')}", given[name])
@@ -268,7 +273,7 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
             _check_head(reader, target, f"{flag} {folder}", only_evaluates=only_evaluates)
     return replace(
         start,
-        # A classifier is built on the pooler, which a model without a binary head lacks.
+        # A classifier needs the pooler, which a model without a binary head lacks.
         model=replace(start.model, bert_binary_head=True),
         training=replace(
             start.training,
@@ -284,7 +289,7 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
     """Check that a finetuned model has the task's head.
 
     Raises:
-        CheckpointError: It has no head, or another task's.
+        CheckpointError: The model has no head, or the head of another task.
     """
     heads = {
         name.removesuffix(".bias").removeprefix("model."): reader.global_shape(name)[0]
@@ -293,39 +298,41 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
     }
     if not heads:
         why = ", and --epochs 0 trains none" if only_evaluates else ""
-        instead = "give --epochs" if only_evaluates else "give this one as --pretrained-checkpoint"
+        instead = "train one with --epochs"
+        if not only_evaluates:
+            instead = "give this one as --pretrained-checkpoint"
         raise CheckpointError(
-            f"{shown}: has no head of a finetuned model{why}: name the folder of a finetuned one, "
-            f"such as its `best`, or {instead}"
+            f"{shown}: this model has no head for a task{why}: give the folder of a finetuned "
+            f"model, such as its `best`, or {instead}"
         )
     if heads.get(target.head_name) != target.head.outputs:
         found = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
         raise CheckpointError(
-            f"{shown}: is finetuned for another task: it has {found} output(s), and --task "
-            f"{target.task} takes {target.head_name} with {target.head.outputs}: name the folder "
-            "of a model that is finetuned for this one"
+            f"{shown}: this model is finetuned for another task: it has {found} output(s), but "
+            f"--task {target.task} needs {target.head_name} with {target.head.outputs}: give the "
+            "folder of a model that is finetuned for this task"
         )
 
 
 def _required(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
-    else:  # which names its tokenizer, unless it is old
+    else:  # the checkpoint names its tokenizer, unless it is old
         yield from rules_model.required(config, world_size)
         yield from rules_data.tokenizer(config, world_size)
 
 
 def _own_order(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes of flags that belong to pretraining: sample order, lengths, perplexities."""
+    """Yield errors in flags that belong to pretraining: sample order, lengths, perplexities."""
     if config.data.dataloader_type == "cyclic":
-        yield "--dataloader-type cyclic: each epoch is shuffled anyway: drop it"
+        yield "--dataloader-type cyclic: a task shuffles each epoch anyway: drop it"
     if config.training.rampup_batch_size is not None:
-        yield "--rampup-batch-size: epochs are counted in batches of one size: drop it"
+        yield "--rampup-batch-size: epochs need batches of the same size: drop it"
     if config.training.iterations_to_skip is not None:
-        yield "--iterations-to-skip: it may leave out the end of an epoch: drop it"
+        yield "--iterations-to-skip: this could skip the end of an epoch: drop it"
     if config.logging.log_validation_ppl_to_tensorboard:
         yield (
-            "--log-validation-ppl-to-tensorboard: a task's loss is of no tokens, and has no "
+            "--log-validation-ppl-to-tensorboard: a task's loss is not a loss of tokens and has no "
             "perplexity: drop it"
         )
     if config.data.mock_data:

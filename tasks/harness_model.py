@@ -1,4 +1,4 @@
-"""The harness's view of a model: texts in, log-probabilities and texts out."""
+"""The model interface of the harness: texts in, log-probabilities and texts out."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tasks.language_model import last_window
 
 
 class HarnessModel(TemplateLM):
-    """A model on rank 0 whose computations `workers` do."""
+    """A model on rank 0 whose computations run on all ranks, through `workers`."""
 
     def __init__(self, loaded: Loaded, workers: Workers) -> None:
-        """Take the model and the workers."""
+        """Store the tokenizer and the workers."""
         super().__init__()
         self._text = loaded.tokenizer
         self._workers = workers
         self._window = loaded.config.data.seq_length
-        # Some tokenizers begin every text with a token of their own.
+        # Some tokenizers begin every text with a special token.
         self._start = self._text.tokenize_open("")
 
     @property
@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each whole text, every token with the fullest window."""
+        """Return the log-probability of each whole text, with as much context as fits a window."""
         samples, owner = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that follows each context, up to one of the request's ends."""
+        """Return the text that follows each context, up to one of the stop sequences."""
         wishes = []
         for context, given in (request.args for request in requests):
             asked = normalize_gen_kwargs(given)

@@ -1,4 +1,4 @@
-"""Language model tasks: perplexity of texts, and the last words of passages (LAMBADA)."""
+"""Language model tasks: the perplexity of texts, and the last words of passages (LAMBADA)."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tasks.texts import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task's questions to a model.
+    """A task's samples, ready to be scored.
 
     Attributes:
         samples: The samples to score.
-        summarize: A function from their scores to the task's numbers.
-        data: A description of what was read.
-        headline: The numbers in Megatron-LM's own line, with its names.
+        summarize: A function that returns the task's numbers from the scores.
+        data: A description of the data.
+        headline: The numbers in the line that Megatron-LM prints, with Megatron-LM's names.
     """
 
     samples: list[Sample]
@@ -55,9 +55,9 @@ class Prepared:
 def prepare_wikitext(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare one text: loss per token, and perplexity per word before detokenization.
+    """Prepare one text for its loss per token and its perplexity per word before detokenization.
 
-    Words are counted with an end-of-line each, as published perplexities are.
+    Each end of a line counts as a word, as in published perplexities.
     """
     path = paths[0]
     raw = read_text(path)
@@ -65,7 +65,7 @@ def prepare_wikitext(
     tokens = np.array(tokenizer.tokenize_open(DETOKENIZERS[name](raw)))
     words = count_words(raw)
     if len(tokens) < 2:
-        raise DataError(f"--valid-data {path}: holds no text to predict")
+        raise DataError(f"--valid-data {path}: this file holds no text to predict: give another")
     samples = list(windows(tokens, window, options.overlapping_eval))
 
     def summarize(scores: Sequence[Score]) -> Numbers:
@@ -96,16 +96,17 @@ def prepare_wikitext(
 
 
 def count_words(text: str) -> int:
-    """Count words between white space, and the ends of lines."""
+    """Count the words, which white space separates, and the ends of lines."""
     return len(text.split()) + text.count("\n")
 
 
 def prepare_perplexity(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare any corpus, every document on its own.
+    """Prepare a corpus, each document separately.
 
-    A document follows an end-of-document token, or the one with which the tokenizer begins texts.
+    Each document follows an end-of-document token, or the token with which the tokenizer begins
+    every text.
     """
     samples: list[Sample] = []
     documents = tokens = words = size = 0
@@ -119,7 +120,7 @@ def prepare_perplexity(
         document = np.array([*start, *ids])
         samples += windows(document, window, options.overlapping_eval)
     if not tokens:
-        raise DataError(f"--valid-data {' '.join(paths)}: holds no text")
+        raise DataError(f"--valid-data {' '.join(paths)}: there is no text to predict")
 
     def summarize(scores: Sequence[Score]) -> Numbers:
         total = -sum(score.log_probability for score in scores)
@@ -140,7 +141,7 @@ def prepare_perplexity(
 def prepare_lambada(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare passages whose last token (or word, with --strict-lambada) is to be guessed."""
+    """Prepare passages whose last token (with --strict-lambada, last word) must be predicted."""
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
     for number, text in enumerate(map(detokenize, read_documents(paths))):
@@ -152,12 +153,12 @@ def prepare_lambada(
         if not context or not target:
             raise DataError(
                 f"--valid-data {paths[0]}: passage {number + 1} has no "
-                f"{'context' if target else 'word to guess'}: {text[:40]!r}"
+                f"{'context' if target else 'word to predict'}: {text[:40]!r}: fix or remove it"
             )
         cut += len(context) + len(target) - 1 > window
         samples.append(last_window(context, target, window))
     if not samples:
-        raise DataError(f"--valid-data {paths[0]}: holds no passage")
+        raise DataError(f"--valid-data {paths[0]}: this file holds no passage: give another")
 
     def summarize(scores: Sequence[Score]) -> Numbers:
         correct = sum(score.is_greedy for score in scores)
@@ -198,20 +199,20 @@ def last_window(context: Sequence[int], target: Sequence[int], window: int) -> S
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of two texts that follow each other, encoded together.
+    """Return the token ids of two consecutive texts, encoded together.
 
-    Encoded alone, a continuation would begin with a start token for some tokenizers.
+    With some tokenizers, a continuation that is encoded alone would begin with a start token.
     """
     before = tokenizer.tokenize_open(context)
     both = tokenizer.tokenize_open(context + continuation)
-    if both[: len(before)] != before:  # the seam fell into a token: give it to the continuation
+    if both[: len(before)] != before:  # a token spans the boundary: it counts as continuation
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(before, both, strict=False))
         before = [token for token, _ in pairs]
     return before, both[len(before) :]
 
 
 def _exp(loss: float) -> float:
-    """Return a perplexity; infinite for a hopeless model."""
+    """Return the perplexity of a loss; infinity if it is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -234,7 +235,10 @@ def parse(
         if not options.valid_data:
             yield f"--task {task} needs --valid-data: give the file to evaluate on"
         elif task == "WIKITEXT103" and len(options.valid_data) > 1:
-            yield f"--task {task} reads one text, --valid-data names {len(options.valid_data)}"
+            yield (
+                f"--task {task} reads a single file, but --valid-data names "
+                f"{len(options.valid_data)}: give one"
+            )
         yield from find_missing("--valid-data", options.valid_data)
         yield from find_repeated("--valid-data", options.valid_data)
         if own.strict_lambada and task != "LAMBADA":
@@ -256,14 +260,14 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: The user must fix a flag, the checkpoint or the data.
+        UserError: A flag, the checkpoint or the data must be changed.
     """
     parsed = parse(task, arguments, launch.world_size)
     return run_evaluation(parsed, launch, partial(evaluate, task, parsed))
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Load, read, score and report. Return the task's numbers on every process. Collective."""
+    """Load the model, score the data and report. Return the numbers on all ranks. Collective."""
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None

@@ -52,31 +52,33 @@ def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, 
 
 
 def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Return the file asked for, or one in the folder of checkpoints."""
+    """Return the file that --results names, or a file in the folder of checkpoints."""
     if asked is not None:
         return Path(asked)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
 def check_results(asked: str | None, data: Sequence[str] | None) -> None:
-    """Check before any work that --results can be written.
+    """Check that --results can be written, before any other work.
 
     Args:
         asked: The value of --results.
-        data: The files that are read.
+        data: The files that the task reads.
 
     Raises:
-        ConfigError: It is one of the files that are read.
-        StorageError: It cannot be written.
+        ConfigError: --results is one of the files that the task reads.
+        StorageError: --results cannot be written.
     """
     if asked is None:
         return
     path = Path(asked)
     if any(path.exists() and path.samefile(file) for file in data or ()):
-        raise ConfigError(f"--results {asked}: this is a file of the data: give another name")
+        raise ConfigError(
+            f"--results {asked}: this file is also read as data: give another name for the results"
+        )
     with writing_to("--results", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):  # as the new file that takes the old one's place
+        with TemporaryFile(dir=path.parent):  # writing the results creates a file here too
             pass
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), asked)
@@ -111,7 +113,7 @@ class Progress:
     """
 
     def __init__(self, *, shown: bool, log_interval: int) -> None:
-        """Start at nothing."""
+        """Store the settings; the bar is made when progress is first shown."""
         self._shown = shown
         self._log_interval = log_interval
         self._bar: Any = None

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
 Kind = Literal["language model", "harness", "finetuning"]
-# Flags of one kind of task only, and what to call it.
+# The flags of each kind of task, and the names of its tasks for messages.
 _OWN: dict[Kind, tuple[type, str]] = {
     "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
     "harness": (HarnessConfig, "LM_EVAL"),
@@ -48,16 +48,16 @@ TASKS: dict[str, Task] = {
     "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
     "RACE": Task("finetuning", "questions about a text, four answers each"),
     "MNLI": Task("finetuning", "does one text follow from the other?"),
-    "QQP": Task("finetuning", "do two questions ask the same?"),
+    "QQP": Task("finetuning", "do two questions have the same meaning?"),
     "SST-2": Task("finetuning", "is a film review good or bad?"),
     "CoLA": Task("finetuning", "is a sentence grammatical?"),
-    "MRPC": Task("finetuning", "do two sentences say the same?"),
+    "MRPC": Task("finetuning", "do two sentences have the same meaning?"),
     "STS-B": Task("finetuning", "how similar are two sentences, from 0 to 5?"),
     "QNLI": Task("finetuning", "does a sentence answer the question?"),
     "RTE": Task("finetuning", "does one text follow from the other?"),
     "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
 }
-# Megatron-LM's tasks that are not here.
+# Megatron-LM's tasks that are not supported.
 _RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")
 
 
@@ -76,7 +76,7 @@ def find_task(arguments: Sequence[str]) -> str:
     """Return the task on a command line, from --task (the last counts) or an old flag for it.
 
     Raises:
-        ConfigError: It is missing or unknown, or an old flag says another.
+        ConfigError: The task is missing or unknown, or an old flag names another one.
     """
     known = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
     asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
@@ -105,5 +105,5 @@ def find_task(arguments: Sequence[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    """Return what two spellings of a name have in common: SST2, sst-2."""
+    """Return the lower-case letters and digits of a name, which spellings such as sst-2 share."""
     return "".join(filter(str.isalnum, name.lower()))

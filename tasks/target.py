@@ -1,4 +1,4 @@
-"""What a finetuned model has to find, and measures of how good its guesses are."""
+"""The class or value that a finetuned model has to predict, and measures of its guesses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 @dataclass(frozen=True)
 class Guesses:
-    """Labels and guesses of some samples in their order: class numbers, or values."""
+    """The labels and guesses of some samples, in the same order: class numbers or values."""
 
     labels: tuple[float, ...]
     guesses: tuple[float, ...]
@@ -35,14 +35,14 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Target:
-    """The thing to find: one of some classes, or a value.
+    """The prediction target: one of several classes, or a value.
 
     Attributes:
         task: The task's name.
-        classes: Names of the classes in order; empty for a value.
+        classes: The names of the classes in order; empty for a value.
         span: The lowest and highest value; `None` for classes.
-        texts: The texts of a sample: 1, or one per class, one of which is right.
-        scores: Names in `numbers` whose mean decides which checkpoint is best.
+        texts: The number of texts in a sample: 1, or one per class, of which one is correct.
+        scores: The names in `numbers` whose mean decides which checkpoint is best.
     """
 
     task: str
@@ -58,17 +58,17 @@ class Target:
 
     @property
     def head(self) -> HeadSpec:
-        """The head of the model that finds it."""
+        """The spec of the head that predicts the target."""
         outputs = 1 if self.span is not None else len(self.classes) // self.texts
         return HeadSpec(outputs, self.texts)
 
     @property
     def score_name(self) -> str:
-        """The score in words."""
+        """The name of the score for output."""
         return self.scores[0] if len(self.scores) == 1 else f"mean of {' and '.join(self.scores)}"
 
     def score(self, numbers: Numbers) -> float:
-        """Return the task's score in GLUE: the mean if it names two."""
+        """Return the task's score in GLUE, which is the mean if there are two measures."""
         return sum(float(numbers[name]) for name in self.scores) / len(self.scores)
 
     def numbers(self, found: Guesses) -> Numbers:
@@ -86,7 +86,7 @@ class Target:
         return format_table(CLASS_TITLES, rows)
 
     def details(self, found: Guesses) -> dict[str, Any]:
-        """Return how often each class was taken for each, [class][guess]; nothing for values."""
+        """Return the confusion matrix, [class][guess]; nothing for values."""
         if self.span is not None:
             return {}
         return {"classes": list(self.classes), "counts": self._matrix(found)}
@@ -100,7 +100,7 @@ CLASS_TITLES = ("class", "examples", "correct", "precision", "recall", "F1")
 
 
 def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) -> Matrix:
-    """Count how often each of `size` classes was taken for each."""
+    """Return the confusion matrix of `size` classes, [class][guess]."""
     matrix = [[0] * size for _ in range(size)]
     for label, guess in zip(labels, guesses, strict=True):
         matrix[int(label)][int(guess)] += 1
@@ -108,12 +108,12 @@ def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) 
 
 
 def accuracy(matrix: Matrix) -> float:
-    """Return the share of right guesses."""
+    """Return the share of correct guesses."""
     return sum(matrix[i][i] for i in range(len(matrix))) / _total(matrix)
 
 
 def matthews(matrix: Matrix) -> float:
-    """Return Matthews' correlation for any number of classes; 0 is chance."""
+    """Return Matthews' correlation for any number of classes; 0 is the level of chance."""
     total, right = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
     true = [sum(row) for row in matrix]
     guessed = [sum(column) for column in zip(*matrix, strict=True)]
@@ -195,9 +195,9 @@ def band_rows(
     """Return one row per unit of the span under `BAND_TITLES`. Empty rows are left out.
 
     Args:
-        labels: Labels.
-        guesses: Guesses in the same order.
-        span: The lowest and highest label; the highest belongs to the last row.
+        labels: The labels.
+        guesses: The guesses, in the same order.
+        span: The lowest and highest label. The highest belongs to the last row.
     """
     x, y = np.array(labels), np.array(guesses)
     low, high = span

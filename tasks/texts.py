@@ -1,4 +1,4 @@
-"""The texts of a task: reading files, and undoing the tokenization of a corpus."""
+"""The texts of a task: reading files and undoing the tokenization of a corpus."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def find_missing(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
     """Yield a line for each path that does not exist."""
     for path in paths or ():
         if not Path(path).exists():
-            yield f"{flag} {path}: no such file: give the path of one"
+            yield f"{flag} {path}: no such file: give the path of an existing file"
 
 
 def find_repeated(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
-    """Yield a line for each path given twice: its samples would count twice."""
+    """Yield a line for each path that is given twice, because its samples would count twice."""
     seen: set[Path] = set()
     for path in paths or ():
         place = Path(path).resolve()
         if place in seen:
-            yield f"{flag} {path}: is given twice: give it once"
+            yield f"{flag} {path}: this file is given twice: give it once"
         seen.add(place)
 
 
@@ -38,14 +38,16 @@ def read_text(path: str) -> str:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}: give a text file") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+        raise DataError(
+            f"{path}: cannot be read as UTF-8 text: {error}: convert the file"
+        ) from error
 
 
 def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
-    """Yield the texts of a corpus: of JSON lines (also .gz and .zst) or parquet; a whole .txt file.
+    """Yield the texts of a corpus: JSON lines (also .gz and .zst), parquet, or whole .txt files.
 
     Raises:
-        DataError: A line is not as expected. The message names it.
+        DataError: A line is not a JSON object with text under `key`. The message names it.
     """
     try:
         lines = dict.fromkeys(find_inputs(paths), 0)
@@ -54,7 +56,7 @@ def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
                 lines[block.path] += 1
                 if line.strip():
                     yield _text_of(line, key, f"{block.path}, line {lines[block.path]}")
-    except DataError as error:  # said of preprocessing's flag
+    except DataError as error:  # the message names the flag of preprocess_data.py
         raise DataError(str(error).replace("--input", "--valid-data")) from error
 
 
@@ -62,7 +64,7 @@ def _text_of(line: bytes, key: str, where: str) -> str:
     try:
         document = load_line(line)
     except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}: give one object a line") from None
+        raise DataError(f"{where}: not JSON: {error}: give one object per line") from None
     text = document.get(key) if isinstance(document, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where}: no text under "{key}": each line should be {{"{key}": "..."}}')
@@ -71,12 +73,12 @@ def _text_of(line: bytes, key: str, where: str) -> str:
 
 Detokenizer = Callable[[str], str]
 
-# Pairs of (what stands in the corpus, what it was), applied in order.
+# Pairs of (text in the corpus, original text), applied in order.
 _WIKITEXT: tuple[tuple[str, str], ...] = (
     *((f" @{sign}@ ", sign) for sign in "-,."),
     *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
 )
-# What stands between a pair of signs, to lose the spaces at its ends.
+# Pairs of signs; spaces at the ends of the text between them are removed.
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 _WIKITEXT_LAST: tuple[tuple[str, str], ...] = (
     *(("= " * count + "=", "=" * (count + 1)) for count in (3, 2, 1)),
@@ -98,7 +100,7 @@ _PTB: tuple[tuple[str, str], ...] = (
 
 
 def wikitext(text: str) -> str:
-    """Undo WikiText's `@-@` and the like, and spaces around punctuation, brackets and quotes."""
+    """Undo WikiText's `@-@` and similar, and spaces around punctuation, brackets and quotes."""
     text = _replace(text.replace("s '", "s'"), _WIKITEXT)
     for opening, closing in _PAIRS:
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
@@ -112,17 +114,17 @@ def ptb(text: str) -> str:
 
 
 def identity(text: str) -> str:
-    """Return the text as it is."""
+    """Return the text unchanged."""
     return text
 
 
 DETOKENIZERS: dict[str, Detokenizer] = {"wikitext": wikitext, "ptb": ptb, "none": identity}
-# Megatron-LM goes by the path of the data, and fails where none of these is in it.
+# Megatron-LM also decides by the path of the data, but fails if the path holds none of these.
 _IN_PATH = {"ptb": "ptb", "wiki": "wikitext", "lambada": "none"}
 
 
 def detokenizer_for(path: str, asked: str | None) -> str:
-    """Return the name of the detokenizer that is asked for, or that the path suggests."""
+    """Return the name of the requested detokenizer, or of the one that the path suggests."""
     if asked is not None:
         return asked
     return next((name for part, name in _IN_PATH.items() if part in path), "none")

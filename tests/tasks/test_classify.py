@@ -92,5 +92,5 @@ def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
 
 def test_a_race_file_that_is_none_is_named(tmp_path):
     (tmp_path / "7.txt").write_text('\n\n{"article": "x", "questions": ["y"], "options": [["a"]]}')
-    with pytest.raises(DataError, match=r"7.txt, line 3: no article of RACE \(KeyError"):
+    with pytest.raises(DataError, match=r"7.txt, line 3: not an article of RACE \(KeyError"):
         read_race(str(tmp_path))

@@ -90,8 +90,9 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
         assert evaluated.all_files == last.all_files
         assert evaluated.iteration == best.iteration > 0
         for task, head in (("RACE", "multichoice_head with 1"), ("MNLI", ".* with 3")):
-            found = rf"{flag} .*: is finetuned for another task: it has classification_head with 2"
-            with pytest.raises(CheckpointError, match=f"{found} .*--task {task} takes {head}"):
+            found = f"{flag} .*: this model is finetuned for another task: it has "
+            found += "classification_head with 2"
+            with pytest.raises(CheckpointError, match=f"{found} .*--task {task} needs {head}"):
                 finetune_command.parse(task, words, 1)
 
 
@@ -184,7 +185,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(toy, tmp_pat
     data = Path(words[words.index("--valid-data") + 1])
     before = data.read_bytes()
     assert main(["--task", task, *words, "--results", str(data)]) == 9
-    assert f"--results {data}: this is a file of the data" in capsys.readouterr().err
+    assert f"--results {data}: this file is also read as data" in capsys.readouterr().err
     assert data.read_bytes() == before
 
 
@@ -219,7 +220,9 @@ def test_it_goes_on_where_it_stopped(toy, tmp_path):
         if is_there:
             assert finetune_command.parse("SST-2", named, 1).config.checkpoint.ckpt_step == step
             continue
-        with pytest.raises(CheckpointError, match="^--ckpt-step 6: .* there are .*5: give one"):
+        with pytest.raises(
+            CheckpointError, match="^--ckpt-step 6: .* available iterations: .*5: give one"
+        ):
             finetune_command.parse("SST-2", named, 1)
 
 
@@ -345,12 +348,15 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
         (["--epochs", "0"], "--epochs 0 without --valid-data"),
         (["--epochs", "1"], "--pretrained-checkpoint is required"),
         (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
-        (["--valid-data", "/no", "/other", "/other/../no"], "/other/../no: is given twice"),
+        (
+            ["--valid-data", "/no", "/other", "/other/../no"],
+            "/other/../no: this file is given twice",
+        ),
         (["--epochs", "1", "--results", "x"], "--results x without --valid-data: nothing is"),
-        (["--train-iters", "5"], "--train-iters: --epochs says how long"),
-        (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
-        (["--iterations-to-skip", "3"], "it may leave out the end of an epoch"),
-        (["--log-validation-ppl-to-tensorboard"], "a task's loss is of no tokens"),
+        (["--train-iters", "5"], "--train-iters: --epochs sets the length of training"),
+        (["--dataloader-type", "cyclic"], "a task shuffles each epoch anyway"),
+        (["--iterations-to-skip", "3"], "this could skip the end of an epoch"),
+        (["--log-validation-ppl-to-tensorboard"], "a task's loss is not a loss of tokens"),
         (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),
     ],
 )
@@ -405,7 +411,7 @@ def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
     _, one = finetune(Layout.single(), "SST-2", plain)
     _, other = finetune(Layout.single(), "SST-2", [*plain, *training, *of_the_task])
     assert one == other
-    with pytest.raises(ConfigError, match="--skip-train and --epochs 1: to evaluate only, --epoch"):
+    with pytest.raises(ConfigError, match="--skip-train and --epochs 1 contradict each other"):
         finetune_command.parse("SST-2", [*words, "--skip-train"], 1)
 
 
@@ -413,7 +419,8 @@ def test_every_sample_counts(toy):
     words = _sst(toy, "--epochs", "1", "--eval-iters", "1")
     weighted = [*words, "--calculate-per-token-loss"]
     (line,) = finetune_command.parse("SST-2", weighted, 1).notices
-    assert line == "--calculate-per-token-loss changes nothing: every sample counts"
+    reason = "because the loss is counted per sample"
+    assert line == f"--calculate-per-token-loss changes nothing, {reason}"
     layout = Layout.single()
     assert finetune(layout, "SST-2", weighted) == finetune(layout, "SST-2", words)
 
@@ -430,7 +437,9 @@ def test_a_model_without_a_head_is_not_evaluated(toy):
     with pytest.raises(CheckpointError, match="has no head .*, and --epochs 0 trains none"):
         finetune_command.parse("SST-2", words, 1)
     words = _sst(toy, "--epochs", "1", "--load", str(folder / "bert"))[2:]
-    with pytest.raises(CheckpointError, match="--load .*: has no head .* --pretrained-checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="--load .*: this model has no head .* --pretrained-checkpoint"
+    ):
         finetune_command.parse("SST-2", words, 1)
 
 

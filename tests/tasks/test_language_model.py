@@ -220,7 +220,10 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
     ("flags", "message"),
     [
         ([], "--load is required"),
-        (["--valid-data", "/no", "/no"], "--valid-data /no: is given twice: give it once"),
+        (
+            ["--valid-data", "/no", "/no"],
+            "--valid-data /no: this file is given twice: give it once",
+        ),
         (["--dry-run"], "--dry-run is for training: drop it"),
         (
             ["--tp-comm-overlap"],
@@ -230,7 +233,7 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
         (["--context-parallel-size", "2"], "sequences are split only in training"),
         (
             ["--fp8-format", "hybrid"],
-            "--fp8-format hybrid: a trained model",
+            "--fp8-format hybrid is for training; a trained model computes in 16 bits",
         ),
         (["--overlapping-eval", "0"], "--overlapping-eval 0: must be at least 1"),
         (["--strict-lambda"], "unknown flag --strict-lambda: did you mean --strict-lambada?"),
@@ -250,7 +253,7 @@ def test_mistakes_are_found_at_the_door(flags, message):
         ('{"text": "1 2"}\n{"text": 3}\n', r'line 2: no text under "text"'),
         ('{"text": "1 2"}\n\n{', "line 3: not JSON: broken JSON"),
         ('{"text": "1 \\ud800"}\n', "line 1: not JSON: broken JSON .half a surrogate pair"),
-        ('{"text": ""}\n', "passage 1 has no word to guess"),
+        ('{"text": ""}\n', "passage 1 has no word to predict"),
         ('{"text": "5"}\n', "passage 1 has no context"),
         ("", "holds no passage"),
     ],

@@ -96,7 +96,12 @@ def test_small_text_gives_fewer_entries(tmp_path, capsys):
     [
         ([TEXT], ["--vocab-size", "256"], 9, "--vocab-size 256: give at least 257"),
         ([TEXT], ["--min-frequency", "0"], 9, "--min-frequency 0: give at least 1"),
-        ([TEXT], ["--kind", "wordpiece", "--vocab-size", "20"], 9, "the characters of the text alone need"),
+        (
+            [TEXT],
+            ["--kind", "wordpiece", "--vocab-size", "20"],
+            9,
+            "the characters of the text alone need",
+        ),
         ([TEXT], ["--cased"], 9, "--cased has an effect only with --kind wordpiece"),
         ([""], ["--kind", "wordpiece"], 6, "no text to learn from"),
         ([""], [], 6, "no text to learn from"),
