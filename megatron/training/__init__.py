@@ -1,14 +1,14 @@
 """One training run, from its configuration to its last checkpoint.
 
-In the order of a run:
+The modules, in the order in which a run uses them:
 
     pretrain       the run as a whole: build, show the panel, train, evaluate
-    build          builds `run.Run`, which everything below is given
-    loop           updates, and the callbacks around them in their order
-    step           one update: gradients added up and averaged, weights changed, losses read
-    passes         its micro-batches through the model, in the order of a pipeline schedule
-    callbacks      what else a run does: logs, saves, profiles
-    checkpointing  what of a run is saved, and how it comes back
+    build          builds `run.Run`, which all modules below take
+    loop           repeats updates and calls the callbacks around them, in order
+    step           one update: accumulates and averages gradients, changes weights, reads losses
+    passes         runs micro-batches through the model in the order of a pipeline schedule
+    callbacks      side tasks of a run: logging, saving, profiling
+    checkpointing  saves the state of a run and restores it
 
-`recipe` says what a `pretrain_*.py` supplies; `processes` starts and ends the processes.
+`recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.
 """

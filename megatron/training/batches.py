@@ -32,9 +32,9 @@ class BatchPlan:
     """The batch of every update of a run, as a function of the samples consumed before it.
 
     Attributes:
-        micro_batch: Samples of one forward pass of one process.
-        global_batch: Samples of one update over all processes, after any ramp-up.
-        rampup: How the batch starts smaller, or `None` if it does not.
+        micro_batch: The number of samples in one forward pass of one process.
+        global_batch: The number of samples in one update over all processes, after any ramp-up.
+        rampup: The growth of the batch at the start of the run, or `None` for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
             into micro-batches of all of them.
     """
@@ -50,7 +50,7 @@ class BatchPlan:
 
     @classmethod
     def from_config(cls, training: TrainingConfig, data_parallel: int) -> BatchPlan:
-        """Return the plan that the flags ask for. The rules have checked that they fit together."""
+        """Return the plan that the flags describe. The rules have already checked the flags."""
         ramp = training.rampup_batch_size
         return cls(
             training.micro_batch_size,
@@ -61,24 +61,24 @@ class BatchPlan:
 
     @property
     def samples_per_pass(self) -> int:
-        """The samples of one micro-batch over all data-parallel processes."""
+        """The number of samples in one micro-batch over all data-parallel processes."""
         return self.micro_batch * self.data_parallel
 
     def global_batch_at(self, consumed_samples: int) -> int:
-        """Return the samples of the update that follows `consumed_samples`."""
+        """Return the number of samples in the update that follows `consumed_samples`."""
         ramp = self.rampup
         if ramp is None or ramp.start == self.global_batch or consumed_samples > ramp.samples:
             return self.global_batch
         steps = (self.global_batch - ramp.start) // ramp.increment
-        # In floating point as Megatron does it, so that every step falls on the same update.
+        # Megatron divides in floating point; doing the same puts every step on the same update.
         return ramp.start + int(consumed_samples / (ramp.samples / steps)) * ramp.increment
 
     def micro_batches_at(self, consumed_samples: int) -> int:
-        """Return the forward passes of each process in the update after `consumed_samples`."""
+        """Return the number of micro-batches per process in the update after `consumed_samples`."""
         return self.global_batch_at(consumed_samples) // self.samples_per_pass
 
     def iterations_for(self, train_samples: int) -> int:
-        """Return the whole updates in a run of `train_samples`, without a last partial one."""
+        """Return the number of whole updates in `train_samples`, without a partial last one."""
         iterations, consumed, ramp = 0, 0, self.rampup
         while ramp is not None and consumed <= ramp.samples:
             batch = self.global_batch_at(consumed)
@@ -89,10 +89,10 @@ class BatchPlan:
         return iterations + (train_samples - consumed) // self.global_batch
 
     def _updates_of(self, batch: int, consumed: int) -> int:
-        """Return how many updates of the ramp-up take `batch` each, from `consumed` samples on.
+        """Return how many ramp-up updates of `batch` samples follow `consumed` samples.
 
-        Found by bisection: the ramp-up may have very many updates, and rounds as
-        `global_batch_at` does.
+        It uses bisection, because the ramp-up may have very many updates and must be rounded as
+        `global_batch_at` rounds it.
         """
         assert self.rampup is not None
         updates = range(1, (self.rampup.samples - consumed) // batch + 1)
@@ -132,7 +132,7 @@ def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator
 def _load(
     config: RunConfig, dataset: SampleDataset, sampler: Iterable[list[int]], *, pin_memory: bool
 ) -> Iterator[Batch]:
-    """Yield batches without a reference to the run, which holds this: a finished run is freed."""
+    """Yield batches without a reference to the run, so that a finished run can be freed."""
     yield from build_loader(
         dataset,
         sampler,
@@ -141,6 +141,6 @@ def _load(
         pin_memory=pin_memory,
     )
     raise DataError(
-        f"the dataset of {len(dataset)} samples has ended: it was built for --train-iters "
+        f"the dataset of {len(dataset)} samples is exhausted: it was built for --train-iters "
         f"{config.training.train_iters}, --train-samples {config.training.train_samples}"
     )

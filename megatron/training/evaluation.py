@@ -22,21 +22,21 @@ class EvaluationListener(Protocol):
     def after_evaluation(
         self, run: Run, split: str, losses: Mapping[str, float], *, at_end_of_training: bool
     ) -> None:
-        """Hear the losses of a split ("validation" or "test")."""
+        """Process the losses of a split ("validation" or "test")."""
 
 
 def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
     """Return mean losses over `--eval-iters` global batches. Collective.
 
-    With --calculate-per-token-loss the mean is over all their tokens that count.
+    With --calculate-per-token-loss the mean is over all tokens in the loss mask.
 
     Args:
         run: The run whose model is evaluated.
         dataset: Held-out samples.
-        skip: The number of samples to pass over first.
+        skip: The number of samples to skip first.
 
     Returns:
-        Losses by name, or `None` if a rank was asked to leave meanwhile.
+        Losses by name, or `None` if a rank received a signal to exit during the evaluation.
     """
     count = run.batches.global_batch // run.batches.samples_per_pass
     batches = batches_from(run, dataset, consumed=skip)
@@ -66,14 +66,14 @@ def evaluate_and_report(
     skip: int,
     at_end_of_training: bool = False,
 ) -> None:
-    """Evaluate a split unless it is empty, print Megatron's lines and tell the listeners.
+    """Evaluate a split unless it is empty, print Megatron's lines and notify the listeners.
 
     Args:
         run: The run whose model is evaluated.
         split: "validation" or "test".
-        listeners: Those to tell.
-        where: The place in the run, for the lines.
-        skip: The number of samples to pass over first.
+        listeners: The listeners to notify.
+        where: The point in the run, for the printed lines.
+        skip: The number of samples to skip first.
         at_end_of_training: Whether this is the evaluation after the last update.
     """
     dataset = run.datasets[("training", "validation", "test").index(split)]
@@ -94,18 +94,18 @@ def evaluate_and_report(
 def evaluation_position(run: Run, iteration: int) -> int:
     """Return the number of validation samples that evaluations up to an iteration consumed.
 
-    It is a function of the iteration and the flags alone: a run resumed with the same flags
-    evaluates on what the uninterrupted one would have used.
+    It depends on the iteration and the flags alone, so a run resumed with the same flags evaluates
+    on the samples that the uninterrupted run would have used.
     """
     done = evaluations_until(run.config, iteration)
     return done * run.config.evaluation.eval_iters * run.batches.global_batch
 
 
 class Evaluation(Callback):
-    """Validation loss every `--eval-interval` iterations, after the checkpoint was saved."""
+    """Validation every `--eval-interval` iterations, after any checkpoint has been saved."""
 
     def __init__(self, listeners: Sequence[EvaluationListener]) -> None:
-        """Take those who hear the results."""
+        """Store the listeners for the results."""
         self._listeners = listeners
 
     def interrupts(self, run: Run) -> bool:

@@ -1,4 +1,4 @@
-"""Buffers or shards for a run's gradients, and ties between copies on pipeline stages."""
+"""Buffers or shards for a run's gradients, and ties between weight copies on pipeline stages."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def shard_model(
 
     Args:
         config: The run's configuration.
-        parts: Parts of the model on this process.
-        layout: This process's place among the others.
-        device: Device on which this process computes.
+        parts: The parts of the model on this process.
+        layout: The ranks of this process.
+        device: The device of this process.
     """
-    from megatron.parallel.sharded import ShardedModel  # imports much
+    from megatron.parallel.sharded import ShardedModel  # slow to import
 
     return ShardedModel(
         parts,
@@ -73,17 +73,17 @@ def tie_copies(
     layout: Layout,
     device: Device,
 ) -> list[Tie]:
-    """Return the parameters that other pipeline stages hold copies of.
+    """Return the parameters of which other pipeline stages hold copies.
 
     Collective over the pipeline.
 
     Args:
         config: The run's configuration.
         plan: The whole network.
-        parts: Parts of the model on this process.
-        gradients: Gradients of the parts.
-        layout: This process's place among the others.
-        device: Device on which this process computes.
+        parts: The parts of the model on this process.
+        gradients: The gradients of the parts.
+        layout: The ranks of this process.
+        device: The device of this process.
     """
     named_parameters = named_parameters_of(parts)
     dtype = torch.float32 if gradients.shares_weights else _gradient_dtype(config.precision)
@@ -109,9 +109,9 @@ def new_gradient_buffer(
     Args:
         config: The run's configuration.
         plan: The whole network.
-        parts: Parts of the model on this process.
-        layers: Registry in which the layers announced what they need.
-        layout: This process's place among the others.
+        parts: The parts of the model on this process.
+        layers: The registry in which the layers recorded their requirements.
+        layout: The ranks of this process.
     """
     tied = tied_names(layout, words=plan.ties_words, tables=_tied_tables(plan))
     is_torch = uses_torch_ddp(config, layout)

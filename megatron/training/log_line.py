@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LogRecord:
-    """The contents of one log line, about the iterations since the last one.
+    """The contents of one log line, which covers the iterations since the previous line.
 
     Attributes:
-        losses: Means over those iterations that had a finite loss.
-        milliseconds: The time of one iteration.
-        tokens_per_second: The throughput of one process (one GPU, if there is one). Padding counts:
-            it is computed.
+        losses: Mean losses over the iterations whose loss was finite.
+        milliseconds: The mean time of one iteration.
+        tokens_per_second: The throughput of one process (one GPU, if there is one). Padding is
+            included, because it is computed.
         mfu: Model FLOP/s over the device's dense 16-bit peak, or `None` if the peak is unknown.
         grad_norm: The last iteration's gradient norm. Fields that are `None` are not printed.
-        zeros: The last iteration's zero entries of the gradient.
-        params_norm: The last iteration's parameter norm.
-        skipped_samples: Samples of --iterations-to-skip since the run began; not printed if 0.
+        zeros: The number of zero entries in the last iteration's gradient.
+        params_norm: The parameter norm after the last iteration.
+        skipped_samples: The number of samples skipped by --iterations-to-skip since the run began.
+            0 is not printed.
         decoupled_learning_rate: The learning rate of word embeddings and output layer.
     """
 
@@ -46,7 +47,7 @@ class LogRecord:
 def training_line(record: LogRecord) -> str:
     """Return the line of `training_log` in Megatron-LM 23.08, followed by two more fields.
 
-    Skipped samples and a decoupled learning rate stand where Megatron Core has them.
+    Skipped samples and a decoupled learning rate appear where Megatron Core prints them.
     """
     fields = [
         (" iteration", f"{record.iteration:8d}/{record.train_iterations:8d}"),
@@ -74,7 +75,7 @@ def _formatted(value: float | None, form: str) -> str:
 
 
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
-    """Return the line of an iteration that was skipped. Its number in the flag is one less."""
+    """Return the line for a skipped iteration, whose number in the flag is one less."""
     return (
         f" left out iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): read past its {samples} samples, updated nothing"
@@ -82,19 +83,20 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), at most exp(20) as in Megatron."""
+    """Return exp(loss), limited to exp(20) as in Megatron."""
     return math.exp(min(20.0, loss))
 
 
 def validation_lines(
     where: str, losses: Mapping[str, float], *, has_perplexity: bool = True
 ) -> str:
-    """Return the block between dashed rules.
+    """Return the validation losses as a block between dashed rules.
 
     Args:
         where: "iteration N" or "the end of training ...".
         losses: Losses by name.
-        has_perplexity: Whether they are of tokens (`Recipe.head`).
+        has_perplexity: Whether the losses are per token (`Recipe.head`), so that exp(loss) is a
+            perplexity.
     """
     text = f" validation loss at {where} | "
     for name, value in losses.items():

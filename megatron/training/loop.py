@@ -1,4 +1,4 @@
-"""The training loop: steps, and the callbacks around them in their order."""
+"""The training loop: steps and the callbacks around them, in order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from megatron.training.step import Updates, any_rank, skip_iteration
 def standard_callbacks(
     run: Run, writers: Sequence[Writer]
 ) -> tuple[list[Callback], list[EvaluationListener]]:
-    """Return the run's callbacks in their order, and those that hear evaluations.
+    """Return the run's callbacks in order, and those that receive evaluation results.
 
-    The profile comes first: it must close around the step alone. Then the non-finite policy, so
-    that nothing is logged or saved after a step that ends the run. Then what belongs to an
-    iteration, and the log line that times it. The checkpoint comes before the evaluation: an
-    evaluation that fails must not cost the training before it. The line's time leaves both out.
+    The profile comes first, because it must enclose the step alone. The non-finite policy follows,
+    so that nothing is logged or saved after a step that ends the run. Next are the callbacks that
+    belong to an iteration, and the log line that times it. The checkpoint comes before the
+    evaluation, so that a failed evaluation does not lose the training before it. The time in the
+    log line includes neither.
     """
     config = run.config
     flops = model_flops(config, model_plan(config.model, run.padded_vocab_size, run.recipe.head))
@@ -53,10 +54,10 @@ def standard_callbacks(
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
-    """Train until done, or until somebody asks to leave.
+    """Train to the end, or until an early exit is requested.
 
     Returns:
-        Why the run leaves early, or `None` when done.
+        The reason for an early exit, or `None` if training is complete.
     """
     for callback in callbacks:
         callback.on_start(run)

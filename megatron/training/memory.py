@@ -1,8 +1,8 @@
 """An estimate of the memory that a process needs, from arithmetic alone.
 
 It counts parameters (with their 8-bit copies), gradients, optimizer states and the activations
-saved for backward. Temporary buffers, the allocator's rounding and the CUDA context are not
-included.
+saved for the backward pass. Temporary buffers, the allocator's rounding and the CUDA context are
+not included.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class MemoryEstimate:
     """The memory of a process, in bytes.
 
     Attributes:
-        parameters: Weights, and their 8-bit copies.
-        gradients: Gradients, which are kept until the update.
-        optimizer: Moments and fp32 copies.
-        activations: Activations kept for backward.
+        parameters: Weights and their 8-bit copies.
+        gradients: Gradients kept until the update.
+        optimizer: Optimizer moments and fp32 master weights.
+        activations: Activations kept for the backward pass.
         messages: Buffers that other processes write to while matrix products run.
         host: Host memory that offloading uses.
     """
@@ -53,13 +53,13 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Everything on the device."""
+        """The total number of bytes on the device."""
         kept = self.parameters + self.gradients + self.optimizer
         return kept + self.activations + self.messages
 
     @property
     def amount(self) -> str:
-        """The total, with its unit."""
+        """The total as text with its unit."""
         return _amount(self.total)
 
     def describe(self) -> str:
@@ -79,7 +79,7 @@ def _amount(size: int) -> str:
 def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> MemoryEstimate:
     """Return the estimate of the process that needs the most memory.
 
-    Pipeline stages differ; the ranks of a stage do not.
+    Pipeline stages differ, but all ranks of a stage need the same.
     """
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
@@ -161,8 +161,8 @@ def _kept_for_weights(
     copies = 4 if on_host or (half and not is_shared) else 0
     states = (4 * moments + copies) * updated
     if is_shared:
-        # Two layers are whole at a time: the current one and the next, which exists twice while it
-        # arrives as one buffer and is cut into parameters.
+        # Two layers are gathered at a time: the current one and the next, which exists twice while
+        # it arrives as one buffer and is split into parameters.
         layer = largest_layer(plan, tensor=tensor)
         gathered = width * (outside + 3 * layer)
         leaving = width * outside + (width + summed) * layer
@@ -176,7 +176,7 @@ def _kept_for_weights(
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
-            gradients *= 2  # it has its own buckets
+            gradients *= 2  # DistributedDataParallel has its own buckets
     return MemoryEstimate(
         parameters=weights,
         gradients=gradients,

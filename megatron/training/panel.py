@@ -1,4 +1,4 @@
-"""The start-up panel: what a run is about to do and why, printed once; and `--dry-run`."""
+"""The start-up panel, which states once what a run is about to do and why, and `--dry-run`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def start_panel(run: Run, seconds: float) -> str:
-    """Return every decision and its reason, to be shown before the first iteration.
+    """Return the panel of all decisions and their reasons, shown before the first iteration.
 
     Args:
-        run: The run, built and loaded.
-        seconds: The time that its set-up took.
+        run: The run, after its checkpoint has been loaded.
+        seconds: The duration of the set-up.
     """
     config = run.config
     plan = model_plan(config.model, run.padded_vocab_size, run.recipe.head)
@@ -47,7 +47,7 @@ def _describe_data(run: Run) -> str:
     has_corpus = any((data.data_path, data.train_data_path, data.valid_data_path))
     source = "indexed files" if has_corpus else "the task's files"
     source = "generated tokens (--mock-data)" if data.mock_data else source
-    of_task = not has_corpus and not data.mock_data  # it evaluates on files of its own
+    of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(
         f"{name} {0 if split is None else len(split):,}"
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
@@ -93,12 +93,12 @@ def model_flops(config: RunConfig, plan: ModelPlan) -> int:
 
 
 def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[PanelRow]:
-    """Return what follows from the flags alone, for any world size. Nothing is touched.
+    """Return the rows that follow from the flags alone, for any world size, with no side effects.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         world_size: The number of processes.
-        plan: The network.
+        plan: The plan of the whole network.
     """
     parallel, training = config.parallel, config.training
     layout = Layout.at(
@@ -136,12 +136,12 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
 
 
 def device_rows(config: RunConfig, device: Device, attention: str) -> list[PanelRow]:
-    """Return where the run computes, in which precision and with which kernels.
+    """Return the rows for device, precision and kernels.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         device: This process's device.
-        attention: The description of the attention kernel.
+        attention: A description of the attention kernel.
     """
     numbers, peak = config.precision, device.peak_flops
     precision = "fp32 (neither --bf16 nor --fp16 given)"

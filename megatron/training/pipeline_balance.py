@@ -19,12 +19,12 @@ from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, sch
 from megatron.parallel.pipeline.simulate import Course, Times, time_table
 from megatron.training.memory import largest_process
 
-# Time of a floating-point operation relative to one of a 16-bit matrix product, from the ceilings
-# measured on an H200: 670 TFLOP/s, attention 450, fp8 products 1,250 (docs/benchmarks.md, "What the
-# numbers mean").
+# The time of a floating-point operation, relative to one in a 16-bit matrix product. It follows
+# from the ceilings measured on an H200: 670 TFLOP/s, attention 450, fp8 products 1,250
+# (docs/benchmarks.md, "What the numbers mean").
 _OF_ATTENTION, _OF_FP8 = 1.5, 0.54
 _ROUNDS = 2  # micro-batches per stage to simulate; each further one adds the slowest stage's time
-_WORTH_SAYING = 0.03  # share of the time that a layout must save to be proposed
+_WORTH_SAYING = 0.03  # the least share of the time that a proposed layout must save
 _SIMULATED = 3  # candidates to simulate
 
 Counts = tuple[int, ...]  # number of layers in each part of the model
@@ -35,9 +35,10 @@ class Costs:
     """The time of a micro-batch's forward pass, in arbitrary units.
 
     Attributes:
-        layers: Time of each layer, in order.
-        head: Time of the output layer and the loss.
-        again: Forward passes of a layer that backward repeats: 1 with full recomputation.
+        layers: The time of each layer, in order.
+        head: The time of the output layer and the loss.
+        again: The number of forward passes that the backward pass repeats: 1 with full
+            recomputation, otherwise 0.
     """
 
     layers: tuple[float, ...]
@@ -66,7 +67,7 @@ class Costs:
         return self.head * len(self.layers) / math.fsum(self.layers)
 
     def part_times(self, counts: Counts, *, again: int = 0) -> list[float]:
-        """Return the time of each part, with its layers run `again` more times.
+        """Return the time of each part when its layers run `again` additional times.
 
         The last part includes the head.
         """
@@ -79,7 +80,7 @@ class Costs:
         return times
 
     def update_times(self, counts: Counts) -> list[float]:
-        """Return each part's time for forward, input gradients and weight gradients together."""
+        """Return each part's total time for forward, input gradients and weight gradients."""
         passes = (self.part_times(counts), self.part_times(counts, again=self.again))
         return [2 * forward + inputs for forward, inputs in zip(*passes, strict=True)]
 
@@ -89,10 +90,10 @@ class Pipeline:
     """The shape of a pipeline, from which `make_schedule` makes its schedule.
 
     Attributes:
-        kind: Kind of schedule.
-        stages: Number of pipeline stages.
-        chunks: Parts of the model on each stage.
-        micro_batches: Micro-batches per update.
+        kind: The kind of schedule.
+        stages: The number of pipeline stages.
+        chunks: The number of model parts on each stage.
+        micro_batches: The number of micro-batches per update.
     """
 
     kind: ScheduleKind
@@ -115,16 +116,16 @@ class Pipeline:
 
     @property
     def _rounds(self) -> int:
-        # A last group that is not full costs more than its share, so it is simulated too.
+        # A partial last group costs more than its share, so it is simulated too.
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
     def course(self) -> Course:
-        """The course of the schedule, shared by all layouts: it costs more than a simulation."""
+        """The course of the schedule, shared by all layouts because it is expensive to compute."""
         return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
-        """Return the share of their time that the stages spend waiting."""
+        """Return the fraction of time that the stages spend waiting."""
         busy = sum(costs.update_times(counts)) * self.micro_batches
         return 1 - busy / (self.stages * self.time(counts, costs))
 
@@ -135,8 +136,9 @@ class Pipeline:
     def best(self, costs: Costs) -> Counts:
         """Return the fastest of several distributions of the layers over the parts.
 
-        The head counts as the number of layers that take as long, and the parts with an extra layer
-        are adjacent. No stage may be empty; the first has the embedding and the last the head.
+        The head counts as the number of layers that take the same time, and the parts with an extra
+        layer are adjacent. No stage may be empty, but the first has the embedding and the last
+        has the head.
         """
         found = [
             counts
@@ -150,7 +152,7 @@ class Pipeline:
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
     """Yield distributions of the layers over the parts.
 
-    Those with the extra layers in later parts come first, because fewer micro-batches wait there.
+    Distributions with extra layers in later parts come first: fewer micro-batches wait there.
     """
     even = (layers + costs.head_in_layers) / parts
     fewest = max(0, int(even - costs.head_in_layers))
@@ -172,13 +174,13 @@ def pipeline_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield the pipeline's lines of the start-up panel.
 
-    There are none without a pipeline, nor for a T5, whose encoder and decoder differ in length.
+    There are no lines without a pipeline, or for T5, whose encoder and decoder differ in length.
 
     Args:
         config: The run's configuration.
-        plan: The whole network.
-        micro_batches: Micro-batches per update.
-        world_size: Number of processes.
+        plan: The plan of the whole network.
+        micro_batches: The number of micro-batches per update.
+        world_size: The number of processes.
     """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""A whole run, from a command line to a trained model: what every `pretrain_*.py` calls."""
+"""A whole run, from a command line to a trained model. Every `pretrain_*.py` calls it."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from megatron.training.run import Run
 
 
 class Extras:
-    """Steps that a kind of training adds to pretraining. All ranks call all of them; collective."""
+    """Steps that a kind of training adds to pretraining. Collective: all ranks call all of them."""
 
     def begin(self, run: Run) -> None:
-        """Act once the run is built and its checkpoint loaded."""
+        """Act once, after the run is built and its checkpoint is loaded."""
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Return further callbacks. They run after the others, when checkpoints are written."""
         return []
 
     def end(self, run: Run) -> None:
-        """Act once the training that was asked for is done, or there was none."""
+        """Act once the requested training is complete, even if there was nothing left to train."""
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     """Run one process of a pretraining job.
 
     Args:
-        recipe: What to train.
+        recipe: The kind of pretraining.
         argv: The command line, or `None` for the process's own.
 
     Returns:
-        The exit code: 0 when done, 3 when saved and left on a signal, otherwise the error's
-        (`megatron.errors`).
+        The exit code: 0 after a complete run, 3 after a signal made the run save and exit,
+        otherwise the code of the error (`megatron.errors`).
     """
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -78,7 +78,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
-    """Print what the run would be, without a device, process group or corpus.
+    """Print the plan of the run, without using a device, process group or corpus.
 
     Returns:
         The exit code.
@@ -99,20 +99,20 @@ def pretrain(
     started: float,
     extras: Extras | None = None,
 ) -> int:
-    """Train as a resolved configuration says. Collective.
+    """Train according to a resolved configuration. Collective.
 
     Args:
-        config: The run's.
-        recipe: What to train.
-        launch: This process.
-        started: When the process began, by `time.monotonic`.
-        extras: Further steps, if any.
+        config: The run's configuration.
+        recipe: The kind of pretraining.
+        launch: The ranks of this process, from the launcher.
+        started: The `time.monotonic` time at which the process began.
+        extras: Additional steps, if any.
 
     Returns:
         The exit code.
     """
     extras = extras or Extras()
-    at_end = ExitStack()  # of the process groups
+    at_end = ExitStack()  # callbacks for the end of the process groups
     with (
         processes(config, launch, at_end) as (device, layout),
         shortage_errors(),
@@ -124,7 +124,7 @@ def pretrain(
             with writing_to("--save", folder):
                 stack.enter_context(SaveLock(folder))  # keeps other jobs out
                 (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-        # Before the model is built: a path that cannot be written is said at once.
+        # Open writers before the model is built, so that an unwritable path is reported at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:
             stack.callback(_close, writer)
@@ -136,7 +136,7 @@ def pretrain(
 
 
 def _close(writer: Writer) -> None:
-    """Close a writer. A disk without room for the last numbers is no error after training."""
+    """Close a writer. After training, a full disk is reported as a warning, not an error."""
     try:
         writer.close()
     except StorageError as error:
@@ -144,7 +144,7 @@ def _close(writer: Writer) -> None:
 
 
 def _warn_of_later(run: Run) -> None:
-    """Warn of checkpoints in --save that this run did not start from: --load may be forgotten."""
+    """Warn if --save holds checkpoints newer than this run's start: --load may be missing."""
     root, start = run.config.checkpoint.save, run.progress.iteration
     if root is None or run.layout.world.rank:
         return
@@ -152,15 +152,16 @@ def _warn_of_later(run: Run) -> None:
     if later:
         say(
             f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
-            f"starts at {start}: they stay until it replaces them, but are no longer the ones that "
-            f"--load takes{_way_to_go_on(run.config, root)}"
+            f"starts at {start}: they stay until it replaces them, but --load no longer finds them "
+            f"as the newest{_way_to_go_on(run.config, root)}"
         )
 
 
 def _way_to_go_on(config: RunConfig, root: str) -> str:
-    """Return which flags start from the newest checkpoint of `root`.
+    """Return advice on the flags that resume from the newest checkpoint of `root`.
 
-    The text is empty if --load named it already: why it was not taken has been said.
+    The text is empty if --load already names `root`, because loading has then reported why the
+    newest checkpoint was not used.
     """
     options = config.checkpoint
     load, chosen = options.load, {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
@@ -169,7 +170,7 @@ def _way_to_go_on(config: RunConfig, root: str) -> str:
     if asked and not without:
         return ""
     words = ["" if asked else f"--load {root}", without]
-    return f". To go on from them: {' '.join(filter(None, words))}"
+    return f". To resume from them: {' '.join(filter(None, words))}"
 
 
 def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Sequence[Writer]) -> int:

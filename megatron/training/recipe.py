@@ -1,4 +1,4 @@
-"""The interface of a recipe, in which a `pretrain_*.py` script supplies model, data and loss."""
+"""The interface through which a `pretrain_*.py` script supplies model, data and loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Recipe(Protocol):
     """One kind of pretraining. `training.pretrain.main` does everything else."""
 
     program: str
-    """Name in messages and `--help`, for example `pretrain_gpt.py`."""
+    """The name in messages and `--help`, for example `pretrain_gpt.py`."""
 
     architecture: str
-    """Kind of network (`ModelConfig.architecture`)."""
+    """The kind of network (`ModelConfig.architecture`)."""
 
     @property
     def head(self) -> HeadSpec:
-        """The purpose of the model's heads.
+        """The specification of the model's heads.
 
         The losses of a language-model head are mean negative log likelihoods of tokens, so the log
         shows exp(loss) beside them, as Megatron's does.
@@ -49,7 +49,7 @@ class Recipe(Protocol):
         padded_vocab_size: int,
         part: ModelPart,
     ) -> nn.Module:
-        """Build some layers of the model, with global parameter names and no values yet."""
+        """Build one part of the model, with global parameter names and uninitialized values."""
         ...
 
     def build_datasets(
@@ -59,14 +59,14 @@ class Recipe(Protocol):
         ...
 
     def describe_kernels(self, part: Any) -> str:
-        """Say which kernels the model runs on and why, for the start-up panel."""
+        """Describe the kernels that the model uses and why, for the start-up panel."""
         ...
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each label of a micro-batch whose loss counts, and 0 for the others.
+        """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
 
-        --calculate-per-token-loss uses it. Sequences are whole, and the shape stays the same during
-        a run: `[b, s]` if labels are tokens.
+        --calculate-per-token-loss uses it. Sequences are whole. The shape is constant during a run:
+        `[b, s]` if labels are tokens.
         """
         ...
 
@@ -83,15 +83,15 @@ class Recipe(Protocol):
 
         Args:
             part: A part of the model that `build_part` built.
-            batch: Whole sequences; each context rank takes its part of them.
-            hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
+            batch: Whole sequences. Each context rank selects its own slice of them.
+            hidden: The previous part's output, [s, b, h]; `None` for the first part of the model.
             config: The run's configuration.
             tokenizer: The run's tokenizer.
-            layout: This process's place among the others.
+            layout: The ranks of this process.
 
         Returns:
             Hidden states for the next part. The last part returns scalar losses by log name; their
             sum is differentiated. Each loss, averaged over context ranks, is the mean over the
-            micro-batch's labels that count, or 0 if none does.
+            labels in the loss mask, or 0 if the mask is empty.
         """
         ...

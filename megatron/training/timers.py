@@ -1,7 +1,7 @@
-"""Clocks of a run: named timers, the operations of a pipeline stage, and the time to save.
+"""Clocks of a run: named timers, times of pipeline operations, and the interval between saves.
 
-Level 0 times the iteration, level 1 its parts, level 2 parts of those. Timers above the level
-asked for do not wait for the device. All of them are named ranges in a profile.
+Level 0 times the iteration, level 1 its parts, and level 2 the parts of those. Timers above the
+requested level do not wait for the device. All timers appear as named ranges in a profile.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Timers:
 
     Args:
         level: The highest level that is timed.
-        device: The device to wait for before and after a level-1 or level-2 timer.
-        world: The ranks to compare over.
-        barrier: Start level-1 timers of all ranks together.
+        device: The device to synchronize at the beginning and end of every timed block.
+        world: The ranks whose times are compared.
+        barrier: Whether level-1 timers of all ranks start and stop together.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Timers:
         return dict(self._seconds)
 
     def reset(self) -> None:
-        """Start all timers again from zero."""
+        """Reset all timers to zero."""
         self._seconds.clear()
         self.resets += 1
 
@@ -91,7 +91,7 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
     Args:
         over_ranks: Every rank's seconds by name.
         option: "max", "minmax" or "all".
-        iterations: The number of iterations in which the seconds added up.
+        iterations: The number of iterations over which the seconds were added up.
     """
     title, text = {
         "max": ("max time across ranks", lambda times: f"{max(times):.2f}"),
@@ -111,7 +111,7 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
 class SaveClock:
     """A clock for `--save-interval-in-mins`, counting from the beginning of the last save.
 
-    Processes' clocks differ a little: they decide together (`StepOutcome.save_due`).
+    The clocks of processes differ slightly, so all ranks decide together (`StepOutcome.save_due`).
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -120,7 +120,7 @@ class SaveClock:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now: a save begins, or the training does."""
+        """Restart the clock when training or a save begins."""
         self._since = time.monotonic()
 
     @property
@@ -130,14 +130,15 @@ class SaveClock:
 
 
 class Bubble(NamedTuple):
-    """The fraction of all pipeline stages' time in which they wait.
+    """The fraction of time that pipeline stages spend waiting.
 
     Attributes:
-        measured: In one update, from the common start to the end of the last computation.
-        predicted: For the same schedule if every operation takes its mean time measured in that
-            update, and messages take none.
-        seconds: The update's span.
-        predicted_seconds: The span in the prediction.
+        measured: The fraction measured in one update, from the common start to the end of the last
+            computation.
+        predicted: The fraction for the same schedule if every operation takes its mean time
+            measured in that update, and messages take no time.
+        seconds: The measured duration of the update.
+        predicted_seconds: The predicted duration of the update.
     """
 
     measured: float
@@ -147,13 +148,13 @@ class Bubble(NamedTuple):
 
 
 class OperationClock:
-    """Times of when this pipeline stage computed and when it waited in one update.
+    """A clock for when this pipeline stage computes and when it waits in one update.
 
-    On a GPU the times are those of the device's own queue, so nothing waits for being timed.
+    On a GPU, events in the device's own queue give the times, so timing does not synchronize.
 
     Args:
         device: The device whose queue is timed.
-        layout: The run's layout; all processes start together.
+        layout: The run's layout, over which all processes start together.
     """
 
     def __init__(self, device: Device, layout: Layout) -> None:
@@ -172,7 +173,7 @@ class OperationClock:
         self._start = self._device.mark()
 
     def before(self, operation: Operation) -> None:
-        """Mark the beginning of `operation`; the one before it has been queued completely."""
+        """Mark the beginning of `operation`, after the previous one has been queued completely."""
         self._begun.append((operation, self._device.mark()))
 
     def stop(self) -> None:
@@ -182,9 +183,9 @@ class OperationClock:
     def read(self, chunks: int) -> Tensor:
         """Return this stage's times: fp64 [1 + 3 * chunks * 2].
 
-        The first is the time from the start to the end of the last computation. Then follow, for
-        forward, backward (of inputs) and backward of weights, chunk by chunk, the number of
-        operations and their seconds in all.
+        The first number is the time from the start to the end of the last computation. It is
+        followed by the number of operations and their total seconds, chunk by chunk, for the
+        forward pass, the backward pass (of inputs) and the backward pass of weights.
         """
         self._device.synchronize()
         sums = torch.zeros(len(_KINDS), chunks, 2, dtype=torch.float64)
@@ -201,11 +202,11 @@ class OperationClock:
 
 
 def compare_with_prediction(stages: Tensor, schedule: Schedule) -> Bubble:
-    """Return the measured bubble beside the simulator's.
+    """Return the measured bubble together with the simulator's prediction.
 
     Args:
-        stages: [p, 1 + 3 * chunks * 2], a row of `OperationClock.read` for every stage.
-        schedule: The schedule that the stages carried out.
+        stages: The results of `OperationClock.read`, one row per stage: [p, 1 + 3 * chunks * 2].
+        schedule: The schedule that the stages executed.
     """
     sums = stages[:, 1:].reshape(len(stages), len(_KINDS), -1, 2)
     seconds = float(stages[:, 0].max())

@@ -226,15 +226,15 @@ def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
     line = f"WARNING: --save {root} holds checkpoints up to iteration 5, and this run starts at 0"
     told = capsys.readouterr().out
     assert line in told
-    assert f"To go on from them: --load {root}\n" in told
+    assert f"To resume from them: --load {root}\n" in told
     assert main(GPTRecipe(), [*words, "--load", str(root), "--finetune"]) == 0
     told = capsys.readouterr().out
     assert line in told
-    assert "To go on from them: without --finetune\n" in told
+    assert "To resume from them: without --finetune\n" in told
     assert main(GPTRecipe(), [*words, "--load", str(root), "--ckpt-step", "2"]) == 0
     told = capsys.readouterr().out
     assert "holds checkpoints up to iteration 5, and this run starts at 2: they stay" in told
-    assert "To go on from them: without --ckpt-step\n" in told
+    assert "To resume from them: without --ckpt-step\n" in told
 
 
 def test_a_save_folder_whose_newest_is_damaged_is_not_recommended(saved, tmp_path, capsys):
@@ -247,7 +247,7 @@ def test_a_save_folder_whose_newest_is_damaged_is_not_recommended(saved, tmp_pat
     assert main(GPTRecipe(), words) == 0
     told = capsys.readouterr().out
     assert "up to iteration 4, and this run starts at 2" in told
-    assert "To go on from them" not in told
+    assert "To resume from them" not in told
 
 
 def test_rotary_positions_may_reach_further_than_the_checkpoint_s(tmp_path, capsys):

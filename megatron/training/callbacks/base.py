@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Leave:
-    """The reason why the loop ends before the training that was asked for is done."""
+    """The reason why the loop ends before the requested training is complete."""
 
     reason: str
     by_signal: bool = False
 
 
 class Callback:
-    """A side concern of training.
+    """A side task of training.
 
     Every hook does nothing unless overridden. All ranks call all hooks in the same order.
     """
@@ -28,9 +28,9 @@ class Callback:
         """Act once, before the first step."""
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether `after_step` of the coming update needs the device for a while.
+        """Return whether `after_step` of the coming update occupies the device.
 
-        If so, the update after it does not begin early.
+        If so, the following update does not begin early.
         """
         return False
 
@@ -47,4 +47,4 @@ class Callback:
         """Act once, after the last step."""
 
     def on_failure(self, run: Run) -> None:
-        """Act once if an error ends the loop, instead of `on_end`; other ranks may be elsewhere."""
+        """Act once, instead of `on_end`, if an error ends the loop. Not collective."""

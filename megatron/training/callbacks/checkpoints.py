@@ -1,4 +1,4 @@
-"""When a run saves, what becomes of a save in the background, and advice on how often to save."""
+"""Saving during a run, background saves and their results, and advice on how often to save."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _HOUR = 3600.0
 
 
 class Checkpoints(Callback):
-    """Saves when one is due, when leaving and at the end; before evaluation.
+    """Checkpoints at the requested intervals, on an early exit, and at the end of training.
 
-    With `--async-save` one save may be under way while training goes on; the next waits for it. A
-    save that fails publishes nothing and says so at once; the next one is then not made in the
-    background, so that a second failure ends the run. Saves on leaving and at the end are never in
-    the background.
+    With `--async-save` one save may run in the background while training continues, and the next
+    save waits for it. A failed save publishes nothing and is reported at once. The save after it
+    is not made in the background, so that a second failure ends the run. Saves on an early exit
+    and at the end are never in the background. Saves precede evaluation.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Checkpoints(Callback):
         run.save_clock.restart()
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a save follows: it would wait for a forward pass that has begun."""
+        """Return whether a save follows. It would wait for a forward pass that has begun."""
         return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:
@@ -56,13 +56,13 @@ class Checkpoints(Callback):
         self._step_began = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Save if it is due or the run ends."""
+        """Save if a checkpoint is due or the run ends."""
         is_last = leave is not None or run.finished
         if _is_due(run, run.progress.iteration) or outcome.save_due or is_last:
             self._save(run, is_last=is_last)
 
     def after_skipped(self, run: Run) -> None:
-        """Save if the run ends with this iteration; otherwise nothing is due."""
+        """Save if the run ends with this iteration. Skipped iterations have no other save."""
         if run.finished:
             self._save(run, is_last=True)
 
@@ -90,7 +90,7 @@ class Checkpoints(Callback):
                 say(line)
 
     def _settle(self, run: Run) -> bool:
-        """Wait for the save under way, and return whether saving in the background works."""
+        """Wait for any background save, and return whether background saving works."""
         if self._background is None:
             return True
         if self._background.is_busy and run.layout.world.rank == 0:
@@ -102,10 +102,10 @@ class Checkpoints(Callback):
         return True
 
     def on_failure(self, run: Run) -> None:
-        """Wait for a save under way: it is of a sound state, and worth keeping."""
+        """Wait for any background save: its state predates the error and is worth keeping."""
         try:
             self._settle(run)
-        except Exception as error:  # what ended the training comes first
+        except Exception as error:  # the error that ended training must remain the one reported
             say(f"WARNING: {error}")
 
 
@@ -115,7 +115,7 @@ def _is_due(run: Run, iteration: int) -> bool:
 
 
 def _background_saver(run: Run) -> BackgroundSaver:
-    """Return a saver with its host memory in place. Collective."""
+    """Return a background saver with its host memory allocated. Collective."""
     options, started = run.config.checkpoint, time.perf_counter()
     assert options.save
     timeout = timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
@@ -132,8 +132,8 @@ def _background_saver(run: Run) -> BackgroundSaver:
         )
     except MemoryError as error:
         raise ConfigError(
-            f"--async-save keeps a copy of what a process saves in host memory: {error}: drop the "
-            "flag"
+            f"--async-save needs host memory for a copy of what each process saves: {error}: drop "
+            "the flag"
         ) from error
     if run.layout.world.rank == 0:
         size, seconds = saver.host_bytes / 1e9, time.perf_counter() - started
@@ -142,23 +142,23 @@ def _background_saver(run: Run) -> BackgroundSaver:
 
 
 def _report(iteration: int, outcome: Saved | Exception) -> None:
-    """Say what became of a save. Called by the thread that saves, on rank 0."""
+    """Report the result of a background save. Called by the saving thread, on rank 0."""
     if isinstance(outcome, Saved):
         report_saved(outcome)
     else:
         say(
             f"WARNING: the checkpoint of iteration {iteration} could not be written: {outcome}. "
-            "Nothing was published, the one before stands. The next save is not made in the "
-            "background, and ends the run if it fails too"
+            "Nothing was published; the previous checkpoint remains the newest. The next save is "
+            "not made in the background and ends the run if it fails too"
         )
 
 
 def best_interval(cost: float, between_failures: float) -> float:
-    """Return the seconds between saves that lose the least time, after Young and Daly.
+    """Return the interval between saves, in seconds, that loses the least time (Young and Daly).
 
     Args:
-        cost: Seconds that a save costs.
-        between_failures: Seconds between failures, each of which loses half an interval.
+        cost: The cost of a save in seconds.
+        between_failures: The mean seconds between failures, each of which loses half an interval.
     """
     return math.sqrt(2.0 * cost * between_failures)
 
@@ -169,11 +169,11 @@ def advice(
     """Return one line on how often to save, or `None` if the run ends before the first such save.
 
     Args:
-        cost: Seconds that the training waits for a save.
-        step: Seconds of an iteration.
+        cost: The seconds that training waits for a save.
+        step: The seconds per iteration.
         processes: The number of processes of the job.
-        hours: Hours between failures of the job, or `None` if unknown.
-        left: Iterations to the end of the run.
+        hours: The mean hours between failures of the job, or `None` if unknown.
+        left: The number of iterations left in the run.
     """
     source = "--mean-hours-between-failures"
     if hours is None:

@@ -18,14 +18,14 @@ _MIB = 1024 * 1024
 class LogLine(Callback):
     """One line every `--log-interval` iterations, on the last rank.
 
-    Its time covers steps, data loading and logging, but not checkpoints and evaluations.
+    The reported time includes steps, data loading and logging, but not checkpoints or evaluations.
 
     Args:
-        flops_per_token: Model FLOPs of one token over all processes' parts, for MFU.
+        flops_per_token: The FLOPs of one token in the whole model, for MFU.
     """
 
     def __init__(self, flops_per_token: float) -> None:
-        """Take the FLOPs; counting begins with the training."""
+        """Store the FLOPs. Counting begins when training starts."""
         self._flops_per_token = flops_per_token
         self._memory_reported = False
         self._start = 0.0
@@ -44,7 +44,7 @@ class LogLine(Callback):
         self._start = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Count the step, and print what is due."""
+        """Count the step, and print the log line, timers and memory if they are due."""
         self._seconds += time.perf_counter() - self._start
         self._add(outcome)
         options = run.config.logging
@@ -91,14 +91,14 @@ class LogLine(Callback):
             nan=self._nan,
             tokens_per_second=rate,
             mfu=None if peak is None else rate * self._flops_per_token / peak,
-            # Megatron knows neither if the loss scale was too high.
+            # Megatron computes neither if the loss scale was too high.
             grad_norm=None if outcome.overflow else outcome.grad_norm,
             zeros=None if outcome.overflow else outcome.zeros,
             params_norm=params_norm,
         )
 
     def _report_memory(self, run: Run) -> None:
-        """Print memory once, after the first logged iterations: by then every buffer exists."""
+        """Print memory use once, after the first logged iterations, when every buffer exists."""
         if self._memory_reported or run.layout.data.rank:
             return
         self._memory_reported = True

@@ -1,4 +1,4 @@
-"""The policy for losses or gradients that are not finite: the same on all ranks."""
+"""The policy for losses or gradients that are not finite. All ranks decide alike."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SHOWN_IDS = 64
 
 
 class NonFinitePolicy(Callback):
-    """A stop of the run, at once or after too many skipped updates in a row.
+    """A policy that ends the run at the first non-finite update, or after too many in a row.
 
     The update itself never changes the parameters when its gradients are not finite. With a
-    dynamic fp16 loss scale, overflowing gradients are the scale's business, not an error; a
-    loss that is not finite is an error.
+    dynamic fp16 loss scale, overflowing gradients only lower the scale and are no error, but a
+    non-finite loss is.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class NonFinitePolicy(Callback):
                 say(f" skipped the update: {what}")
             return
         remedy = (
-            f"{self._in_a_row} such iterations in a row are more than --max-nonfinite-skips "
+            f"{self._in_a_row} such iterations in a row exceed --max-nonfinite-skips "
             f"{options.max_nonfinite_skips}"
             if too_many and options.on_nonfinite == "skip"
-            else "go on without such updates with --on-nonfinite skip"
+            else "--on-nonfinite skip skips such updates and continues"
         )
         raise NumericsError(f"{what}. The parameters are unchanged; {remedy}")
 
@@ -70,6 +70,6 @@ def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
     mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.finite).reshape(-1, 1)
     table = torch.cat([mine, bad.long().expand(-1, 1)], dim=1)
-    rows = all_gather(table, run.layout.world)  # the end of the model may stand on another rank
+    rows = all_gather(table, run.layout.world)  # the last stage may be on another rank
     chosen = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
     return sorted(set(chosen[:, :-1].flatten().tolist()))

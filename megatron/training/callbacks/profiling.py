@@ -1,4 +1,4 @@
-"""Where the time goes: a PyTorch profiler trace, and the pipeline's bubble."""
+"""Profiling callbacks: a PyTorch profiler trace, and the pipeline bubble."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megatron.training.timers import Bubble, OperationClock, compare_with_predic
 def profile_folder(config: RunConfig) -> Path:
     """Return the folder of traces.
 
-    It is `--profile-dir`, or one beside TensorBoard's files or the checkpoints, or in this folder.
+    It is `--profile-dir`, or "profile" in the folder of TensorBoard's files, of the checkpoints, or
+    in the current folder.
     """
     if config.profiling.profile_dir:
         return Path(config.profiling.profile_dir)
@@ -29,10 +30,10 @@ def profile_folder(config: RunConfig) -> Path:
 
 
 class Profile(Callback):
-    """A trace of iterations [start, end), for a browser's trace viewer (`--profile`).
+    """A trace of iterations [start, end) for a browser's trace viewer (`--profile`).
 
-    In the trace every iteration is a range called "iteration N", and the parts that `Timers` knows
-    are ranges of their names.
+    In the trace every iteration is a range called "iteration N", and every timer of `Timers` is a
+    range with its name.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Profile(Callback):
         self._iteration: Any = None
 
     def on_start(self, run: Run) -> None:
-        """Make the folder, so that a path that cannot be written is told at once."""
+        """Create the folder, so that an unwritable path is reported at once."""
         folder = profile_folder(run.config)
         with writing_to("--profile-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -89,20 +90,20 @@ class Profile(Callback):
 
 
 class PipelineBubble(Callback):
-    """How long stages wait for each other, measured and predicted (`--log-pipeline-bubble`).
+    """The measured and predicted pipeline bubble (`--log-pipeline-bubble`).
 
     It prints a line every `--log-interval` iterations and writes two scalars per iteration, for the
-    pipeline that the logging rank belongs to; the others do the same work.
+    pipeline of the logging rank. The other pipelines do the same work.
     """
 
     def __init__(self, clock: OperationClock, writers: Sequence[Writer]) -> None:
-        """Take the clock and the destinations."""
+        """Store the clock and the writers."""
         self._clock = clock
         self._writers = writers
         self._bubbles: list[Bubble] = []
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Gather the stages' times, and report. Collective."""
+        """Gather the stages' times and report the bubble. Collective."""
         stages = all_gather(self._clock.read(len(run.parts)).unsqueeze(0), run.layout.pipeline)
         if not run.is_log_rank:
             return
@@ -120,7 +121,7 @@ class PipelineBubble(Callback):
 
 
 def bubble_line(bubbles: Sequence[Bubble]) -> str:
-    """Return the line of the log, with means over some updates."""
+    """Return the log line with the mean bubble of some updates."""
     mean = Bubble(*(sum(column) / len(bubbles) for column in zip(*bubbles, strict=True)))
     return (
         f" pipeline bubble | measured: {mean.measured:.2%} of {1000 * mean.seconds:.1f} ms |"

@@ -1,4 +1,4 @@
-"""Numbers of each step and evaluation, for TensorBoard, Weights & Biases and JSON lines files."""
+"""Scalars of each step and evaluation, for TensorBoard, Weights & Biases and JSON lines files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.training.step import StepOutcome
 class Writer(Protocol):
     """A destination for the scalars of one iteration.
 
-    `write` and `close` raise StorageError if the disk does not take them; a later `write` may
+    `write` and `close` raise StorageError if the disk cannot be written. A later `write` may
     succeed.
     """
 
@@ -39,11 +39,11 @@ class Writer(Protocol):
         """Write the scalars of an iteration, or of the evaluation at the end of training."""
 
     def close(self) -> None:
-        """Write what is left, and close the files."""
+        """Write any remaining data and close the files."""
 
 
 class TensorBoardWriter:
-    """Event files in `--tensorboard-dir`; every tag also against consumed samples."""
+    """Event files in `--tensorboard-dir`, with every tag also plotted against consumed samples."""
 
     def __init__(self, folder: str, queue_size: int) -> None:
         """Open the event file."""
@@ -55,7 +55,7 @@ class TensorBoardWriter:
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
         """Add a point to the curve of every tag."""
-        # Its thread ends at a first failure, and later calls raise that one again.
+        # The writer's thread ends at its first failure, and later calls raise that failure again.
         with writing_to("--tensorboard-dir", self._folder):
             for tag, value in scalars.items():
                 self._writer.add_scalar(tag, value, iteration)
@@ -68,11 +68,11 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run, resumed if `--wandb-id` is given. Its files go where Megatron's do.
+    """A Weights & Biases run, resumed if `--wandb-id` is given, with files as Megatron puts them.
 
     Raises:
         ConfigError: The package is missing, nobody is logged in, or the server refuses the run.
-        StorageError: Its folder cannot be made.
+        StorageError: The folder cannot be created.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -88,7 +88,7 @@ class WandbWriter:
         folder = options.wandb_save_dir
         if folder is None and config.checkpoint.save is not None:
             folder = os.path.join(config.checkpoint.save, "wandb")
-        if folder is not None:  # if it does not exist, wandb takes a temporary one
+        if folder is not None:  # if the folder does not exist, wandb uses a temporary one
             with writing_to("--wandb-save-dir", folder):
                 Path(folder).mkdir(parents=True, exist_ok=True)
         try:
@@ -117,11 +117,11 @@ class WandbWriter:
 
 
 class JsonLinesWriter:
-    """One JSON object per iteration or evaluation, floats in full precision.
+    """A file with one JSON object per iteration or evaluation, with floats in full precision.
 
-    Objects are appended, so that a resumed run goes on in the same file. "time" is in seconds since
-    1970. The evaluation at the end of training has "end of training": true, which tells it from
-    one that --eval-interval makes at the same iteration.
+    Objects are appended, so that a resumed run continues the same file. "time" is in seconds since
+    1970. The evaluation at the end of training has "end of training": true, which distinguishes it
+    from a regular evaluation at the same iteration.
     """
 
     def __init__(self, path: str) -> None:
@@ -129,7 +129,7 @@ class JsonLinesWriter:
         self._path = path
         with writing_to("--metrics-jsonl", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # Without a buffer: no part of a line that failed is written with a later one.
+            # Unbuffered, so that no part of a failed line is written with a later one.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - held for the run
 
     def write(
@@ -140,7 +140,7 @@ class JsonLinesWriter:
         *,
         at_end_of_training: bool = False,
     ) -> None:
-        """Append a line, or nothing of it."""
+        """Append a whole line, or nothing if the disk is full."""
         record = {
             "iteration": iteration,
             "consumed samples": samples,
@@ -151,7 +151,7 @@ class JsonLinesWriter:
         line = json.dumps(record).encode() + b"\n"
         with writing_to("--metrics-jsonl", self._path):
             written = self._file.write(line)
-            if written < len(line):  # as much as there was room for
+            if written < len(line):  # the disk became full within the line
                 os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -161,7 +161,7 @@ class JsonLinesWriter:
 
 
 def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
-    """Open the writers that the flags ask for; none on ranks that do not log."""
+    """Open the writers that the flags request. Ranks that do not log get none."""
     if not is_log_rank:
         return []
     options = config.logging
@@ -176,15 +176,15 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 
 
 class Scalars(Callback):
-    """Numbers every `--tensorboard-log-interval` iterations, and after every evaluation.
+    """Scalars every `--tensorboard-log-interval` iterations and after every evaluation.
 
     Args:
-        writers: Destinations; none on ranks that do not log.
-        flops_per_token: Model FLOPs of one token over all processes' parts, for throughput.
+        writers: The writers, an empty sequence on ranks that do not log.
+        flops_per_token: The FLOPs of one token in the whole model, for throughput.
     """
 
     def __init__(self, writers: Sequence[Writer], flops_per_token: float) -> None:
-        """Take the destinations."""
+        """Store the writers."""
         self._writers = writers
         self._flops_per_token = flops_per_token
         self._failed: set[Writer] = set()
@@ -196,7 +196,7 @@ class Scalars(Callback):
         self._start = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Write the step's numbers. Collective, whether or not this rank writes."""
+        """Write the step's scalars. Collective: ranks without writers take part too."""
         seconds = time.perf_counter() - self._start
         options = run.config.logging
         if run.timers.resets != self._resets:
@@ -241,7 +241,7 @@ class Scalars(Callback):
             except StorageError as error:
                 if writer not in self._failed:
                     self._failed.add(writer)
-                    say(f"WARNING: {error}. Training goes on; numbers are missing there from here")
+                    say(f"WARNING: {error}. Training continues, but later numbers may be missing")
 
 
 def step_scalars(
@@ -250,7 +250,7 @@ def step_scalars(
     """Return Megatron's TensorBoard tags and their values for one step."""
     options, progress = run.config.logging, run.progress
     scalars: dict[str, float | None] = dict(outcome.losses)
-    if not outcome.overflow:  # otherwise Megatron knows neither
+    if not outcome.overflow:  # Megatron computes neither after an overflow
         scalars |= {"grad-norm": outcome.grad_norm, "num-zeros": outcome.zeros}
     if options.log_learning_rate_to_tensorboard:
         scalars |= {

@@ -1,4 +1,4 @@
-"""Callbacks of a few lines each: garbage collection, unused memory, sample ids, progress bar."""
+"""Small callbacks: garbage collection, unused memory, sample ids and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron.training.step import StepOutcome
 
 
 class GarbageCollection(Callback):
-    """Python's garbage collection, on all ranks at the same iteration (`--manual-gc`).
+    """Garbage collection on all ranks at the same iteration (`--manual-gc`).
 
-    Left alone, every process collects at its own moment and each pause delays all the others at
-    the next collective. An interval of 0 never collects.
+    By default every process collects at its own time, and each pause delays all other processes
+    at the next collective. With an interval of 0 there is no collection during training.
     """
 
     def on_start(self, run: Run) -> None:
-        """Collect once, and turn automatic collection off."""
+        """Collect once and turn off automatic collection."""
         gc.collect()
         gc.freeze()  # what exists now stays for the whole run
         gc.disable()
@@ -36,13 +36,13 @@ class GarbageCollection(Callback):
             gc.collect()
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Give automatic collection back."""
+        """Turn automatic collection on again."""
         gc.unfreeze()
         gc.enable()
 
 
 class EmptyCache(Callback):
-    """Unused GPU memory goes back to the driver (`--empty-unused-memory-level`)."""
+    """The return of unused GPU memory to the driver (`--empty-unused-memory-level`)."""
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Empty the cache after every iteration."""
@@ -56,11 +56,11 @@ class SampleIds(Callback):
     """
 
     def __init__(self, path: Path) -> None:
-        """Take the path of the file."""
+        """Store the path of the file."""
         self._path = path
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Append a line."""
+        """Append the line of this iteration."""
         mine = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
         ids = sorted(all_gather(mine, run.layout.data).flatten().tolist())
         if not run.is_log_rank:
@@ -92,14 +92,14 @@ class ProgressBar(Callback):
         )
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Show the losses and advance."""
+        """Show the losses and advance the bar."""
         if self._bar is not None:
             losses = {name: f"{value:.4f}" for name, value in outcome.losses.items()}
             self._bar.set_postfix(losses, refresh=False)
             self._bar.update(1)
 
     def after_skipped(self, run: Run) -> None:
-        """Advance."""
+        """Advance the bar without losses."""
         if self._bar is not None:
             self._bar.update(1)
 
