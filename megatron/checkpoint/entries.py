@@ -199,7 +199,7 @@ def look_up(path: Path, held: Mapping[str, _Held], name: str) -> _Held:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a known shape and type whose values are read anew by every operation on it.
+    """A tensor with a known shape and type whose values are read again by every operation on it.
 
     A checkpoint made of such tensors is written without ever being held in memory: the values of a
     tensor live only as long as the result of the operation.

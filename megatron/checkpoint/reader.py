@@ -409,7 +409,7 @@ def find_problems(
     problems = [f"{name} is missing" for name in sorted(set(entries) - held)]
     under = tuple(prefixes)
     problems += [
-        f"{name} has no place in this network"
+        f"{name} does not exist in this network"
         for name in sorted(held - set(entries))
         if name.startswith(under)
     ]

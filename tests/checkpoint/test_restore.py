@@ -22,7 +22,7 @@ def test_values_are_copied_in_place(tmp_path):
     ("change", "message"),
     [
         ({"model.new": Entry.whole(torch.zeros(1))}, "model.new is missing"),
-        ({"model.norm.weight": None}, "model.norm.weight has no place"),
+        ({"model.norm.weight": None}, "model.norm.weight does not exist"),
         (
             {"model.norm.weight": Entry.whole(torch.zeros(8))},
             r"torch.float16 \[8\], not torch.float32 \[8\]",

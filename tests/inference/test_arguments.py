@@ -93,7 +93,7 @@ def test_an_iteration_is_found_as_in_training(toy: Path, tmp_path: Path, parse) 
     assert not older.notices
     assert load_gpt(root, CPU, config=older.config).iteration == 1
     assert load_gpt(root, CPU, config=parse(toy, "--load", root).config).iteration == 2
-    with pytest.raises(CheckpointError, match="^--ckpt-step 3: .*: there are those of 2, 1: "):
+    with pytest.raises(CheckpointError, match="^--ckpt-step 3: .*: available iterations: 2, 1: "):
         parse(toy, "--load", root, "--ckpt-step", "3")
 
 

@@ -221,7 +221,7 @@ def test_hugging_face_to_megatron_and_back(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("qwen3", [], "attention.key_norm.weight has no place in a model of Megatron-LM 23.08"),
+        ("qwen3", [], "attention.key_norm.weight does not exist in Megatron-LM 23.08"),
         ("qwen2", [], "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in"),
         ("gpt2", ["--target-tensor-parallel-size", "4"], "[71, 32] cannot be split among 4"),
         ("llama", ["--target-pipeline-parallel-size", "4"], "cannot be split this way"),

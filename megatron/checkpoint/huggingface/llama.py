@@ -153,7 +153,9 @@ def _read_rotation(settings: Settings) -> dict[str, Any]:
             case "l":
                 factor = rope.number("factor")
                 if factor != int(factor):
-                    raise rope.error("factor", "--rotary-seq-len-interpolation-factor is whole")
+                    raise rope.error(
+                        "factor", "must be an integer (--rotary-seq-len-interpolation-factor)"
+                    )
                 flags["rotary_seq_len_interpolation_factor"] = int(factor)
             case "3":
                 for key, value in _LLAMA3.items():

@@ -161,7 +161,7 @@ class HFReader:
         copies = (self.family.tied_head, *self.family.word_copies)
         for name in sorted(self._held.keys() - expected.keys()):
             if name not in copies and not self.family.is_derived(name):
-                problems.append(f"{name} has no place in a {self.family.name} model")
+                problems.append(f"{name} does not exist in a {self.family.name} model")
         if len(problems) > only_class:
             more = f" and {len(problems) - SHOWN} more" * (len(problems) > SHOWN)
             raise CheckpointError(f"{self.path}: {'; '.join(problems[:SHOWN])}{more}")

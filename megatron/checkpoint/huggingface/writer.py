@@ -63,7 +63,7 @@ class Export:
         extra -= {rule.name for rule in rules}
         if extra:
             raise CheckpointError(
-                f"{self.reader.path}: {min(extra)} has no place in a {self.family.name} model"
+                f"{self.reader.path}: {min(extra)} does not exist in a {self.family.name} model"
             )
         return found
 

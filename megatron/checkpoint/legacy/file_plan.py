@@ -104,7 +104,7 @@ def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int) -> None:
     extra = sorted(shapes.keys() - placed)
     if extra:
         raise CheckpointError(
-            f"{extra[0]} has no place in a model of Megatron-LM 23.08: use the native format"
+            f"{extra[0]} does not exist in Megatron-LM 23.08: use the native format"
         )
     if "layers.0.attention.qkv.bias" in shapes and "layers.0.mlp.up.bias" not in shapes:
         raise CheckpointError(

@@ -279,7 +279,7 @@ def _our_name(path: str, first: FirstLayers, network: Network, *, is_first: bool
         layer, part, kind = match.groups()
         start = first.decoder if top == "decoder" else first.encoder
         return f"{stack}layers.{start + int(layer)}.{known[part]}.{kind}"
-    raise CheckpointError(f"parameter {path} has no place in our {network.architecture}")
+    raise CheckpointError(f"parameter {path} does not exist in our {network.architecture}")
 
 
 def _our_core_name(path: str, first_layer: int, *, tied: bool) -> str | None:
@@ -294,7 +294,7 @@ def _our_core_name(path: str, first_layer: int, *, tied: bool) -> str | None:
         part = _CORE_PARTS.get(match.group(2).removesuffix(kind))
         if part is not None:
             return f"layers.{first_layer + int(match.group(1))}.{part}{kind}"
-    raise CheckpointError(f"parameter {path} has no place in our GPT")
+    raise CheckpointError(f"parameter {path} does not exist in our GPT")
 
 
 def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:

@@ -39,7 +39,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map: not supported"),
     ("llama", {"_attn_implementation_internal": "x/y"}, "_attn_implementation_internal: not"),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'type "yarn": supported: d'),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor 1.5: --rotary-seq-len"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 1.5}},
+        "factor 1.5: must be an integer (--rotary-seq-len",
+    ),
     (
         "llama 3.2",
         {
@@ -61,7 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"n_head": 5}, "n_head 5: does not divide n_embd 32"),
     ("llama", {"intermediate_size": 40}, "config.json says [40, 32]"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
-    ("llama", {"num_hidden_layers": 1}, "has no place in a llama model"),
+    ("llama", {"num_hidden_layers": 1}, "does not exist in a llama model"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from the word embeddings"),
 ]
 

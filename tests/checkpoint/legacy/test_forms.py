@@ -105,7 +105,7 @@ def _rewrite(path, change):
         (lambda t: t["model"]["language_model"]["encoder"].update(x=0), "x is not a tensor"),
         (
             lambda t: t["model"]["language_model"]["encoder"].update(x=torch.ones(1)),
-            "parameter encoder.x has no place",
+            "parameter encoder.x does not exist",
         ),
         (lambda t: t.update(checkpoint_version=5.0), "checkpoint_version 5.0 is not supported"),
         (lambda t: t.update(iteration="3"), "iteration '3'"),
