@@ -48,22 +48,23 @@ class CheckpointConfig:
     )
     ckpt_format: str = flag(
         "native",
-        "How checkpoints are written: native, or legacy for files that Megatron-LM 23.08 loads. "
-        "Both are read.",
+        "Format of written checkpoints: native, or legacy for files that Megatron-LM 23.08 can "
+        "load. Both formats can be read.",
         choices=("native", "legacy"),
         convert=_written_format,
         needs=_SAVES,
     )
     save_interval_in_mins: float | None = flag(
         None,
-        "Time between checkpoints; with --save-interval, whichever is due.",
+        "Time between checkpoints. With --save-interval, a checkpoint is written whenever either "
+        "is due.",
         unit="minutes",
         above=0,
         needs=_SAVES,
     )
     async_save: bool = flag(
         False,
-        "Continue training while checkpoints are written. It only waits for a copy of its state in "
+        "Write checkpoints in the background. Training only waits until its state is copied to "
         "host memory.",
         needs=_SAVES,
     )
@@ -76,16 +77,17 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(
         None,
-        "Keep the checkpoints of multiples of this, a multiple of --save-interval; delete others "
-        "once the next is there, or as --keep-latest says.",
+        "Keep checkpoints at multiples of this number, which must be a multiple of "
+        "--save-interval. Others are deleted once the next checkpoint is written, or according "
+        "to --keep-latest.",
         unit="iterations",
         at_least=1,
         needs=_SAVES,
     )
     mean_hours_between_failures: float | None = flag(
         None,
-        "Mean time between failures of the whole job, for advice on how often to save. Default: "
-        "50,000 GPU hours, as in Llama 3's training.",
+        "Mean time between failures of the whole job, used to suggest how often to save. "
+        "Default: 50,000 GPU hours, as in Llama 3's training.",
         unit="hours",
         above=0,
         needs=_SAVES,
@@ -95,7 +97,7 @@ class CheckpointConfig:
     load: str | None = flag(None, "Folder to load the newest checkpoint from.", is_common=True)
     ckpt_step: int | None = flag(
         None,
-        "Load the checkpoint of this iteration from --load, not the newest.",
+        "Load the checkpoint of this iteration from --load instead of the newest.",
         unit="iterations",
         at_least=0,
     )
@@ -106,7 +108,7 @@ class CheckpointConfig:
     )
     use_checkpoint_args: bool = flag(
         False,
-        "Take the network's shape from the checkpoint under --load; it wins over flags and YAML.",
+        "Take the network's shape from the checkpoint in --load. It overrides flags and YAML.",
     )
     exit_on_missing_checkpoint: bool = flag(
         False, "Exit with an error if --load holds no checkpoint, instead of starting fresh."

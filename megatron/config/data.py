@@ -59,19 +59,20 @@ class TokenizerConfig:
 
     tokenizer_type: str | None = flag(
         None,
-        "Kind of tokenizer. Unset, with --vocab-file: GPT2BPETokenizer for a GPT, "
-        "BertWordPieceLowerCase for a BERT or T5.",
+        "Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT, "
+        "BertWordPieceLowerCase for BERT and T5.",
         choices=TOKENIZER_TYPES,
         is_common=True,
         required="required",
     )
     tokenizer_model: str | None = flag(
         None,
-        "Model file: SentencePiece .model, tokenizer.json (or its folder), tiktoken ranks.",
+        "Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder), or tiktoken "
+        "ranks.",
         is_common=True,
     )
     vocab_file: str | None = flag(
-        None, "Vocabulary file (GPT-2 json or WordPiece text).", is_common=True
+        None, "Vocabulary file (GPT-2 JSON or WordPiece text).", is_common=True
     )
     merge_file: str | None = flag(None, "GPT-2 BPE merges file.")
     vocab_size: int | None = flag(
@@ -91,21 +92,21 @@ class TokenizerConfig:
     )
     tiktoken_pattern: str | None = flag(
         None,
-        "How TikTokenizer cuts text into words: v1 and v2 as in Megatron, gpt2, cl100k. Default: "
-        "v2 for .json, by name for OpenAI's files, otherwise cl100k.",
+        "How TikTokenizer splits text into words: v1 and v2 as in Megatron, gpt2, or cl100k. "
+        "Default: v2 for .json, by file name for OpenAI's files, otherwise cl100k.",
         choices=("v1", "v2", "gpt2", "cl100k"),
         needs=_TIKTOKEN,
     )
     tiktoken_num_special_tokens: int = flag(
         1000,
-        "Ids that a TikTokenizer .json reserves for special tokens.",
+        "Number of ids reserved for special tokens in a TikTokenizer .json.",
         unit="entries",
         at_most=2**20,
         needs=_TIKTOKEN,
     )
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
         None,
-        "Special tokens of TikTokenizer. Default: <unk> <s> </s> for .json, otherwise "
+        "Special tokens for TikTokenizer. Default: <unk> <s> </s> for .json, otherwise "
         "<|endoftext|>.",
         names=("--tokenizer-special-tokens", "--tiktoken-special-tokens"),
         many=True,
@@ -126,27 +127,30 @@ class DataOptions:
     )
     split: str = flag(
         "969, 30, 1",
-        "Shares of documents for training, validation and test with --data-path.",
+        "Relative shares of the documents in --data-path for training, validation and test.",
         is_common=True,
         needs=_WHOLE_CORPUS,
     )
     train_data_path: tuple[str, ...] | None = flag(
-        None, "As --data-path, training only.", many=True
+        None, "Training data, in the format of --data-path.", many=True
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        None, "As --data-path, validation only.", many=True
+        None, "Validation data, in the format of --data-path.", many=True
     )
-    test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, test only.", many=True)
+    test_data_path: tuple[str, ...] | None = flag(
+        None, "Test data, in the format of --data-path.", many=True
+    )
     data_args_path: str | None = flag(
-        None, "Text file with the words of --data-path, where a command line cannot hold them."
+        None, "Text file with the words of --data-path, for blends too long for a command line."
     )
     per_split_data_args_path: str | None = flag(
         None,
         "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path "
-        "under the keys train, valid and test: lists, texts, or null for no data.",
+        "under the keys train, valid and test. Each value is a list, a string, or null for no "
+        "data.",
     )
     data_cache_path: str | None = flag(
-        None, "Folder for index caches. Default: beside the dataset."
+        None, "Folder for index caches. Default: next to the dataset."
     )
     mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.", is_common=True)
     seq_length: int | None = flag(
@@ -160,41 +164,42 @@ class DataOptions:
         at_most=MOST_IDS,
     )
     decoder_seq_length: int | None = flag(
-        None, "Sequence length of a T5's decoder.", unit="tokens", at_least=1, at_most=MOST_IDS
+        None, "Sequence length of the T5 decoder.", unit="tokens", at_least=1, at_most=MOST_IDS
     )
-    mmap_warmup: bool = flag(False, "Read the data files once at the start.")
+    mmap_warmup: bool = flag(False, "Read the data files once at startup to warm the page cache.")
     num_workers: int = flag(
         2,
-        "Loader processes of each rank. 0: load in the training process.",
+        "Data loader processes per rank. 0 loads in the training process.",
         unit="processes",
         at_least=0,
         at_most=1024,
     )
     data_impl: str = flag(
         "infer",
-        "Format of the dataset: memory-mapped .bin and .idx in both cases.",
+        "Dataset format. Both values read memory-mapped .bin and .idx files.",
         choices=("mmap", "infer"),
     )
     dataloader_type: str | None = flag(
         None,
-        "Sample order: one global stream, or reshuffled every epoch. Default: single.",
+        "Sample order: single reads one global stream, cyclic reshuffles every epoch. Default: "
+        "single.",
         choices=("single", "cyclic"),
     )
     data_sharding: bool = flag(
         True,
-        "With cyclic: each process shuffles its own share.",
+        "With --dataloader-type cyclic, let each process shuffle its own share of the data.",
         off="--no-data-sharding",
         needs=_CYCLIC,
     )
-    reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
-    reset_attention_mask: bool = flag(False, "No attention across an end of document.")
-    eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
+    reset_position_ids: bool = flag(False, "Restart position ids after each end-of-document token.")
+    reset_attention_mask: bool = flag(False, "Prevent attention across document boundaries.")
+    eod_mask_loss: bool = flag(False, "Exclude end-of-document tokens from the loss.")
     mask_prob: float = flag(
-        0.15, "Share of tokens that BERT and T5 are to find.", unit="0 to 1", at_least=0, at_most=1
+        0.15, "Fraction of tokens to mask for BERT and T5.", unit="0 to 1", at_least=0, at_most=1
     )
     short_seq_prob: float = flag(
         0.1,
-        "Share of BERT's and T5's samples that are made shorter.",
+        "Fraction of BERT and T5 samples that are shortened.",
         unit="0 to 1",
         at_least=0,
         at_most=1,

@@ -29,73 +29,84 @@ class ServerConfig:
 
     host: str = flag(
         "127.0.0.1",
-        "Address to listen on. Any but this machine's own 127.0.0.1 needs --auth-token-file.",
+        "Address to listen on. Any address other than the loopback 127.0.0.1 requires "
+        "--auth-token-file.",
     )
     port: int = flag(
-        5000, "Port to listen on. 0: any free one, which is printed.", at_least=0, at_most=65535
+        5000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535
     )
     auth_token_file: str | None = flag(
         None,
-        "File with a token that clients must send. By default only this machine is served.",
+        "File with a token that clients must send. By default only clients on this machine are "
+        "served.",
     )
     served_model_name: str | None = flag(
         None,
-        "The model's name for clients of OpenAI's API. Default: the name of the --load folder.",
+        "Model name for clients of the OpenAI-compatible API. Default: the name of the --load "
+        "folder.",
     )
     chat_template: str | None = flag(
-        None, "File with a Jinja chat template. Default: the one beside the tokenizer."
+        None, "File with a Jinja chat template. Default: the one next to the tokenizer."
     )
     legacy_status_codes: bool = flag(
-        False, "PUT /api answers most mistakes as Megatron-LM does: with status 200 and a string."
+        False,
+        "Answer most invalid PUT /api requests as Megatron-LM does, with status 200 and a string.",
     )
-    temperature: float = flag(1.0, "Temperature of requests that name none.", above=0, at_most=100)
+    temperature: float = flag(
+        1.0, "Default temperature for requests that do not set one.", above=0, at_most=100
+    )
     top_k: int = flag(
         0,
-        "top_k of requests that name neither top_k nor top_p.",
+        "Default top_k for requests that set neither top_k nor top_p.",
         names=("--top_k", "--top-k"),
         at_least=0,
         at_most=1000,
     )
     top_p: float = flag(
         0.0,
-        "top_p of requests that name neither top_k nor top_p.",
+        "Default top_p for requests that set neither top_k nor top_p.",
         names=("--top_p", "--top-p"),
         at_least=0,
         at_most=1,
     )
     out_seq_length: int | None = flag(
         None,
-        "Longest text, prompt and answer together. Default: as long as the model's positions go.",
+        "Maximum length of prompt and answer together. Default: the model's context length.",
         unit="tokens",
         at_least=1,
     )
     max_tokens_to_oom: int = flag(
         12000,
-        "A request's prompts times (longest prompt + tokens to generate) may not be more.",
+        "Limit on a request's number of prompts x (longest prompt + tokens to generate).",
         unit="tokens",
         at_least=1,
     )
     max_batch_size: int = flag(
         256,
-        "Sequences that are computed at once; others wait.",
+        "Maximum number of sequences computed at once. Others wait.",
         unit="sequences",
         at_least=1,
         at_most=MOST_SEQUENCES,
     )
     max_queued_requests: int = flag(
         1024,
-        "Sequences that run or wait; more are refused with status 429.",
+        "Maximum number of running and waiting sequences. Further requests get status 429.",
         unit="sequences",
         at_least=1,
     )
     cache_tokens: int | None = flag(
         None,
-        "Size of the key-value cache. Default: what fits in memory and is useful.",
+        "Size of the KV cache. Default: as much as fits in memory and can be used.",
         unit="tokens",
         at_least=1,
     )
-    max_body_bytes: int = flag(1 << 20, "Larger requests are refused.", unit="bytes", at_least=1)
-    request_timeout: float = flag(600.0, "Longest time for one answer.", unit="seconds", above=0)
+    max_body_bytes: int = flag(
+        1 << 20,
+        "Maximum size of a request body. Larger requests are refused.",
+        unit="bytes",
+        at_least=1,
+    )
+    request_timeout: float = flag(600.0, "Time limit for a single answer.", unit="seconds", above=0)
 
 
 def server_problems(server: ServerConfig) -> list[str]:
@@ -115,32 +126,39 @@ class SamplesConfig:
     prompt: str | None = flag(None, "Prompt to continue; the result is printed.")
     sample_input_file: str | None = flag(
         None,
-        'File of prompts, one a line; of *.jsonl the "prompt" or else the "text" of each object.',
+        'File with one prompt per line. In a *.jsonl file, the "prompt" of each object, or its '
+        '"text" if there is no prompt.',
     )
     sample_output_file: str | None = flag(
         None,
-        "JSON lines for what follows them. An existing file is continued. Default: the input "
-        "file with .out behind its name.",
+        "JSON Lines file for the generated texts. An existing file is continued. Default: the "
+        "input file's name with .out appended.",
     )
     num_samples: int = flag(
         0,
-        "Texts without a prompt, or with --prompt texts for it (then 0 is 1).",
+        "Number of texts to generate without a prompt, or for --prompt (where 0 means 1).",
         unit="texts",
         at_least=0,
         at_most=_MOST_SAMPLES,
     )
     genfile: str | None = flag(
-        None, "JSON lines for texts without a prompt, as --sample-output-file. Default: printed."
+        None,
+        "JSON Lines file for texts generated without a prompt, in the format of "
+        "--sample-output-file. By default they are printed.",
     )
     out_seq_length: int = flag(
         1024,
-        "Tokens of an answer, at most; prompt and answer together also end at the model's window.",
+        "Maximum length of an answer. Prompt and answer together are also limited by the model's "
+        "context length.",
         unit="tokens",
         at_least=1,
     )
     greedy: bool = flag(False, "Always choose the most likely token.")
     temperature: float = flag(
-        1.0, "Divides scores before a token is drawn; 0: greedy.", at_least=0, at_most=100
+        1.0,
+        "Sampling temperature: logits are divided by it. 0 selects greedy decoding.",
+        at_least=0,
+        at_most=100,
     )
     top_k: int = flag(
         0,
@@ -150,16 +168,23 @@ class SamplesConfig:
     )
     top_p: float = flag(
         0.0,
-        "Only the most likely tokens that together have this probability. 0: all.",
+        "Sample from the most likely tokens that together have this probability. 0 disables the "
+        "limit.",
         names=("--top_p", "--top-p"),
         at_least=0,
         at_most=1,
     )
     recompute: bool = flag(
-        False, "Not needed: keys and values are always kept, which changes no result."
+        False,
+        "Accepted for compatibility; no effect. The KV cache is always used and gives the same "
+        "results.",
     )
     max_batch_size: int = flag(
-        64, "Texts that are computed at a time.", unit="texts", at_least=1, at_most=MOST_SEQUENCES
+        64,
+        "Maximum number of texts computed at once.",
+        unit="texts",
+        at_least=1,
+        at_most=MOST_SEQUENCES,
     )
 
 

@@ -26,9 +26,11 @@ class LoggingConfig:
         100, "Iterations between log lines.", unit="iterations", is_common=True, at_least=1
     )
     log_params_norm: bool = flag(False, "Log the norm of all parameters.")
-    log_num_zeros_in_grad: bool = flag(False, "Log how many gradient entries are zero.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of zero gradient entries.")
     timing_log_level: int = flag(
-        0, "0: iteration time, 1: parts of an iteration, 2: parts of those.", choices=(0, 1, 2)
+        0,
+        "Detail of timers. 0: whole iterations, 1: parts of an iteration, 2: finer parts of those.",
+        choices=(0, 1, 2),
     )
     barrier_with_l1_time: bool = flag(
         True,
@@ -37,43 +39,52 @@ class LoggingConfig:
         needs=_TIMES,
     )
     timing_log_option: str = flag(
-        "minmax", "Timers over ranks.", choices=("max", "minmax", "all"), needs=_TIMES
+        "minmax",
+        "Statistic of timers over ranks: the maximum, minimum and maximum, or every rank.",
+        choices=("max", "minmax", "all"),
+        needs=_TIMES,
     )
     log_pipeline_bubble: bool = flag(
         False,
-        "Time every operation of the pipeline, and log the share of time in which stages wait "
-        "beside what the schedule predicts for the times measured.",
+        "Time every pipeline operation, and log the share of time that stages spend waiting, "
+        "together with the share that the schedule predicts from the measured times.",
     )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard. Off by default.")
     tensorboard_log_interval: int = flag(
         1, "Iterations between TensorBoard points.", unit="iterations", at_least=1, needs=_RECORDS
     )
     tensorboard_queue_size: int = flag(
-        1000, "Points held before a write.", unit="points", at_least=1, needs=_TENSORBOARD
+        1000, "Points buffered before a write.", unit="points", at_least=1, needs=_TENSORBOARD
     )
     log_timers_to_tensorboard: bool = flag(
         False,
-        "Iteration time, and the timers of --timing-log-level, to TensorBoard.",
+        "Write the iteration time and the timers of --timing-log-level to TensorBoard.",
         needs=_RECORDS,
     )
-    log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard.", needs=_RECORDS)
+    log_batch_size_to_tensorboard: bool = flag(
+        False, "Write the batch size to TensorBoard.", needs=_RECORDS
+    )
     log_learning_rate_to_tensorboard: bool = flag(
         True,
-        "Learning rate to TensorBoard.",
+        "Write the learning rate to TensorBoard.",
         off="--no-log-learnig-rate-to-tensorboard",
         needs=_RECORDS,
     )
     log_loss_scale_to_tensorboard: bool = flag(
         True,
-        "Loss scale to TensorBoard.",
+        "Write the loss scale to TensorBoard.",
         off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
         needs=_RECORDS,
     )
     log_validation_ppl_to_tensorboard: bool = flag(
-        False, "Validation perplexity to TensorBoard.", needs=_RECORDS
+        False, "Write the validation perplexity to TensorBoard.", needs=_RECORDS
     )
-    log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.", needs=_RECORDS)
-    log_world_size_to_tensorboard: bool = flag(False, "World size to TensorBoard.", needs=_RECORDS)
+    log_memory_to_tensorboard: bool = flag(
+        False, "Write memory use to TensorBoard.", needs=_RECORDS
+    )
+    log_world_size_to_tensorboard: bool = flag(
+        False, "Write the world size to TensorBoard.", needs=_RECORDS
+    )
     wandb_project: str | None = flag(None, "Weights & Biases project. Off by default.")
     wandb_entity: str | None = flag(None, "Weights & Biases entity.")
     wandb_name: str | None = flag(
@@ -81,12 +92,12 @@ class LoggingConfig:
     )
     wandb_save_dir: str | None = flag(
         None,
-        "Folder that Weights & Biases keeps its files in. Default: wandb in the --save folder; "
-        "without --save, here.",
+        "Folder for the files of Weights & Biases. Default: wandb in the --save folder; without "
+        "--save, the current folder.",
     )
-    wandb_id: str | None = flag(None, "Weights & Biases run id, to go on with a run.")
+    wandb_id: str | None = flag(None, "Weights & Biases run id, to resume a run.")
     metrics_jsonl: str | None = flag(
-        None, "File to append one JSON object an iteration to (full float precision)."
+        None, "File to which one JSON object per iteration is appended, at full float precision."
     )
 
 
@@ -99,11 +110,12 @@ class ProfilingConfig:
         10, "First profiled iteration.", unit="iteration", at_least=0, needs=_PROFILES
     )
     profile_step_end: int = flag(
-        12, "Iteration before which the profile ends.", unit="iteration", needs=_PROFILES
+        12, "Iteration before which profiling stops.", unit="iteration", needs=_PROFILES
     )
     profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile.", many=True, needs=_PROFILES)
     profile_dir: str | None = flag(
         None,
-        "Folder for traces. Default: profile in --tensorboard-dir, --save or here.",
+        "Folder for traces. Default: profile in --tensorboard-dir, in --save or in the current "
+        "folder.",
         needs=_PROFILES,
     )

@@ -31,7 +31,7 @@ class ModelOptions:
     """Network."""
 
     architecture: str = setting(
-        "gpt", "Kind of network: that of the script which trains it.", choices=ARCHITECTURES
+        "gpt", "Network architecture, set by the script that trains it.", choices=ARCHITECTURES
     )
     num_layers: int | None = flag(
         None,
@@ -45,7 +45,7 @@ class ModelOptions:
     )
     decoder_num_layers: int | None = flag(
         None,
-        "Layers of a T5's decoder. Default: as many as --num-layers.",
+        "Layers of the T5 decoder. Default: --num-layers.",
         unit="layers",
         at_least=1,
         at_most=MAX_LAYERS,
@@ -60,8 +60,8 @@ class ModelOptions:
     )
     ffn_hidden_size: int | None = flag(
         None,
-        "Inner width of the MLP. Default: 4 x hidden, or 8/3 x hidden rounded with --swiglu and "
-        "--geglu.",
+        "Inner width of the MLP. Default: 4 x --hidden-size; with --swiglu or --geglu, 8/3 x "
+        "--hidden-size rounded down to a multiple of 64.",
         at_least=1,
         at_most=MOST_WIDTH,
     )
@@ -75,7 +75,10 @@ class ModelOptions:
         at_most=2**16,
     )
     kv_channels: int | None = flag(
-        None, "Size of one head. Default: hidden / heads.", at_least=1, at_most=2**16
+        None,
+        "Size of an attention head. Default: --hidden-size / --num-attention-heads.",
+        at_least=1,
+        at_most=2**16,
     )
     group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
     num_query_groups: int = flag(
@@ -95,21 +98,25 @@ class ModelOptions:
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions enter the network; relative: as biases of a T5's attention scores.",
+        "How the network encodes positions. relative adds biases to the attention scores (T5 "
+        "only).",
         choices=("learned_absolute", "rope", "relative", "none"),
     )
     relative_attention_num_buckets: int = flag(
         32,
-        "Distances that --position-embedding-type relative tells apart, a bias for each and head.",
+        "Distance buckets of --position-embedding-type relative. Each has one bias per head.",
         unit="buckets",
         at_most=MOST_WIDTH,
     )
     relative_attention_max_distance: int = flag(
-        128, "From here on all relative distances share one bucket.", unit="tokens", at_least=1
+        128,
+        "Distance from which all relative positions share one bucket.",
+        unit="tokens",
+        at_least=1,
     )
     rotary_percent: float = flag(
         1.0,
-        "Share of each head that rotates with rope.",
+        "Fraction of each head that is rotated with --position-embedding-type rope.",
         unit="0 to 1",
         above=0,
         at_most=1,
@@ -123,11 +130,11 @@ class ModelOptions:
         needs=_ROTARY,
     )
     use_rope_scaling: bool = flag(
-        False, "Slow the rotary frequencies down as Llama 3.1 does, whose first context was 8192."
+        False, "Slow the rotary frequencies down as Llama 3.1 does (original context length 8192)."
     )
     rope_scaling_factor: float = flag(
         8.0,
-        "How much --use-rope-scaling slows the lowest frequencies down.",
+        "Factor by which --use-rope-scaling slows the lowest frequencies down.",
         above=0,
         needs=_SCALED,
     )
@@ -142,52 +149,62 @@ class ModelOptions:
         "LayerNorm", "Normalization before each block.", choices=("LayerNorm", "RMSNorm")
     )
     norm_epsilon: float = flag(
-        1e-5, "Added to the variance.", names=("--norm-epsilon", "--layernorm-epsilon"), above=0
+        1e-5,
+        "Constant added to the variance in normalization layers.",
+        names=("--norm-epsilon", "--layernorm-epsilon"),
+        above=0,
     )
-    apply_layernorm_1p: bool = flag(False, "Store LayerNorm weights as offset from one.")
+    apply_layernorm_1p: bool = flag(False, "Store LayerNorm weights as offsets from one.")
     apply_residual_connection_post_layernorm: bool = flag(
         False, "Take the residual after the normalization (original BERT order)."
     )
-    openai_gelu: bool = flag(False, "OpenAI's tanh form of GeLU.")
-    squared_relu: bool = flag(False, "Squared ReLU instead of GeLU.")
-    relu: bool = flag(False, "ReLU instead of GeLU (the first T5).")
-    swiglu: bool = flag(False, "Gated SiLU (SwiGLU) instead of GeLU.")
-    geglu: bool = flag(False, "Gated GeLU in its tanh form (T5 1.1) instead of GeLU.")
-    onnx_safe: bool | None = flag(None, "Exact (erf) GeLU, the form that ONNX exports.")
+    openai_gelu: bool = flag(False, "Use OpenAI's tanh form of GeLU.")
+    squared_relu: bool = flag(False, "Use squared ReLU instead of GeLU.")
+    relu: bool = flag(False, "Use ReLU instead of GeLU (original T5).")
+    swiglu: bool = flag(False, "Use gated SiLU (SwiGLU) instead of GeLU.")
+    geglu: bool = flag(False, "Use gated GeLU in its tanh form (T5 1.1) instead of GeLU.")
+    onnx_safe: bool | None = flag(None, "Use the exact (erf) GeLU, the form that ONNX exports.")
     bias_gelu_fusion: bool = flag(
         True,
-        "tanh GeLU with its bias in one kernel; off: exact (erf) GeLU by PyTorch's operations.",
+        "Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with PyTorch's "
+        "operations.",
         off="--no-bias-gelu-fusion",
     )
     untie_embeddings_and_output_weights: bool = flag(
         False, "Give the output layer its own weights instead of the word embeddings."
     )
     scale_decoder_outputs: bool = flag(
-        False, "Divide what a T5's output layer reads by the root of --hidden-size (the first T5)."
+        False,
+        "Divide the input of the T5 output layer by the square root of --hidden-size (original "
+        "T5).",
     )
     add_output_bias: bool = flag(
         True,
-        "A bias for every vocabulary entry in a T5's output layer.",
+        "Add a bias for every vocabulary entry in the T5 output layer.",
         off="--disable-output-bias",
     )
     softmax_scale: float | None = flag(
         None,
-        "Factor of a T5's attention scores (Google's: 1.0). Default: 1 / root of --kv-channels.",
+        "Factor of the attention scores of a T5 (Google's models: 1.0). Default: 1 / square root "
+        "of --kv-channels.",
         above=0,
     )
-    add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
+    add_bias_linear: bool = flag(
+        True, "Add biases to the linear layers.", off="--disable-bias-linear"
+    )
     add_qkv_bias: bool = flag(
         False,
-        "Biases of queries, keys and values, even with --disable-bias-linear.",
+        "Add biases to queries, keys and values, even with --disable-bias-linear.",
         needs=_UNBIASED,
     )
     qk_layernorm: bool = flag(
-        False, "Normalize each head's query and key, with --normalization, before they meet."
+        False,
+        "Normalize each head's query and key with --normalization before the attention scores.",
     )
     bert_binary_head: bool = flag(
         True,
-        "BERT also learns to tell whether two segments are in order; off: masked tokens alone, "
-        "without token types and pooler.",
+        "Train BERT to predict whether two segments are in order. Off: train on masked tokens "
+        "only, without token types and pooler.",
         off="--bert-no-binary-head",
     )
     attention_dropout: float = flag(
@@ -197,33 +214,36 @@ class ModelOptions:
         0.1, "Dropout on block outputs and embeddings.", unit="0 to 1", at_least=0, below=1
     )
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", at_least=0)
-    init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights.")
+    init_method_xavier_uniform: bool = flag(
+        False, "Draw the initial weights from the Xavier uniform distribution."
+    )
     perform_initialization: bool = flag(
         True,
-        "Draw initial weights; off, to save time: --load overwrites them.",
+        "Draw initial weights. Turn it off to save time when --load overwrites them.",
         off="--no-initialization",
     )
     use_flash_attn: bool = flag(
         False,
-        "Require attention kernels that never hold all scores (GPU, fp16 or bf16): those of "
-        "FlashAttention 4 where flash-attn-4 is installed and they are faster (--micro-batch-size "
-        "1, no dropout, no mask), otherwise the first of cuDNN's and PyTorch's that fits.",
+        "Require attention kernels that never store all scores (GPU, fp16 or bf16): "
+        "FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1, no "
+        "dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.",
     )
     masked_softmax_fusion: bool = flag(
         True,
-        "Allow a fused attention kernel; off: plain scores, mask and softmax.",
+        "Allow a fused attention kernel. Off: compute scores, mask and softmax separately.",
         off="--no-masked-softmax-fusion",
         needs=_PLAIN_SCORES,
     )
     apply_rope_fusion: bool = flag(
         True,
-        "Split queries, keys and values and rotate them in one kernel; off: PyTorch's operations.",
+        "Split queries, keys and values and rotate them in one kernel. Off: use PyTorch's "
+        "operations.",
         off="--no-rope-fusion",
     )
     bias_dropout_fusion: bool = flag(
         True,
-        "Bias, hidden dropout and residual in one kernel, which draws masks of its own; off: "
-        "PyTorch's operations.",
+        "Apply bias, hidden dropout and residual in one kernel with its own random masks. Off: "
+        "use PyTorch's operations.",
         off="--no-bias-dropout-fusion",
     )
     no_persist_layer_norm: bool = flag(

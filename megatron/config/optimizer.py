@@ -25,20 +25,26 @@ _LOADS = Need(lambda run: run.checkpoint.load is not None, "without --load")
 class OptimizerConfig:
     """Optimizer."""
 
-    optimizer: str = flag("adam", "Update rule (adam is AdamW).", choices=("adam", "sgd"))
+    optimizer: str = flag("adam", "Optimizer (adam is AdamW).", choices=("adam", "sgd"))
     weight_decay: float = flag(
-        0.01, "Weight decay: decoupled with adam, added to gradients with sgd.", at_least=0
+        0.01, "Weight decay. It is decoupled with adam and added to gradients with sgd.", at_least=0
     )
-    start_weight_decay: float | None = flag(None, "First weight decay of a ramp.", at_least=0)
-    end_weight_decay: float | None = flag(None, "Last weight decay of a ramp.", at_least=0)
+    start_weight_decay: float | None = flag(
+        None, "Weight decay at the start of the ramp.", at_least=0
+    )
+    end_weight_decay: float | None = flag(None, "Weight decay at the end of the ramp.", at_least=0)
     weight_decay_incr_style: str = flag(
         "constant", "Shape of the weight-decay ramp.", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "Largest global gradient norm. 0: no clipping.", at_least=0)
-    adam_beta1: float = flag(0.9, "Decay of the first moment.", at_least=0, below=1, needs=_ADAM)
-    adam_beta2: float = flag(0.999, "Decay of the second moment.", at_least=0, below=1, needs=_ADAM)
-    adam_eps: float = flag(1e-8, "Added to the denominator.", above=0, needs=_ADAM)
-    sgd_momentum: float = flag(0.9, "Momentum of sgd.", at_least=0, below=1, needs=_SGD)
+    clip_grad: float = flag(1.0, "Maximum global gradient norm. 0 disables clipping.", at_least=0)
+    adam_beta1: float = flag(
+        0.9, "Decay rate of Adam's first moment.", at_least=0, below=1, needs=_ADAM
+    )
+    adam_beta2: float = flag(
+        0.999, "Decay rate of Adam's second moment.", at_least=0, below=1, needs=_ADAM
+    )
+    adam_eps: float = flag(1e-8, "Constant added to Adam's denominator.", above=0, needs=_ADAM)
+    sgd_momentum: float = flag(0.9, "Momentum of --optimizer sgd.", at_least=0, below=1, needs=_SGD)
     optimizer_cpu_offload: bool = flag(
         False, "Keep fp32 weights and optimizer states in host memory and compute the update there."
     )
@@ -53,7 +59,7 @@ class ScheduleConfig:
     )
     lr_decay_style: str = flag(
         "linear",
-        "Shape of the decay.",
+        "Shape of the learning-rate decay.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         is_common=True,
     )
@@ -88,7 +94,7 @@ class ScheduleConfig:
     lr_warmup_init: float = flag(
         0.0, "Learning rate at the start of the warm-up.", at_least=0, needs=_WARMS_UP
     )
-    min_lr: float = flag(0.0, "Smallest learning rate of the decay.", is_common=True, at_least=0)
+    min_lr: float = flag(0.0, "Minimum learning rate of the decay.", is_common=True, at_least=0)
     decoupled_lr: float | None = flag(
         None,
         "Peak learning rate of the word embeddings and the output layer. Default: --lr.",
@@ -96,19 +102,19 @@ class ScheduleConfig:
     )
     decoupled_min_lr: float | None = flag(
         None,
-        "Smallest learning rate of the decay of --decoupled-lr. Default: --min-lr.",
+        "Minimum learning rate of the decay of --decoupled-lr. Default: --min-lr.",
         at_least=0,
         needs=_DECOUPLED,
     )
     override_opt_param_scheduler: bool = flag(
         False,
-        "On resuming, take the schedule from the flags.",
+        "On resuming, take the learning-rate and weight-decay schedule from the flags.",
         names=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
         needs=_LOADS,
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "On resuming, take the schedule from the checkpoint.",
+        "On resuming, take the learning-rate and weight-decay schedule from the checkpoint.",
         names=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
         needs=_LOADS,
     )

@@ -11,14 +11,14 @@ from megatron.config.fields import flag
 class TaskConfig:
     """Task."""
 
-    task: str | None = flag(None, "The task; docs/tasks.md lists them.")
+    task: str | None = flag(None, "Task to run. docs/tasks.md lists the tasks.")
     valid_data: tuple[str, ...] | None = flag(
-        None, "Files (for RACE folders) to evaluate on.", many=True
+        None, "Files (folders for RACE) to evaluate on.", many=True
     )
     results: str | None = flag(
         None,
-        "JSON file for the results. Default: TASK-iter_N.json in a folder `evaluation` beside the "
-        "checkpoint.",
+        "JSON file for the results. Default: TASK-iter_N.json in a folder `evaluation` next to "
+        "the checkpoint.",
     )
 
 
@@ -27,15 +27,16 @@ class LanguageModelTaskConfig:
     """Language model tasks."""
 
     overlapping_eval: int = flag(
-        32, "Tokens by which the window moves on over a text.", unit="tokens"
+        32, "Tokens by which the evaluation window advances.", unit="tokens"
     )
     strict_lambada: bool = flag(
-        False, "LAMBADA: all tokens of the last word must be right. Off: the last token."
+        False,
+        "LAMBADA: require all tokens of the last word to be correct. Off: only the last token.",
     )
     detokenizer: str | None = flag(
         None,
-        "How to undo a corpus's own tokenization. Default: by `wiki`, `ptb` or `lambada` in the "
-        "path of --valid-data, else none.",
+        "How to undo a corpus's own tokenization. Default: chosen by `wiki`, `ptb` or `lambada` "
+        "in the path of --valid-data, otherwise none.",
         choices=("wikitext", "ptb", "none"),
     )
 
@@ -45,16 +46,16 @@ class HarnessConfig:
     """EleutherAI's lm-evaluation-harness (--task LM_EVAL)."""
 
     lm_eval_tasks: tuple[str, ...] | None = flag(
-        None, "Names of its tasks or groups, patterns, or YAML files of tasks.", many=True
+        None, "Names of harness tasks or groups, patterns, or YAML task files.", many=True
     )
     lm_eval_include_path: str | None = flag(
-        None, "Folder of further task files. Their code is run."
+        None, "Folder with additional task files. Their code is executed."
     )
     lm_eval_num_fewshot: int | None = flag(
-        None, "Examples before each question. Default: as each task has it.", unit="examples"
+        None, "Examples before each question. Default: each task's own setting.", unit="examples"
     )
     lm_eval_limit: float | None = flag(
-        None, "Use only this many documents of each task, or a share if below 1. Default: all."
+        None, "Number of documents to use from each task, or a fraction if below 1. Default: all."
     )
 
 
@@ -63,14 +64,16 @@ class FinetuneConfig:
     """Finetuning tasks (GLUE and RACE)."""
 
     train_data: tuple[str, ...] | None = flag(
-        None, "Files (for RACE folders) to train on.", many=True
+        None, "Files (folders for RACE) to train on.", many=True
     )
-    epochs: int | None = flag(None, "Passes over --train-data. 0: only evaluate.", unit="epochs")
+    epochs: int | None = flag(None, "Passes over --train-data. 0 only evaluates.", unit="epochs")
     pretrained_checkpoint: str | None = flag(
-        None, "Folder of the pretrained BERT to start from: ours, Megatron's or Hugging Face's."
+        None,
+        "Folder with the pretrained BERT to start from, in the native, Megatron-LM or Hugging "
+        "Face format.",
     )
     keep_last: bool = flag(
         False,
-        "Samples that fill no batch at the end of an epoch go into the next one's first. Off: "
-        "they are left out of this epoch.",
+        "Carry the samples of an incomplete last batch over to the first batch of the next "
+        "epoch. Off: leave them out.",
     )

@@ -22,7 +22,7 @@ class TrainingOptions:
 
     micro_batch_size: int | None = flag(
         None,
-        "Samples of one forward pass of one process.",
+        "Samples per process in one forward pass.",
         unit="samples",
         is_common=True,
         required="required",
@@ -31,18 +31,18 @@ class TrainingOptions:
     )
     global_batch_size: int | None = flag(
         None,
-        "Samples of one update over all processes. Default: micro batch x data-parallel size.",
+        "Samples per update over all processes. Default: --micro-batch-size x data-parallel size.",
         unit="samples",
         is_common=True,
         at_least=1,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "Grow the global batch: START INCREMENT SAMPLES.", many=True
+        None, "Increase the global batch size during the run: START INCREMENT SAMPLES.", many=True
     )
     calculate_per_token_loss: bool = flag(
         False,
-        "Average losses and gradients over all tokens of an update that count. Off: over those of "
-        "each micro-batch, and these means over micro-batches.",
+        "Average losses and gradients over all counted tokens of an update. Off: average over "
+        "the tokens of each micro-batch, then over micro-batches.",
         needs=_COUNTED,
     )
     train_iters: int | None = flag(
@@ -54,11 +54,11 @@ class TrainingOptions:
         at_least=0,
     )
     train_samples: int | None = flag(None, "Length of the run.", unit="samples", at_least=1)
-    skip_train: bool = flag(False, "Only evaluate.")
+    skip_train: bool = flag(False, "Skip training and only evaluate.")
     iterations_to_skip: tuple[int, ...] | None = flag(
         None,
-        "Iterations to leave out: their samples are read past, nothing is updated, evaluated or "
-        "saved. Counted from 0, as Megatron Core does: N is the one that the log calls N + 1.",
+        "Iterations to skip. Their samples are passed over, and nothing is updated, evaluated or "
+        "saved. They are counted from 0 as in Megatron Core: N is iteration N + 1 in the log.",
         many=True,
         unit="iterations",
     )
@@ -66,25 +66,29 @@ class TrainingOptions:
         1234, "Seed of weights, sample order and dropout.", at_least=0, at_most=2**32 - 1
     )
     deterministic_mode: bool = flag(
-        False, "Only algorithms that give the same bits on every run of the same layout."
+        False,
+        "Use only algorithms that give bitwise identical results on every run of the same layout.",
     )
     recompute_activations: bool = flag(
         False,
-        "Recompute the attention core in backward (same as --recompute-granularity selective).",
+        "Recompute the attention core in the backward pass. Same as --recompute-granularity "
+        "selective.",
     )
     recompute_granularity: str | None = flag(
         None,
-        "What to recompute in backward: whole layers or the attention core. Default: nothing.",
+        "What to recompute in the backward pass: whole layers (full) or the attention core "
+        "(selective). Default: nothing.",
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
         None,
-        "With full: recompute all layers in groups of --recompute-num-layers, or only that many.",
+        "With --recompute-granularity full, recompute all layers in groups of "
+        "--recompute-num-layers (uniform), or only that many layers (block).",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
         None,
-        "Layers a group (uniform) or layers recomputed (block). Default: 1.",
+        "Layers per group (uniform) or layers to recompute (block). Default: 1.",
         unit="layers",
         at_least=1,
     )
@@ -105,56 +109,58 @@ class TrainingOptions:
     )
     on_nonfinite: str = flag(
         "stop",
-        "What to do when loss or gradients are not finite: stop with the sample ids, or skip the "
-        "update and go on.",
+        "Action when the loss or gradients are not finite: stop and report the sample ids, or "
+        "skip the update and continue.",
         choices=("stop", "skip"),
     )
     max_nonfinite_skips: int = flag(
         10,
-        "With --on-nonfinite skip: stop after this many in a row.",
+        "With --on-nonfinite skip, stop after this many skipped updates in a row.",
         unit="iterations",
         at_least=1,
         needs=_SKIPS,
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "Check loss and gradients every iteration; off: updates that are not finite are left out "
-        "without end.",
+        "Check the loss and gradients every iteration. Off: non-finite updates are skipped "
+        "without limit.",
         off="--no-check-for-nan-in-loss-and-grad",
     )
     manual_gc: bool = flag(
         True,
-        "Collect Python garbage at fixed iterations on all ranks together.",
+        "Run Python's garbage collector at the same fixed iterations on all ranks.",
         names="--manual-gc",
         off="--no-manual-gc",
     )
     manual_gc_interval: int = flag(
         100,
-        "Iterations between collections. 0: none until the run ends.",
+        "Iterations between garbage collections. 0 disables them until the run ends.",
         unit="iterations",
         at_least=0,
         needs=_COLLECTS,
     )
     empty_unused_memory_level: int = flag(
         0,
-        "Return unused GPU memory: 0 never, 1 after each iteration, 2 also after evaluation.",
+        "When to release unused GPU memory. 0: never, 1: after each iteration, 2: also after "
+        "evaluation.",
         choices=(0, 1, 2),
     )
     cuda_graph_impl: str = flag(
         "none",
-        "Record the kernels of a micro-batch's forward and backward and start them all at once, "
-        "where a GPU would wait for the host (small models). local: the whole model's.",
+        "CUDA graphs: record a micro-batch's forward and backward kernels and launch them "
+        "together, which helps small models whose GPU waits for the host. local records the "
+        "whole model.",
         choices=("none", "local", "transformer_engine", "full_iteration"),
     )
     cuda_graph_warmup_steps: int = flag(
-        3, "With --cuda-graph-impl: iterations before the first recording.", unit="iterations"
+        3, "Iterations before the first recording with --cuda-graph-impl.", unit="iterations"
     )
     dry_run: bool = flag(
-        False, "Check everything, print parameters, layout, memory and tokens a step, and exit."
+        False, "Check everything, print parameters, layout, memory and tokens per step, and exit."
     )
     dry_run_world_size: int | None = flag(
         None,
-        "Pretend this many processes with --dry-run. Default: as launched.",
+        "Number of processes to assume with --dry-run. Default: as launched.",
         unit="processes",
         at_least=1,
     )
@@ -172,7 +178,7 @@ class TrainingConfig(TrainingOptions):
 class EvaluationConfig:
     """Evaluation."""
 
-    eval_iters: int = flag(100, "Global batches of one evaluation. 0: no evaluation.", at_least=0)
+    eval_iters: int = flag(100, "Global batches per evaluation. 0 disables evaluation.", at_least=0)
     eval_interval: int = flag(
         1000,
         "Iterations between evaluations.",
