@@ -1,4 +1,4 @@
-"""Answers in progress: which scores a request needs next, and what to do with the results.
+"""Answers in progress: the choices to make for a request, and what to do with the results.
 
 `PlainAnswer` chooses token after token; `BeamAnswer` searches with several sequences.
 """
@@ -24,7 +24,7 @@ from megatron.inference.request import (
 from megatron.inference.sampling import Choice, Chosen, uniform
 from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
-Wish = tuple[int, Choice]  # index among a row's tokens, and what to do with the logits there
+PlacedChoice = tuple[int, Choice]  # index of a row's token, and what to do with its logits
 
 _SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound: the most likely token
 
@@ -51,19 +51,19 @@ class Answer(ABC):
         self._prompt_scores: dict[int, Chosen] = {}  # by the position of the scored token
         self._owes_prompt = request.sampling.prompt_logprobs  # until they are reported
 
-    def wishes(self, row: Row) -> list[Wish]:
-        """Return the scores that a row must compute for this answer."""
-        wishes = self._prompt_wishes(row)
+    def choices(self, row: Row) -> list[PlacedChoice]:
+        """Return the tokens to choose or score in a row."""
+        choices = self._prompt_choices(row)
         if row.is_last:
-            wishes += self._next_wishes(row)
-        return wishes
+            choices += self._next_choices(row)
+        return choices
 
     def take(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
         """Process the results of a row once it is computed.
 
         Args:
             row: The computed row.
-            results: One result for each of the row's `wishes`.
+            results: One result for each of the row's `choices`.
             scheduler: The scheduler, which learns about sequences that begin or end here.
 
         Returns:
@@ -71,7 +71,7 @@ class Answer(ABC):
         """
         events: list[Event] = []
         if self._owes_prompt:
-            count = len(self._prompt_wishes(row))
+            count = len(self._prompt_choices(row))
             events = self._take_prompt(row, results[:count])
             results = results[count:]
         if row.is_last:
@@ -96,15 +96,15 @@ class Answer(ABC):
         """Return the answer's final event, with the counts so far."""
 
     @abstractmethod
-    def _next_wishes(self, row: Row) -> list[Wish]:
-        """Return the scores that are needed after the last known token."""
+    def _next_choices(self, row: Row) -> list[PlacedChoice]:
+        """Return the choices to make after the last known token."""
 
     @abstractmethod
     def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
-        """Process the results of `_next_wishes`, and return the events to report."""
+        """Process the results of `_next_choices`, and return the events to report."""
 
-    def _prompt_wishes(self, row: Row) -> list[Wish]:
-        """Return the prompt scores that a row computes. A preempted request computes them again."""
+    def _prompt_choices(self, row: Row) -> list[PlacedChoice]:
+        """Return the prompt tokens to score in a row. A preempted request scores them again."""
         if not self._owes_prompt:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs
@@ -169,7 +169,7 @@ class PlainAnswer(Answer):
         tokens = self._first.tokens
         return len(tokens) - len(self.request.prompt) - (tokens[-1] == UNKNOWN)
 
-    def _next_wishes(self, row: Row) -> list[Wish]:
+    def _next_choices(self, row: Row) -> list[PlacedChoice]:
         sampling, choice = self.request.sampling, self._choice
         if not sampling.max_new_tokens:
             return []
@@ -237,7 +237,7 @@ class BeamAnswer(Answer):
             beams=answers,
         )
 
-    def _next_wishes(self, row: Row) -> list[Wish]:
+    def _next_choices(self, row: Row) -> list[PlacedChoice]:
         banned = _banned(self.request.sampling, row.tokens[-1])
         return [(row.size - 1, Choice(tops=self._tops, banned=banned))]
 

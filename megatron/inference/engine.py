@@ -164,15 +164,15 @@ class BatchEngine:
         plan = self._scheduler.plan()
         if not plan:
             return None
-        wishes = [self._answers[row.sequence.request].wishes(row) for row in plan]
+        choices = [self._answers[row.sequence.request].choices(row) for row in plan]
         wanted = [
             WantedLogits(index, place, choice)
-            for index, row_wishes in enumerate(wishes)
-            for place, choice in row_wishes
+            for index, row_choices in enumerate(choices)
+            for place, choice in row_choices
         ]
         step = self._executor.begin(plan, wanted)
         self._scheduler.begun(plan)
-        return _Flight(plan, [len(row_wishes) for row_wishes in wishes], step)
+        return _Flight(plan, [len(row_choices) for row_choices in choices], step)
 
     def _expects(self, flight: _Flight) -> bool:
         """Return whether the next step can be planned already.

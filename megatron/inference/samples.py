@@ -119,8 +119,8 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         elif samples.genfile is not None:
             path = Path(samples.genfile)
         if path is None:
-            asked = [samples.prompt] * max(1, samples.num_samples)
-            failed = write(enumerate(asked), Printer(len(asked)))
+            copies = [samples.prompt] * max(1, samples.num_samples)
+            failed = write(enumerate(copies), Printer(len(copies)))
         else:
             everything: list[str | None] = [*prompts, *[None] * samples.num_samples]
             with SampleFile(path) as file:
@@ -157,7 +157,7 @@ class GeneratedText:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _UnfinishedText:
     """A prompt under way, and the tokens of its text so far."""
 
     index: int
@@ -196,7 +196,7 @@ class SampleInbox:
         self._tokenizer, self._sampling, self._limits = tokenizer, sampling, limits
         self._output = output
         self._at_a_time = at_a_time
-        self._under_way: dict[str, _Asked] = {}
+        self._under_way: dict[str, _UnfinishedText] = {}
         self.failed = 0
 
     def poll(self, wait: float) -> list[Command]:
@@ -215,12 +215,12 @@ class SampleInbox:
     def send(self, events: Sequence[Event]) -> None:
         """Collect tokens, and output the texts that are complete."""
         for event in events:
-            asked = self._under_way[event.request]
+            unfinished = self._under_way[event.request]
             if isinstance(event, Token):
-                asked.tokens.append(event.token)
+                unfinished.tokens.append(event.token)
             elif isinstance(event, Finished):
                 del self._under_way[event.request]
-                self._end(asked, event)
+                self._end(unfinished, event)
 
     def _ask(self, index: int, prompt: str | None) -> Request:
         """Return the request for a prompt.
@@ -239,18 +239,19 @@ class SampleInbox:
                 "room for an answer: shorten the prompt"
             )
         request = Request(str(index), tokens, self._sampling(room))
-        self._under_way[request.id] = _Asked(index, prompt, tokens, [])
+        self._under_way[request.id] = _UnfinishedText(index, prompt, tokens, [])
         return request
 
-    def _end(self, asked: _Asked, event: Finished) -> None:
+    def _end(self, unfinished: _UnfinishedText, event: Finished) -> None:
         if event.reason not in ("stop", "length"):
-            self._fail(asked.index, asked.prompt, event.message)
+            self._fail(unfinished.index, unfinished.prompt, event.message)
             return
         ended = event.reason == "stop"
-        tokens = asked.tokens[:-1] if ended else asked.tokens
-        detokenizer = Detokenizer(self._tokenizer, asked.prompt_tokens)
+        tokens = unfinished.tokens[:-1] if ended else unfinished.tokens
+        detokenizer = Detokenizer(self._tokenizer, unfinished.prompt_tokens)
         text = "".join([*map(detokenizer.add, tokens), detokenizer.rest()])
-        self._output.put(asked.index, GeneratedText(asked.prompt, text, len(tokens), ended))
+        sample = GeneratedText(unfinished.prompt, text, len(tokens), ended)
+        self._output.put(unfinished.index, sample)
 
     def _fail(self, index: int, prompt: str | None, why: str) -> None:
         self.failed += 1

@@ -13,7 +13,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from megatron.inference.server.settings import ServerLimits
 
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """An error that says that the client has closed its connection."""
+    """An error raised when the client has closed its connection."""
 
 
 class ErrorDetail(TypedDict):

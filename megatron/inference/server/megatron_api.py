@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from megatron.inference.request import MOST_LENGTH_PENALTY, Beam, Sampling
 from megatron.inference.server.endpoint import ApiError
-from megatron.inference.server.service import Asked, Service, TextAnswer, spell_prompt
+from megatron.inference.server.service import Service, TextAnswer, TextRequest, spell_prompt
 from megatron.inference.server.settings import MAX_PROMPTS
 from megatron.tokenizer import Tokenizer
 
@@ -292,8 +292,8 @@ class MegatronApi:
                 prompt_logprobs=values["logprobs"],
             )
 
-        asked = [Asked(prompt, sampling(number)) for number, prompt in enumerate(prompts)]
-        answers, stack = self._service.start(asked, silent=frozenset())
+        requests = [TextRequest(prompt, sampling(number)) for number, prompt in enumerate(prompts)]
+        answers, stack = self._service.start(requests, silent=frozenset())
         with stack:
             rows = await asyncio.gather(*(self._row(answer) for answer in answers))
         texts, segments, logprobs = zip(*rows, strict=True)
@@ -325,8 +325,8 @@ class MegatronApi:
             length_penalty=values["length_penalty"],
             logprobs=True,
         )
-        asked = [Asked(prompt, sampling)]
-        (answer,), stack = self._service.start(asked, silent=frozenset())
+        requests = [TextRequest(prompt, sampling)]
+        (answer,), stack = self._service.start(requests, silent=frozenset())
         with stack:
             tokens = [token async for piece in answer.pieces() for token in piece.tokens]
         assert answer.finished is not None

@@ -21,11 +21,11 @@ from megatron.inference.server.schema import (
     read_request,
 )
 from megatron.inference.server.service import (
-    Asked,
     Service,
     Spelled,
     TextAnswer,
     TextPiece,
+    TextRequest,
     spell_prompt,
 )
 from megatron.inference.server.settings import MAX_PROMPTS
@@ -224,9 +224,9 @@ class OpenAiApi:
             )
         return ids
 
-    def _make_asked(
+    def _make_requests(
         self, request: OpenAiRequest, prompts: Sequence[tuple[int, ...]], new_tokens: int
-    ) -> list[Asked]:
+    ) -> list[TextRequest]:
         """Return n sequences for each prompt, in the order of OpenAI's `choices`.
 
         Raises:
@@ -267,7 +267,7 @@ class OpenAiApi:
             prompt_logprobs=request.echoes and request.tops is not None,
         )
         return [
-            Asked(
+            TextRequest(
                 prompt, replace(sampling, seed=service.seed_of(request.seed, copy)), request.stops
             )
             for prompt in prompts
@@ -282,8 +282,8 @@ class OpenAiApi:
         new_tokens: int,
     ) -> dict[str, Any] | Events:
         started = time.perf_counter()
-        asked = self._make_asked(request, prompts, new_tokens)
-        answers, stack = self._service.start(asked, silent=self._service.ends)
+        requests = self._make_requests(request, prompts, new_tokens)
+        answers, stack = self._service.start(requests, silent=self._service.ends)
         sources = self._sources(request, answers, started)
         if request.stream:
             return Events(self._stream(request, form, answers, sources), stack.close)

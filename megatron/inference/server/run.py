@@ -41,7 +41,7 @@ _CHUNK = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one process of the server until it is told to end, and return the exit code."""
+    """Run one process of the server until it is shut down, and return the exit code."""
     return run_process(arguments, lambda launch: _serve(arguments, launch))
 
 

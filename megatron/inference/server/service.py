@@ -333,7 +333,7 @@ class TextAnswer:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """A sequence that a client requests.
 
     Attributes:
@@ -419,12 +419,12 @@ class Service:
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
 
     def start(
-        self, asked: Sequence[Asked], silent: frozenset[int]
+        self, requests: Sequence[TextRequest], silent: frozenset[int]
     ) -> tuple[list[TextAnswer], ExitStack]:
         """Send sequences to the engine.
 
         Args:
-            asked: The sequences.
+            requests: The sequences.
             silent: Stop tokens that are not part of an answer's text.
 
         Returns:
@@ -435,8 +435,8 @@ class Service:
         """
         stack = ExitStack()
         answers = []
-        streams = self.engine.start([(each.prompt, each.sampling) for each in asked])
-        for each, stream in zip(asked, streams, strict=True):
+        streams = self.engine.start([(each.prompt, each.sampling) for each in requests])
+        for each, stream in zip(requests, streams, strict=True):
             stack.callback(stream.close)
             answers.append(TextAnswer(self.tokenizer, stream, each.stops, silent))
         return answers, stack
