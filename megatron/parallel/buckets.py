@@ -1,8 +1,8 @@
-"""The bucket plan: where gradients and weights lie in flat buffers, and what is sent when.
+"""The bucket plan: the layout of gradients and weights in flat buffers, and the sending order.
 
 A plan is pure data. It is computed from the names, shapes and traits of parameters, without a
-tensor or a process, and can be printed, compared and tested alone. `gradients` and `weights` carry
-it out.
+tensor or a process, and can be printed, compared and tested by itself. `gradients` and `weights`
+carry it out.
 
 Backward reaches the last layers first, so parameters lie in reverse order and a buffer fills front
 to back. A bucket holds neighboring parameters and is communicated as one message. Where processes
@@ -33,7 +33,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.end - self.start
 
     def intersect(self, other: Span) -> Span | None:
@@ -42,7 +42,7 @@ class Span:
         return Span(start, end) if start < end else None
 
     def within(self, outer: Span) -> slice:
-        """Return what picks this span out of a tensor that holds `outer`."""
+        """Return the slice that selects this span from a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.end - outer.start)
 
     def relative_to(self, outer: Span) -> Span:
@@ -58,26 +58,26 @@ class Span:
 
 @dataclass(frozen=True)
 class ParameterTraits:
-    """What a plan has to know about a parameter.
+    """The traits of a parameter that a plan depends on.
 
     Attributes:
-        name: unique among the parameters of this process.
-        shape: of the part that this tensor rank holds.
-        dtype: of the weight.
-        replica_axis: the processes that hold the same weight, over which its gradient is averaged:
-            "data", or "expert_data" for the weights of an expert.
-        waves: for stage 2, the operations of a pipeline schedule that each add to the gradient.
-        gathered_in_8_bits: updated weights are cast to fp8 before they are gathered.
-        is_partial: each tensor rank sees only a part of the sequence or some of the heads, so the
+        name: A name that is unique among the parameters of this process.
+        shape: The shape of the part that this tensor rank holds.
+        dtype: The data type of the weight.
+        replica_axis: The axis of the processes that hold the same weight, over which its gradient
+            is averaged: "data", or "expert_data" for the weights of an expert.
+        waves: For stage 2, the operations of a pipeline schedule that each add to the gradient.
+        gathered_in_8_bits: Updated weights are cast to fp8 before they are gathered.
+        is_partial: Each tensor rank sees only a part of the sequence or some of the heads, so the
             gradient must be added over the tensor axis before it is averaged.
-        is_tied: a copy on another pipeline stage adds to the gradient after backward, so its
-            bucket and those after it wait for that. In stage 2 it has a bucket of its own, so that
-            both stages cut it at the same rows.
-        comes_first: for stage 2, backward reaches a tied parameter first: words that the output
-            layer shares, though they are the model's first parameter.
-        may_be_idle: an iteration may bring no gradient (an idle expert, an unused adapter). Such
-            parameters lie apart and are sent last, so that no other bucket waits for them.
-        needs_whole: the update needs the whole tensor on one process, not a shard of it.
+        is_tied: A copy on another pipeline stage adds to the gradient after backward, so its bucket
+            and those after it wait for that. In stage 2 it has a bucket of its own, so that both
+            stages cut it at the same rows.
+        comes_first: For stage 2, backward reaches a tied parameter first: word embeddings that the
+            output layer shares, although they are the model's first parameter.
+        may_be_idle: An iteration may bring no gradient (an idle expert, an unused adapter). Such
+            parameters are kept apart and sent last, so that no other bucket waits for them.
+        needs_whole: The update needs the whole tensor on one process, not a shard of it.
     """
 
     name: str
@@ -94,17 +94,17 @@ class ParameterTraits:
 
     @property
     def elements(self) -> int:
-        """Number of elements on this process."""
+        """The number of elements on this process."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter's place.
+    """A parameter and its slot in a flat buffer.
 
     Attributes:
-        traits: of the parameter.
-        slot: its elements in the flat buffer.
+        traits: The traits of the parameter.
+        slot: Its elements in the flat buffer.
     """
 
     traits: ParameterTraits
@@ -115,11 +115,12 @@ class PlannedParameter:
 class Bucket:
     """Neighboring parameters that are communicated as one message.
 
-    Attributes:
-        span: all of its elements, padding included.
-        members: its parameters in the order of their slots.
-        waves: for stage 2, the operations that each add to all of its gradients.
-        has_forced_end: it ends here whatever its size: the next parameter belongs to another
+    span: All elements of the bucket, padding included.
+        members: Its parameters in the order of their slots.
+        waves: For stage 2, the operations that each add to all of its gradients.
+        has_forced_end: The bucket ends here whatever its size, because the next parameter belongs
+            to another wave, or one of the two is tied or too large to share a bucket with small
+            ones.
             wave, or one of the two is tied, or too large to share a bucket with small ones.
     """
 
@@ -131,15 +132,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """A flat buffer.
+    """A flat buffer and its buckets.
 
     Attributes:
-        axis: name of the axis whose processes hold the same parameters.
-        replicas: number of these processes.
-        dtype: of the weights.
-        gradient_dtype: of the gradients, in the buffer and on the wire.
-        wire: what updated weights travel in.
-        buckets: they follow one another without gaps.
+        axis: The name of the axis whose processes hold the same parameters.
+        replicas: The number of these processes.
+        dtype: The data type of the weights.
+        gradient_dtype: The data type of the gradients, in the buffer and on the wire.
+        wire: The format in which updated weights travel.
+        buckets: The buckets, which follow one another without gaps.
     """
 
     axis: str
@@ -151,7 +152,7 @@ class FlatPlan:
 
     @property
     def elements(self) -> int:
-        """Number of elements, padding included."""
+        """The number of elements, padding included."""
         return self.buckets[-1].span.end
 
     @property
@@ -161,7 +162,7 @@ class FlatPlan:
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter is in a plan: the numbers of its buffer and bucket, and its slot."""
+    """A parameter's location in a plan: the numbers of its buffer and bucket, and its slot."""
 
     flat: int
     bucket: int
@@ -170,12 +171,12 @@ class ParameterPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Flat buffers, their buckets, and the order in which all processes send these.
+    """The flat buffers, their buckets, and the order in which all processes send these.
 
     Attributes:
-        zero_stage: 0 to 2; 0 if nobody else holds the same weights.
-        flats: the buffers.
-        order: of sending: the numbers of a buffer and of a bucket in it.
+        zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
+        flats: The buffers.
+        order: The sending order: the number of a buffer and of a bucket in it, for each bucket.
     """
 
     zero_stage: int
@@ -183,7 +184,7 @@ class BucketPlan:
     order: tuple[tuple[int, int], ...]
 
     def find(self, name: str) -> ParameterPlace:
-        """Return where a parameter is.
+        """Return the location of a parameter.
 
         Raises:
             KeyError: the plan has no such parameter.
@@ -196,7 +197,7 @@ class BucketPlan:
         raise KeyError(name)
 
     def owner(self, name: str) -> tuple[int, ...]:
-        """Return the ranks, along its replica axis, that update some of a parameter."""
+        """Return the ranks, along its replica axis, that update some part of a parameter."""
         flat, bucket, slot = self.find(name)
         shards, span = self.flats[flat].replicas, self.flats[flat].buckets[bucket].span
         if self.zero_stage == 0:
@@ -204,7 +205,7 @@ class BucketPlan:
         return tuple(r for r in range(shards) if slot.intersect(span.shard(r, shards)))
 
     def __str__(self) -> str:
-        """Return the plan as a table, a line for each bucket in the order of sending."""
+        """Return the plan as a table, one line per bucket, in sending order."""
         lines = [f"ZeRO stage {self.zero_stage}"]
         for i, flat in enumerate(self.flats):
             lines.append(
@@ -233,11 +234,11 @@ def plan_buckets(
     Parameters share a buffer if they have the same dtypes, replica axis, wire format and needs.
 
     Args:
-        parameters: in the model's order.
-        replicas: number of processes along each replica axis.
-        zero_stage: 0 to 2. A single replica has nothing to share, so its stage is always 0.
-        gradients_in_fp32: keep 16-bit parameters' gradients in fp32.
-        bucket_bytes: smallest piece (but the last) that is reduced on its own.
+        parameters: The parameters in the model's order.
+        replicas: The number of processes along each replica axis.
+        zero_stage: The ZeRO stage, 0 to 2. A single replica has nothing to share and uses stage 0.
+        gradients_in_fp32: Keep 16-bit parameters' gradients in fp32.
+        bucket_bytes: The smallest bucket (except for the last) that is reduced on its own.
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
     arranged = list(parameters)[::-1]
@@ -263,8 +264,8 @@ def plan_buckets(
             groups = [(p.waves, p.name if p.is_tied else None) for p in members]
             forced = {i for i, (a, b) in enumerate(pairwise(groups)) if a != b}
             if has_cast and not is_cast(first):
-                # The first small vector would hold room for the words' gradients all through
-                # backward.
+                # Otherwise the first small vector would keep memory for the word embeddings'
+                # gradients allocated all through backward.
                 forced |= {i for i, p in enumerate(members[1:]) if p.elements >= limit}
         wire: WireFormat = "fp32" if first.dtype.itemsize == 4 else "16 bit"
         smallest = gradient_dtype.itemsize  # bytes of an element
@@ -290,7 +291,7 @@ def plan_buckets(
         flats.append(
             FlatPlan(first.replica_axis, shards, first.dtype, gradient_dtype, wire, tuple(buckets))
         )
-    # Buckets are sent as backward completes them, whichever buffer they are of.
+    # Buckets are sent as backward completes them, whichever buffer they belong to.
     reached = {p.name: (p.may_be_idle, i) for i, p in enumerate(arranged)}
     places = [(i, j) for i, flat in enumerate(flats) for j in range(len(flat.buckets))]
 
@@ -313,16 +314,16 @@ def lay_out(
     """Place tensors in buckets of at least `limit` elements.
 
     Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps; only
-    the last may be smaller than the limit, and those that must end. Each is padded, so that it
-    divides into `shards` equal parts that start at multiples of the alignment too.
+    the last bucket and those with a forced end may be smaller than the limit. Each is padded, so
+    that it divides into `shards` equal parts that also start at multiples of the alignment.
 
     Args:
-        sizes: of the tensors, in elements, in the order of the buffer.
-        alignment: of every start.
-        limit: smallest size of a bucket.
-        shards: equal parts of each bucket.
-        ends: indices of tensors that must end a bucket.
-        keeps_whole: no tensor may cross the border of a shard. A bucket then has at least as many
+        sizes: The sizes of the tensors, in elements, in the order of the buffer.
+        alignment: The alignment of every start, in elements.
+        limit: The smallest size of a bucket.
+        shards: The number of equal parts of each bucket.
+        ends: The indices of tensors that must end a bucket.
+        keeps_whole: No tensor may cross the border of a shard. A bucket then has at least as many
             tensors as shards, dealt out to the shards by size, the largest first.
 
     Returns:

@@ -1,7 +1,7 @@
-"""What layers are built in: where they live, what they compute with and how they communicate.
+"""The context that layers are built in: device, number formats, kernels and communication.
 
-A layer's constructor takes the sizes of its own, and a `BuildContext`. Everything else that it
-needs, now or later, it asks the context for; nobody assigns into a layer once it is built.
+A layer's constructor takes its own sizes and a `BuildContext`. The layer asks the context for
+everything else that it needs, now or later; nobody assigns into a layer once it is built.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class Kernels:
     """The form of each operation, chosen once for all layers of a model.
 
     Attributes:
-        library: fused kernels; `None` means PyTorch's operations.
-        new_products: makes what one linear layer of an attention or MLP multiplies with.
-        output_products: what scores of the vocabulary are multiplied with.
-        amaxes: where kernels leave the largest magnitudes of what they write for such a layer to
-            cast; `None` if layers do not ask.
-        attention: form of the attention core.
-        activation: returns the form of an MLP's activation, by its name.
-        split_rotate: splits queries, keys and values, and rotates them.
-        bias_dropout_add: adds an update to the residual stream.
+        library: The fused kernels; `None` means PyTorch's operations.
+        new_products: Makes the products of one linear layer of an attention or MLP.
+        output_products: The products that compute vocabulary scores.
+        amaxes: Where kernels leave the largest magnitudes of tensors that such a layer will cast;
+            `None` if layers do not need them.
+        attention: The form of the attention core.
+        activation: Returns the form of an MLP's activation, given its name.
+        split_rotate: Splits queries, keys and values, and rotates them.
+        bias_dropout_add: Adds an update to the residual stream.
     """
 
     library: KernelLibrary | None = None
@@ -80,22 +80,22 @@ class Kernels:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """All that a layer's constructor takes besides its own record.
+    """The settings that a layer's constructor takes besides its own record.
 
     Attributes:
-        layout: this process among the others.
-        device: where the model runs.
-        parameter_device: where its parameters are allocated; "meta" leaves them without memory.
-            `None` stands for `device`.
-        dtype: of the parameters.
-        precision: number formats of everything else.
-        kernels: forms of the operations.
-        overlap: communicate while computing; off gives the same results.
-        exchange: what split layers send each other's rows through beside their products, part by
-            part; `None` puts collectives before and after the products.
-        weight_gradients: where backward leaves weight gradients for later; `None` computes them
-            at once.
-        registry: where layers announce what they will need.
+        layout: The grid of processes as this process sees it.
+        device: The device on which the model runs.
+        parameter_device: The device on which parameters are allocated; "meta" leaves them without
+            memory. `None` means `device`.
+        dtype: The data type of the parameters.
+        precision: The number formats of everything else.
+        kernels: The form of each operation.
+        overlap: Communicate while computing; the results are the same without it.
+        exchange: The exchange through which split layers send rows, part by part, while they
+            multiply; `None` puts collectives before and after the products.
+        weight_gradients: The queue in which backward leaves weight gradients for later; `None`
+            computes them at once.
+        registry: The registry where layers announce what they will need.
     """
 
     layout: Layout
@@ -121,11 +121,11 @@ class BuildContext:
         """Allocate a parameter, or this tensor rank's even part of it along `split_dim`.
 
         Args:
-            shape: of the whole parameter.
-            init: how it will be filled.
-            split_dim: the dimension that tensor ranks share; `None` keeps all of it on each.
-            partial_gradient: each tensor rank sees a part of its gradient, see `ParameterSpec`.
-            is_vocabulary: it has a row for each vocabulary entry.
+            shape: The shape of the whole parameter.
+            init: The initialization of the parameter.
+            split_dim: The dimension that tensor ranks share; `None` keeps all of it on each rank.
+            partial_gradient: Each tensor rank sees a part of its gradient; see `ParameterSpec`.
+            is_vocabulary: The parameter has a row for each vocabulary entry.
         """
         return new_parameter(
             shape,
@@ -144,8 +144,8 @@ class BuildContext:
         """Return this context with linear layers that multiply in another format.
 
         Args:
-            new_products: makes what one linear layer multiplies with.
-            for_output: what scores of the vocabulary are multiplied with; `None` changes nothing.
+            new_products: Makes the products of one linear layer.
+            for_output: The products that compute vocabulary scores; `None` changes nothing.
         """
         kernels = replace(self.kernels, new_products=new_products)
         if for_output is not None:
@@ -161,14 +161,14 @@ def choose_kernels(
     *,
     cp_comm_type: str = "p2p",
 ) -> Kernels:
-    """Choose what the flags ask for and the device can do.
+    """Choose the kernels that the flags ask for and the device supports.
 
     Args:
-        model: network flags, resolved.
-        precision: number formats.
-        layout: this process among the others.
-        device: where the model runs, which need not be where its parameters are.
-        cp_comm_type: how context ranks attend to each other, "p2p" or "a2a".
+        model: The resolved network flags.
+        precision: The number formats.
+        layout: The grid of processes as this process sees it.
+        device: The device on which the model runs, which may differ from that of its parameters.
+        cp_comm_type: How context ranks attend to each other, "p2p" or "a2a".
 
     Raises:
         ConfigError: --use-flash-attn asks for a kernel that cannot run.
@@ -203,7 +203,7 @@ def choose_kernels(
     amaxes = Amaxes()
     casts = choose_fp8_casts(library, amaxes)
     product = choose_fp8_product(device)
-    # Only casts by a tensor's own largest magnitude, of which there is one, ask for it.
+    # Only casts that scale a whole tensor by its own largest magnitude need it.
     measured = amaxes if precision.fp8_recipe == "tensorwise" else None
     return Kernels(
         **options,
@@ -227,12 +227,12 @@ def over_context(
     """Choose the form that attends over whole sequences of which each context rank has a part.
 
     Args:
-        choice: form of the core on one process.
+        choice: The form of the attention core on one process.
         comm_type: "p2p" for ring attention, "a2a" for Ulysses around `choice`.
-        axis: the context ranks; a single one has whole sequences, and `choice` stays.
-        model: network flags, resolved.
-        precision: number formats.
-        device: where it runs.
+        axis: The context ranks; a single rank has whole sequences and keeps `choice`.
+        model: The resolved network flags.
+        precision: The number formats.
+        device: The device on which the model runs.
 
     Raises:
         ConfigError: --use-flash-attn is given with a ring, and the flash kernel cannot run.

@@ -1,8 +1,8 @@
-"""Communication inside the network, each operation with its backward.
+"""Communication inside the network: each operation with its backward.
 
-Every function is the identity on an axis of one process. The upper ones take part in autograd (the
-communication of a split product is `Communication`, for `linear`). The lower ones are plain; those
-called `start_` return before the data has arrived.
+Every function is the identity on an axis of one process. The functions at the top take part in
+autograd (the communication of a split product is `Communication`, for `linear`). Those at the
+bottom do not; functions called `start_` return before the data has arrived.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum the axis' partial results: forward all-reduce, backward nothing."""
+    """Sum the axis' partial results: all-reduce in forward, nothing in backward."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum partial results and keep one's own part of dimension 0.
+    """Sum partial results and keep this rank's part of dimension 0.
 
     Forward reduce-scatter, [s, ...] -> [s/t, ...]; backward all-gather.
     """
@@ -39,20 +39,21 @@ def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
     """Join parts along the last dimension for a computation that is split over the axis.
 
-    Forward all-gather; backward reduce-scatter: every rank has its share of the gradient.
+    Forward is an all-gather; backward is a reduce-scatter, as every rank has a share of the
+    gradient.
     """
     return x if axis.size == 1 else _GatherTo.apply(x, axis)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way. Nobody may touch its input before `wait` has returned."""
+    """A collective under way. Its input must not be touched before `wait` has returned."""
 
     result: Tensor
     transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """Return the result. On a GPU later kernels wait, not this process."""
+        """Return the result. On a GPU, later kernels wait, not this process."""
         if self.transfer is not None:
             self.transfer.wait()
         return self.result
@@ -69,9 +70,9 @@ def start_all_reduce(
 
 
 def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
-    """Join the parts along dimension 0: [s, ...] -> [t s, ...], `into` where given.
+    """Join the parts along dimension 0: [s, ...] -> [t s, ...], written to `into` if given.
 
-    In place where `x` is this rank's part of `into`.
+    It runs in place if `x` is this rank's part of `into`.
     """
     if axis.size == 1:
         return Pending(x)
@@ -86,9 +87,9 @@ def start_reduce_scatter(
     into: Tensor | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Pending:
-    """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...].
+    """Sum over the axis; each rank gets its part of dimension 0: [t s, ...] -> [s, ...].
 
-    Goes `into` where given; in place where that is this rank's part of `x`.
+    The result is written to `into` if given; in place if that is this rank's part of `x`.
     """
     if axis.size == 1:
         return Pending(x)
@@ -101,8 +102,8 @@ def start_reduce_scatter(
 def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
     """Return the operation that averages `x` over the axis.
 
-    NCCL divides as it adds. gloo cannot: there `x` is divided now, by a pass of its own (3.4 ms for
-    the gradients of a GPT of 1.7B on a GPU), and the operation is a sum.
+    NCCL divides as it adds. gloo cannot, so for gloo `x` is divided now, in a separate pass (3.4 ms
+    for the gradients of a GPT of 1.7B on a GPU), and the operation is a sum.
     """
     if axis.size > 1:
         if dist.get_backend(_group(axis)) == "nccl":
@@ -112,7 +113,7 @@ def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce `x` in place, without autograd; returns it."""
+    """All-reduce `x` in place, without autograd, and return it."""
     return start_all_reduce(x, axis, op).wait()
 
 
@@ -140,7 +141,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...]."""
+    """Sum over the axis; each rank gets its part of dimension 0: [t s, ...] -> [s, ...]."""
     return start_reduce_scatter(x, axis).wait()
 
 
@@ -154,10 +155,10 @@ class Communication:
     """The collectives around the product of a layer whose weight is split.
 
     Attributes:
-        axis: ranks that hold different rows of the weight. On an axis of one process there is
+        axis: The ranks that hold different rows of the weight. On an axis of one process there is
             nothing to do.
-        along_sequence: the input is this rank's part along dimension 0; otherwise it is whole.
-        overlap: communicate during the products; otherwise before and after them, with the same
+        along_sequence: The input is this rank's part along dimension 0; otherwise it is whole.
+        overlap: Communicate during the products; otherwise before and after them, with the same
             results.
     """
 
@@ -167,7 +168,7 @@ class Communication:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is a part of which the other ranks have the rest."""
+        """Whether the input is only a part and the other ranks have the rest."""
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:

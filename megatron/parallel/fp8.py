@@ -1,18 +1,18 @@
-"""The three products of a linear layer in 8 bits, and the history that their scales come from.
+"""The three products of a linear layer in 8 bits, and the history that determines their scales.
 
-Both factors of each are rounded to 8 bits (Micikevicius et al., "FP8 Formats for Deep Learning",
-2022), after scaling them to fill the format's range: by what they hold at that moment (current
-scaling), or by what such tensors held in earlier updates (delayed scaling).
+Both factors of each product are rounded to 8 bits (Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022) after being scaled to fill the format's range: by their current values (current
+scaling), or by the values of the same tensors in earlier updates (delayed scaling).
 
-A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. Scaled by
-what the tensors of earlier updates held, it reads once, and finds this update's amax on the way
+A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
+scales by the amax of earlier updates reads it once, and finds this update's amax on the way
 (Transformer Engine's DelayedScaling). A layer's input, weight and gradient have a slot each. Within
 an update its `held` is constant and its `found` only rises, so neither the number nor the order of
-micro-batches matters, nor whether one is computed again. Once an update, all slots of a process are
-moved on together, after one maximum over every process that holds a part or a replica of the same
-layers: tensor, context and data-parallel ranks. They then all have the same scales. These follow
-from global batches and not from how they were divided, except that a process divides its losses,
-and so its gradients, by the number of its micro-batches. Nothing of it waits for the device.
+micro-batches matters, nor whether one is recomputed. Once per update, all slots of a process
+advance together, after a single maximum over every process that holds a part or a replica of the
+same layers: tensor, context and data-parallel ranks. They then all have the same scales. The scales
+follow from global batches and not from how these were divided, except that a process divides its
+losses, and so its gradients, by the number of its micro-batches. None of this waits for the device.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ROLES = ("input", "weight", "gradient")
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """How scales follow from the history.
+    """The rule by which scales follow from the history.
 
     Attributes:
-        length: number of updates that are remembered.
-        takes_max: scale by the maximum of all of them; otherwise by the last one.
-        margin: scales are this many powers of 2 smaller than the amax would allow.
-        interval: updates from one choice of scales to the next.
+        length: The number of updates that are remembered.
+        takes_max: Scale by the maximum of all of them; otherwise by the last one.
+        margin: Scales are this many powers of 2 smaller than the amax would allow.
+        interval: The number of updates from one choice of scales to the next.
     """
 
     length: int = 1
@@ -53,7 +53,7 @@ class DelayedScaling:
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> DelayedScaling:
-        """Return what the flags ask for."""
+        """Return the scaling that the flags ask for."""
         return cls(
             length=precision.fp8_amax_history_len,
             takes_max=precision.fp8_amax_compute_algo == "max",
@@ -64,13 +64,13 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class AmaxSlot:
-    """What casts of one tensor read and write.
+    """The amaxes that casts of one tensor read and write.
 
     Attributes:
-        held: the amax to scale by, fp32 [].
-        found: the largest magnitude in this update so far, fp32 [].
-        has_begun: tells whether `held` means something. Before the first update of a history it
-            does not, and casts scale by what they hold, as `--fp8-recipe tensorwise` does.
+        held: The amax to scale by, fp32 [].
+        found: The largest magnitude in this update so far, fp32 [].
+        has_begun: Returns whether `held` is valid. Before the first update of a history it is not,
+            and casts scale by their tensors' own amaxes, as `--fp8-recipe tensorwise` does.
     """
 
     held: Tensor
@@ -80,7 +80,7 @@ class AmaxSlot:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """The slots of one layer; with `None`, its casts scale by what they hold."""
+    """The slots of one layer; with `None`, casts scale by their tensors' own amaxes."""
 
     input: AmaxSlot | None = None
     weight: AmaxSlot | None = None
@@ -91,11 +91,12 @@ class AmaxHistory:
     """The slots of all layers of this process, in three buffers.
 
     Args:
-        layers: names of the layers, which no other process gives to another layer.
-        largest: largest number of the fp8 format of each role, in the order of `ROLES`.
-        scaling: how scales follow from the history.
-        layout: its tensor ranks have parts of these layers, its replicas have copies.
-        device: where the layers' tensors are.
+        layers: The names of the layers; no other process gives them to another layer.
+        largest: The largest number of the fp8 format of each role, in the order of `ROLES`.
+        scaling: How scales follow from the history.
+        layout: The grid whose tensor ranks have parts of these layers and whose replicas have
+            copies.
+        device: The device of the layers' tensors.
     """
 
     def __init__(
@@ -119,12 +120,12 @@ class AmaxHistory:
 
     @classmethod
     def empty(cls) -> AmaxHistory:
-        """Return the history of layers that scale by what they hold."""
+        """Return an empty history, for layers that scale by their tensors' own amaxes."""
         return cls([], (1.0, 1.0, 1.0), DelayedScaling(), Layout.single(), torch.device("cpu"))
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers."""
+        """The names of the layers."""
         return tuple(self._layers)
 
     def slots(self, layer: str) -> LayerSlots:
@@ -139,14 +140,14 @@ class AmaxHistory:
 
     @torch.no_grad()
     def update(self, iteration: int) -> None:
-        """Make what was found the newest entry of the history. Collective.
+        """Make the amaxes just found the newest entry of the history. Collective.
 
-        What is not finite leaves no trace. If a gradient is not finite, none of the gradients
-        does: a loss scale that is too high, and will be lowered, has made them large. A tensor
+        Values that are not finite leave no trace. If one gradient is not finite, none of them is
+        reliable: a loss scale that is too high, and will be lowered, has made them large. A tensor
         that was zero keeps its scale.
 
         Args:
-            iteration: number of updates of the run so far, this one included.
+            iteration: The number of updates of the run so far, including this one.
         """
         scaling, found = self._scaling, self._found_by_all()
         older = self._history[..., :-1]
@@ -159,10 +160,10 @@ class AmaxHistory:
         self._has_begun = True
 
     def _found_by_all(self) -> Tensor:
-        """Return what all processes found, [layers, 3], with 0 for what is dropped."""
+        """Return the amaxes found by all processes, [layers, 3], with 0 for dropped ones."""
         finite = self._found.isfinite()
         overflow = ~finite[:, ROLES.index("gradient")].all()
-        # Without nan: no backend says what a maximum makes of it.
+        # nan is removed first: no backend specifies the maximum of values that include nan.
         clean = self._found.where(finite, 0.0)
         packed = torch.cat((clean.flatten(), overflow.float().unsqueeze(0)))
         for axis in (self._layout.tensor, self._layout.replica):
@@ -172,10 +173,10 @@ class AmaxHistory:
         return found
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, the same on every process that has the layer.
+        """Return the tensors for a checkpoint, the same on every process that has the layer.
 
-        For each layer it is `NAME.held` [3], all zero before the first update, and `NAME.history`
-        [3, length], the newest entry first.
+        For each layer these are `NAME.held` [3], all zero before the first update, and
+        `NAME.history` [3, length], the newest entry first.
         """
         tensors = {}
         for name, place in self._layers.items():
@@ -184,19 +185,19 @@ class AmaxHistory:
         return tensors
 
     def after_loading(self) -> None:
-        """Take note that the named tensors have been filled. Waits for the device."""
+        """Note that the named tensors have been filled. Waits for the device."""
         self._has_begun = bool((self._held > 0).any())
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """What is rounded to what.
+    """The 8-bit formats to which tensors are rounded.
 
     Attributes:
-        values: format of inputs and weights.
-        gradients: format of outputs' gradients, which need range more than precision.
-        by_row: each row of a factor has its own scale; otherwise the factor has one.
-        weight_gradient: this product is in 8 bits too; otherwise in the tensors' own format.
+        values: The format of inputs and weights.
+        gradients: The format of outputs' gradients, which need range more than precision.
+        by_row: Each row of a factor has its own scale; otherwise the factor has one.
+        weight_gradient: This product is in 8 bits too; otherwise in the tensors' own format.
     """
 
     values: torch.dtype = E4M3
@@ -207,12 +208,12 @@ class Fp8Format:
 
 @dataclass(frozen=True)
 class ArrivingWeight:
-    """A weight that the processes which share its update send each other in 8 bits.
+    """A weight gathered in 8 bits from the processes that share its update.
 
     Attributes:
-        fp8: the weight, [out, in], always in the same memory.
-        is_there: tells whether it has arrived. Before the first update it has not: all processes
-            then have the weight itself, and cast it.
+        fp8: The weight, [out, in], always in the same memory.
+        is_there: Returns whether the weight has arrived. Before the first update it has not: all
+            processes then have the weight itself, and cast it.
     """
 
     fp8: Fp8
@@ -222,18 +223,19 @@ class ArrivingWeight:
 class Fp8Products(Products):
     """Products in 8 bits of 16-bit tensors whose sizes are multiples of 16.
 
-    Forward lets the hardware keep fewer bits of its sums, backward does not. Casts are shared: a
-    weight is cast once an update, an input and a gradient once for both of their products. A part
-    of an input is cast before it is gathered, which halves what travels.
+    Forward lets the hardware keep fewer bits of its sums; backward does not. Casts are shared: a
+    weight is cast once per update, an input and a gradient once for both of their products. A part
+    of an input is cast before it is gathered, which halves the traffic.
 
     Args:
-        form: the formats.
-        casts: kernels, or plain PyTorch.
-        multiply: a kernel, or plain PyTorch.
+        form: The formats.
+        casts: The casts, by kernels or in plain PyTorch.
+        multiply: The product, by a kernel or in plain PyTorch.
 
     Attributes:
-        slots: for delayed scaling; without slots, casts scale by what they hold.
-        arriving: the weight if it comes in 8 bits; `None` if it is cast here.
+        slots: The slots for delayed scaling; without them, casts scale by their tensors' own
+            amaxes.
+        arriving: The weight if it arrives in 8 bits; `None` if it is cast here.
     """
 
     is_autograds = False
@@ -249,7 +251,7 @@ class Fp8Products(Products):
         self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
         self.keeps_input = not form.weight_gradient
-        # One scale then serves all rows of a factor, and its transpose, wherever they are.
+        # A single scale then serves all rows of a factor, and its transpose, wherever they are.
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
@@ -262,7 +264,7 @@ class Fp8Products(Products):
 
     @property
     def largest(self) -> tuple[float, float, float]:
-        """Largest numbers of the formats of input, weight and gradient."""
+        """The largest numbers of the formats of input, weight and gradient."""
         values, gradients = (
             torch.finfo(kind).max for kind in (self._form.values, self._form.gradients)
         )
@@ -270,7 +272,7 @@ class Fp8Products(Products):
 
     @property
     def weight_format(self) -> torch.dtype | None:
-        """What a weight is cast to with one scale; `None` if each of its rows has its own."""
+        """The format of a weight cast with one scale; `None` if each row has its own scale."""
         return None if self._form.by_row else self._form.values
 
     def forward(
@@ -299,18 +301,18 @@ class Fp8Products(Products):
         return self._weight
 
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        # Evaluation may be the first to cast it, and finds the weight that training would find.
+        # Evaluation may be the first to cast it; it finds the same weight as training would.
         fp8, slot = self._form.values, self.slots.weight
         if self.arriving is None:
             return self._both(weight, fp8, slot)
         whole = self.arriving.fp8
-        if not self.arriving.is_there():  # its memory is: a cast beside it would take more
+        if not self.arriving.is_there():  # reuse its memory: a separate cast would take more
             amax, found = self._amax(weight, slot, ALONE), slot.found if slot else None
             whole = self._casts.cast(weight, amax, fp8, found=found, into=whole.values)
         return whole, self._casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
-        """Return what casts of the weight scale by, fp32 [], or `None` if by what it holds."""
+        """Return the amax that casts of the weight scale by, fp32 []; `None` for its own."""
         slot = self.slots.weight
         return slot.held if slot is not None and slot.has_begun() else None
 
@@ -322,9 +324,9 @@ class Fp8Products(Products):
         """Write some elements of the weight in 8 bits.
 
         Args:
-            part: the elements [n], n a multiple of 16.
-            amax: what the whole weight scales by.
-            into: where they go, [n].
+            part: The elements [n]; n is a multiple of 16.
+            amax: The amax that the whole weight scales by.
+            into: The memory for the result, [n].
         """
         rows, slot = part.view(-1, 16), self.slots.weight
         found = None if slot is None else slot.found
@@ -333,13 +335,14 @@ class Fp8Products(Products):
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool
     ) -> Callable[[], tuple[Fp8, Fp8 | None]]:
-        """Begin to cast and to gather the input.
+        """Begin to cast and gather the input.
 
         Returns:
-            What waits for the whole input, and for its transpose if the weight's gradient takes it.
+            A function that waits for the whole input, and for its transpose if the weight's
+            gradient needs it.
         """
         fp8, slot, in_16_bits = self._form.values, self.slots.input, self.keeps_input
-        # A transpose with scales of its own is another matrix, which would have to travel too.
+        # A transpose with its own scales is another matrix, which would have to travel too.
         if not communication.gathers or (self._form.by_row and not in_16_bits):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if in_16_bits:
@@ -440,7 +443,7 @@ class Fp8Products(Products):
         *,
         backward: bool = False,
     ) -> None:
-        """Write the product of some rows, which are scaled as all of the factor."""
+        """Write the product of some rows, which have the scale of the whole factor."""
         part = Fp8(rows.view(factor[1].dtype), factor[2])
         self._product(part, Fp8(*weight[:2]), into.dtype, bias=bias, fast=not backward, into=into)
 
@@ -469,7 +472,7 @@ class Fp8Products(Products):
         return self._casts.cast_transpose(x, amax, fp8, found=found)
 
     def _amax(self, x: Tensor, slot: AmaxSlot | None, communication: Communication) -> Tensor:
-        """Return what to scale by."""
+        """Return the amax to scale by."""
         if slot is not None and slot.has_begun():
             return slot.held
         return communication.start_max(self._casts.amax(x)).wait()

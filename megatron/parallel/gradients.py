@@ -1,14 +1,14 @@
 """Gradients in flat buffers, averaged over the processes that hold the same weights.
 
-`buckets.BucketPlan` says where each gradient lies and what is sent when; `GradientBuffer` carries
-the plan out. If the gradient dtype equals the parameter's, autograd adds straight into the buffer.
-Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it. Or the code
-that computes a gradient asks for a `slot` and writes there itself: a product that adds to fp32
-memory needs neither a 16-bit gradient nor a buffer of zeros.
+`buckets.BucketPlan` says where each gradient lies and when it is sent; `GradientBuffer` carries the
+plan out. If the gradient dtype equals the parameter's, autograd adds straight into the buffer.
+Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it.
+Alternatively, the code that computes a gradient asks for a `slot` and writes there itself: a
+product that adds to fp32 memory needs neither a 16-bit gradient nor a buffer of zeros.
 
-What a process holds of the gradients, for d processes and gradients of g bytes an element, by the
-stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", 2020):
+The memory that a process needs for gradients, for d processes and gradients of g bytes per element,
+depends on the stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", 2020):
 
     stage 0  all-reduce: everything, everywhere.                                 g bytes
     stage 1  reduce-scatter: everything until then; its own shard counts after.  g bytes
@@ -16,14 +16,14 @@ Models", 2020):
              two buckets at most, one being filled and one on its way
 
 With overlap a bucket is sent as soon as all its gradients are complete, otherwise after backward
-(stage 2: when complete, but waited for). All processes send the buckets in the plan's order,
-whatever order their gradients come in. A parameter that gets no gradient in an iteration counts as
-zero: its bucket, and those behind it, are sent when backward ends.
+(in stage 2 it is also sent when complete, but waited for at once). All processes send the buckets
+in the plan's order, whatever order their gradients come in. A parameter that gets no gradient in an
+iteration counts as zero: its bucket, and those behind it, are sent when backward ends.
 
-In a pipeline, a micro-batch's backward goes through the parts of the model that a process holds one
-by one, with others' in between. Each such piece is a wave, and in stage 2 all gradients of a bucket
-come in the same wave (if several parts share them, in the same ones): when that is over, nothing of
-it is left but shards.
+In a pipeline, a micro-batch's backward goes through the model parts of a process one by one, with
+those of other processes in between. Each such step is a wave. In stage 2 all gradients of a bucket
+come in the same wave (or, if several parts share them, in the same waves); when that is over, only
+shards of it are left.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ class PendingBucket:
     """A bucket on its way from backward to the reduced gradient.
 
     Attributes:
-        axis: the processes to average over.
-        members: the parameters in it, each with its place in the bucket.
-        tied: those of them, by `id`, whose gradients are added to after backward.
-        partial: places of gradients that tensor ranks add up first.
-        waves: each adds to the gradients of the bucket, and of others together with them.
-        kept: where the reduced gradients go: the whole bucket or this process's shard.
-        whole: all gradients of the bucket. In stage 2 it is `None` until the first one arrives.
-        elements: number of elements of the whole bucket.
-        missing: how often each parameter's gradient will still be added to. A parameter leaves it
+        axis: The processes to average over.
+        members: The parameters in it, each with its location in the bucket.
+        tied: The members, by `id`, whose gradients are added to after backward.
+        partial: The locations of gradients that tensor ranks add up first.
+        waves: The waves that each add to the gradients of the bucket, and of others together with
+            them.
+        kept: The memory for the reduced gradients: the whole bucket or this process's shard.
+        whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
+        elements: The number of elements of the whole bucket.
+        missing: How often each parameter's gradient will still be added to. A parameter is removed
             when its gradient is complete.
     """
 
@@ -90,19 +91,19 @@ class _Sent:
 
 
 class Reducer:
-    """Sends buckets of gradients and receives their averages.
+    """A sender of gradient buckets that receives their averages.
 
     Args:
-        buckets: all of them, in the order of sending.
-        tensor: the axis over which partial gradients are added.
-        zero_stage: 0 to 2; 0 if nobody else holds the same weights.
-        overlap: send during the backward of the last micro-batch.
-        uses: by `id`, how often a backward adds to the gradients of parameters that have slots.
-            The other parameters' gradients are added to once. It is read again whenever buckets
-            are expected.
+        buckets: All buckets, in sending order.
+        tensor: The axis over which partial gradients are added.
+        zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
+        overlap: Send during the backward of the last micro-batch.
+        uses: How often a backward adds to the gradients of parameters that have slots, by `id`. The
+            other parameters' gradients are added to once. It is read again whenever buckets are
+            expected.
 
     Attributes:
-        overlap: as given, but always off if nobody else holds the same weights.
+        overlap: The argument, but always False if no other process holds the same weights.
     """
 
     def __init__(
@@ -133,16 +134,16 @@ class Reducer:
         self.expect_all()
 
     def expect_all(self) -> None:
-        """Note that every gradient is missing and no bucket is sent."""
+        """Note that every gradient is missing and no bucket has been sent."""
         self._expect(self.buckets)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable) -> Iterator[None]:
-        """Send what a backward completes: in the last one of an update, and in all in stage 2.
+        """Send completed buckets in the last micro-batch of an update; in stage 2 in every one.
 
         Args:
-            is_last: no other backward of this update reaches the same parameters.
-            wave: what this backward brings.
+            is_last: No other backward of this update reaches the same parameters.
+            wave: The wave of gradients that this backward brings.
         """
         self._collecting = self._zero_stage == 2 or (self.overlap and is_last)
         if self._zero_stage == 2:
@@ -156,7 +157,7 @@ class Reducer:
             self._send_rest()
 
     def whole(self, bucket: PendingBucket) -> Tensor:
-        """Return where backward adds the bucket's gradients, [elements of the bucket]."""
+        """Return the tensor [elements] to which backward adds the bucket's gradients."""
         if bucket.whole is None:
             assert self._collecting, "backward outside of micro_batch()"
             assert self._wave_now in bucket.waves, "a gradient came in another one's wave"
@@ -177,7 +178,7 @@ class Reducer:
             self._send(self._expected[self._next])
 
     def reduce(self) -> None:
-        """Send what backward left, and wait for all averages. Collective over the replicas."""
+        """Send what is left and wait for all averages. Collective over the replicas."""
         if self._is_alone:
             for bucket in self.buckets:
                 self._add_partial_gradients(bucket)
@@ -188,7 +189,7 @@ class Reducer:
         self.expect_all()
 
     def receive(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all messages that are under way."""
         for sent in self._sent:
             received = sent.work.wait()
             if self._zero_stage == 2:
@@ -196,13 +197,13 @@ class Reducer:
         self._sent.clear()
 
     def _expect(self, buckets: list[PendingBucket]) -> None:
-        """Note that every gradient of these is missing and none of them is sent."""
+        """Note that every gradient of these buckets is missing and none of them has been sent."""
         self._expected, self._next = buckets, 0
         for bucket in buckets:
             bucket.missing = {id(p): self._uses.get(id(p), 1) for p, _ in bucket.members}
 
     def _send_rest(self) -> None:
-        """Send what backward left. Parameters without a gradient count as zero."""
+        """Send the buckets left after backward. Parameters without a gradient count as zero."""
         for bucket in self._expected[self._next :]:
             self._send(bucket)
 
@@ -213,7 +214,7 @@ class Reducer:
         self._add_partial_gradients(bucket)
         whole, into = bucket.whole, bucket.kept
         if self._zero_stage == 2:
-            self.receive()  # so that one bucket at most is on its way
+            self.receive()  # so that at most one bucket is on its way
             bucket.whole, into = None, torch.empty_like(bucket.kept)
         mean = mean_of(whole, bucket.axis)
         if self._zero_stage > 0:
@@ -231,7 +232,7 @@ class Reducer:
 
 
 def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
-    """Return what a parameter itself tells a plan: its name, shape, dtype and spec."""
+    """Return the traits that a parameter itself defines: its name, shape, dtype and spec."""
     spec: ParameterSpec | None = getattr(parameter, "spec", None)
     return ParameterTraits(
         name,
@@ -242,19 +243,19 @@ def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
 
 
 class GradientSlot:
-    """Where one use of a parameter adds its gradient, in place of autograd; once a backward."""
+    """The destination, instead of autograd, of a gradient's use; once per backward."""
 
     def __init__(self, buffer: GradientBuffer, parameter: nn.Parameter) -> None:
-        """Lead to a parameter's gradient in the buffer."""
+        """Point to a parameter's gradient in the buffer."""
         self._buffer = buffer
         self._parameter = parameter
 
     @contextmanager
     def open(self) -> Iterator[tuple[Tensor, bool]]:
-        """Give the gradient [rows, columns], and whether to add to it or to write over it.
+        """Yield the gradient [rows, columns], and whether to add to it or overwrite it.
 
-        After the block the gradient is complete as far as this use goes, and may be sent. Without
-        autograd.
+        After the block, this use's part of the gradient is complete, and the gradient may be sent.
+        Runs without autograd.
         """
         into, accumulate = self._buffer.begin(self._parameter)
         yield into.flatten(0, -2), accumulate
@@ -262,18 +263,18 @@ class GradientSlot:
 
 
 class GradientBuffer:
-    """Where the gradients of a model live, and how they become averages.
+    """A buffer that holds a model's gradients and averages them.
 
     Below stage 2 each parameter's gradient is `parameter.main_grad`, a view of a flat buffer. In
-    stage 2 only a tied parameter has a `main_grad`: what this process keeps of its bucket.
+    stage 2 only a tied parameter has a `main_grad`: the part of its bucket that this process keeps.
 
     Args:
-        named_parameters: those of the plan, as `model.named_parameters()` gives them, each tensor
-            once. Those that need no gradient are left out.
-        plan: where gradients lie and what is sent when.
-        axes: the plan's replica axes by name.
-        tensor: the axis over which partial gradients are added, just before they are averaged.
-        overlap: reduce during the backward of the last micro-batch.
+        named_parameters: The parameters of the plan, as `model.named_parameters()` gives them, each
+            tensor once. Parameters that need no gradient are left out.
+        plan: The layout of gradients and the sending order.
+        axes: The plan's replica axes by name.
+        tensor: The axis over which partial gradients are added, just before they are averaged.
+        overlap: Reduce during the backward of the last micro-batch.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ class GradientBuffer:
         tensor: Axis | None = None,
         overlap: bool = False,
     ) -> None:
-        """Allocate the plan's buffers and let gradients come into them."""
+        """Allocate the plan's buffers and register the parameters' hooks."""
         parameters = {name: p for name, p in named_parameters if p.requires_grad}
         assert len({id(p) for p in parameters.values()}) == len(parameters), (
             "a parameter came twice"
@@ -368,7 +369,7 @@ class GradientBuffer:
         return FlatBuffer(plan, axis, members, regions)
 
     def _collect_from(self, parameter: nn.Parameter) -> None:
-        """Let the parameter's gradient come into its bucket."""
+        """Collect the parameter's gradient in its bucket."""
         bucket, slot = self._places[id(parameter)]
         is_in_place = False
         if bucket.whole is not None:
@@ -382,12 +383,12 @@ class GradientBuffer:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
         if not is_in_place or self._reducer.overlap:
             # The parameter holds its hook where the garbage collector does not look, and the buffer
-            # the parameter: with a way back neither would ever be freed.
+            # holds the parameter: with a reference back, neither would ever be freed.
             collect = partial(_collect, weakref.ref(self), is_in_place)
             parameter.register_post_accumulate_grad_hook(collect)
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Return which elements of the flattened parameter this process updates; may be none."""
+        """Return the elements of the flattened parameter updated here; may be empty."""
         return self._owned[id(parameter)][0]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
@@ -398,11 +399,11 @@ class GradientBuffer:
         return parameter.detach().view(-1)[own.start : own.end]
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return what forward computes in."""
+        """Return the data type that forward computes in."""
         return parameter.dtype
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of what is `owned`, in the buffer's dtype.
+        """Return the gradient of the `owned` elements, in the buffer's dtype.
 
         It has the parameter's shape or, if the buffer is sharded, one dimension.
         """
@@ -412,13 +413,14 @@ class GradientBuffer:
         return view
 
     def slot(self, parameter: nn.Parameter) -> GradientSlot | None:
-        """Return a place for one use of the parameter, which autograd must not reach from now on.
+        """Return a slot for one use of the parameter, which autograd must not reach from now on.
 
-        With several uses (tied embeddings) each asks for its own: the gradient is complete when
+        With several uses (tied embeddings), each asks for its own: the gradient is complete when
         all of them have added to it.
 
         Returns:
-            The slot, or `None` if no fp32 gradient of the parameter is kept. Then autograd goes on.
+            The slot, or `None` if no fp32 gradient of the parameter is kept. Autograd then handles
+            it.
         """
         if id(parameter) not in self._places:
             return None
@@ -430,7 +432,7 @@ class GradientBuffer:
         return GradientSlot(self, parameter)
 
     def begin(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return a slot's gradient, and whether it holds something of this update already."""
+        """Return a slot's gradient, and whether it already holds something of this update."""
         bucket, place = self._places[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
@@ -441,7 +443,7 @@ class GradientBuffer:
         self._reducer.finish(self._places[id(parameter)][0], parameter)
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D tensors that hold what is owned of all selected gradients.
+        """Return the fewest 1-D tensors that hold the owned part of all selected gradients.
 
         Between two parameters there may be padding, which is zero.
         """
@@ -452,13 +454,14 @@ class GradientBuffer:
         overlap_in: Sequence[nn.Module] | None,
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
     ) -> WeightBuffer | None:
-        """Return the other half of a sharded update, or `None` if every process updates everything.
+        """Return the weight half of a sharded update; `None` if every process updates everything.
 
-        Moves the parameters' values: call it before `part`.
+        This moves the parameters' values, so call it before `part`.
 
         Args:
-            overlap_in: models whose forward may begin while weights are under way.
-            in_8_bits: the parameters that the plan gathers in 8 bits, and what multiplies by each.
+            overlap_in: The models whose forward may begin while weights are under way.
+            in_8_bits: The parameters that the plan gathers in 8 bits, and the products that use
+                each.
         """
         if not self.is_sharded:
             return None
@@ -472,19 +475,19 @@ class GradientBuffer:
         self._reducer.expect_all()
 
     def _forget(self) -> None:
-        """Zero what backward adds to. A slot's first use writes over what is there."""
+        """Zero the gradients that backward adds to. A slot's first use overwrites them."""
         if self.plan.zero_stage == 2 or not self._uses:
             for storage in self._storages:
                 storage.zero_()
             return
         if self._unslotted is None:
             self._unslotted = self._runs_without_slot()
-        if self._unslotted:  # one kernel: one for each took 2 ms, of a GPT of 1.7B
+        if self._unslotted:  # one kernel for all: one for each took 2 ms with a GPT of 1.7B
             torch._foreach_zero_(self._unslotted)
         self._stale = set(self._uses)
 
     def _runs_without_slot(self) -> list[Tensor]:
-        """Return what autograd adds to, as runs of neighbors."""
+        """Return the gradients that autograd adds to, as runs of neighbors."""
         runs = []
         for bucket in self._reducer.buckets:
             assert bucket.whole is not None
@@ -503,7 +506,8 @@ class GradientBuffer:
     def recording(self) -> Iterator[Callable[[], None]]:
         """Surround a backward whose kernels a device only records: no gradient is there yet.
 
-        Gives what to call each time the recorded kernels have run with the same `to_overwrite`.
+        Yields a function to call each time the recorded kernels have run with the same
+        `to_overwrite`.
         """
         before, written = self._stale, set[int]()
         self._stale = set(before)
@@ -526,13 +530,13 @@ class GradientBuffer:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Surround each backward. With overlap the last one sends buckets as they are complete.
+        """Surround each backward. With overlap the last one sends buckets as they are completed.
 
         Collective over the replica axis with overlap or in stage 2.
 
         Args:
-            is_last: no other backward of this update reaches the same parameters.
-            wave: the gradients that it brings, one of the plan's waves.
+            is_last: No other backward of this update reaches the same parameters.
+            wave: The gradients that it brings, one of the plan's waves.
         """
         wave = wave if self._has_waves else None
         with self._reducer.micro_batch(is_last=is_last, wave=wave):

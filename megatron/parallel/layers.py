@@ -1,4 +1,4 @@
-"""Layers whose weights may be split over tensor ranks. The constructor says how; models do not."""
+"""Layers whose weights may be split over tensor ranks: the constructor decides, not the model."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Split = Literal["column", "row"]
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, whole or split over the tensor axis.
+    """A linear layer y = x W^T + b, kept whole or split over the tensor axis.
 
-    split="column" splits the output features: the input is whole on every rank, the output a part.
-    split="row" splits the input features: the input is a part, the output whole on every rank.
-    With sequence parallelism "whole" means this rank's part of the sequence, dimension 0: the
-    input of a column is gathered, the output of a row scattered. A layer that is not split runs on
-    that part, and its gradients must be added over the ranks.
+    split="column" splits the output features: every rank has the whole input and a part of the
+    output. split="row" splits the input features: every rank has a part of the input and the whole
+    output. With sequence parallelism, "whole" means this rank's part of the sequence (dimension 0):
+    a column layer gathers its input, and a row layer scatters its output. A layer that is not split
+    runs on that part, and its gradients must be added over the ranks.
 
     Args:
-        in_features: of the whole layer.
-        out_features: of the whole layer.
-        context: what it is built in; `kernels.new_products` makes what it multiplies with.
-        split: how the weight is split over tensor ranks; `None` keeps all of it on every rank.
-        init: of the weight; biases start at zero.
-        bias: whether it has one.
-        adds_bias: whether it adds the bias. Otherwise the caller adds `bias_to_add`.
-        parts: the output consists of this many vectors of equal length (gate and up, for example),
-            each of them split by itself. The weight's global shape is then [parts, out / parts,
-            in].
+        in_features: The number of input features of the whole layer.
+        out_features: The number of output features of the whole layer.
+        context: The build context; `kernels.new_products` makes the layer's products.
+        split: How the weight is split over tensor ranks; `None` keeps all of it on every rank.
+        init: The initialization of the weight; biases start at zero.
+        bias: Whether the layer has a bias.
+        adds_bias: Whether the layer adds the bias. Otherwise the caller adds `bias_to_add`.
+        parts: The output consists of this many vectors of equal length (gate and up, for example),
+            each of which is split separately. The weight's global shape is then [parts, out /
+            parts, in].
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Linear(nn.Module):
         adds_bias: bool = True,
         parts: int = 1,
     ) -> None:
-        """Allocate this rank's part, and announce it to the context's registry."""
+        """Allocate this rank's part and announce it to the context's registry."""
         super().__init__()
         self.adds_bias = adds_bias
         layout = context.layout
@@ -98,13 +98,13 @@ class Linear(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """[out] for the caller to add to the result; `None` if there is nothing to add."""
+        """The bias [out] for the caller to add to the result; `None` if there is nothing to add."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [s, b, in] -> [s, b, out].
 
-        The split side is divided by t; with sequence parallelism the other side's s is, too.
+        The split side is divided by t; with sequence parallelism, s of the other side is too.
         """
         cut = self._cut if self._exchange is not None and self._fits(x, self._exchange) else None
         bias = self.bias if self.adds_bias else None
@@ -125,7 +125,7 @@ class Linear(nn.Module):
         return out if bias is None else out + bias.flatten()
 
     def _fits(self, x: Tensor, exchange: Exchange) -> bool:
-        """Return whether what the ranks send each other, forward and backward, can be sent."""
+        """Return whether the ranks' messages, forward and backward, fit the exchange."""
         if self._sums_over is None:
             return exchange.fits(x.numel(), x.dtype)
         elements = x.shape[:-1].numel() // exchange.axis.size * self.weight.shape[:-1].numel()
@@ -133,9 +133,9 @@ class Linear(nn.Module):
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Sum [s, ...], which is partial on each tensor rank, at the end of the split part.
+    """Sum [s, ...], which is partial on each tensor rank, at the end of the split layers.
 
-    Every rank gets all of it, or with sequence parallelism its part of the sequence.
+    Every rank gets the whole sum, or with sequence parallelism its part of the sequence.
     """
     if layout.sequence_parallel:
         return reduce_scatter_from(x, layout.tensor)
@@ -143,16 +143,16 @@ def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
 
 
 class VocabularyEmbedding(nn.Module):
-    """A vector for every vocabulary entry; rows are split over tensor ranks.
+    """A table of one vector per vocabulary entry, whose rows are split over tensor ranks.
 
     Args:
-        vocab_size: padded, of the whole table.
-        hidden: size of a vector.
-        context: what it is built in.
-        init: of the table.
-        lookup_in_fp32: look up in an fp32 copy of the weight, so that the gradients of an entry
+        vocab_size: The padded size of the whole table.
+        hidden: The size of a vector.
+        context: The build context.
+        init: The initialization of the table.
+        lookup_in_fp32: Look up in an fp32 copy of the weight, so that the gradients of an entry
             that occurs often are summed in fp32.
-        calls: how often it is called in a forward pass.
+        calls: How often the layer is called in a forward pass.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class VocabularyEmbedding(nn.Module):
         lookup_in_fp32: bool = False,
         calls: int = 1,
     ) -> None:
-        """Allocate this rank's rows, and reserve a gradient slot."""
+        """Allocate this rank's rows and reserve a gradient slot."""
         super().__init__()
         self.layout = context.layout
         self.lookup_in_fp32 = lookup_in_fp32
@@ -178,11 +178,12 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up entries [s, ...] -> vectors [s, ..., h] in the weight's type.
 
-        They are whole on every rank, or with sequence parallelism this rank's part of the sequence.
+        The result is whole on every rank, or with sequence parallelism this rank's part of the
+        sequence.
         """
         axis, slot = self.layout.tensor, self._gradient.slot
         if slot is not None:
-            # Rows of the weight, zeros for entries outside of it; the gradient goes to the slot.
+            # Rows of the weight, and zeros for entries outside it; the gradient goes to the slot.
             local = tokens - axis.rank * self.weight.shape[0]
             anchor = self.weight.new_empty(0).requires_grad_()  # so that backward comes here
             vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.gradient_form)

@@ -1,4 +1,4 @@
-"""Who this process is and whom it talks to: the grid of tensor, context, data and pipeline ranks.
+"""The grid of tensor, context, data and pipeline ranks, and this process's place in it.
 
 Ranks are numbered as in Megatron: tensor fastest, then context, data, pipeline. For tensor size
 T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
@@ -25,11 +25,11 @@ class Axis:
     """One dimension of the grid, as this process sees it.
 
     Attributes:
-        size: processes along the axis.
-        rank: place of this process among them.
-        ranks: their global ranks, in order.
-        group: for collectives; None where there is nobody to talk to.
-        journal: where this process notes its communication; one for the whole layout.
+        size: The number of processes along the axis.
+        rank: The index of this process among them.
+        ranks: Their global ranks, in order.
+        group: The group for collectives; None if this process is the only one.
+        journal: The record of this process's communication; one for the whole layout.
     """
 
     size: int = 1
@@ -66,13 +66,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The grid of one run. Built once and passed to whatever needs it.
+    """The process grid of a run, built once and passed to every part that needs it.
 
     `replica` is data x context, context fastest: the processes that hold the same weights.
 
     Attributes:
-        sequence_parallel: tensor ranks also divide activations between the split layers, along
-            the sequence.
+        sequence_parallel: Tensor ranks also divide activations between the split layers, along the
+            sequence.
     """
 
     world: Axis = Axis()
@@ -88,12 +88,12 @@ class Layout:
 
     @property
     def sequence(self) -> Axis:
-        """Ranks that divide the sequence between split layers: the tensor ranks, or nobody."""
+        """The ranks that divide the sequence between split layers: the tensor ranks, or none."""
         return self.tensor if self.sequence_parallel else Axis()
 
     @classmethod
     def single(cls) -> Layout:
-        """Return the grid of one process that does everything: for tests, tools and a laptop."""
+        """Return the grid of one process that does everything, for tests, tools and a laptop."""
         return cls()
 
     @classmethod
@@ -147,7 +147,7 @@ class Layout:
         if layout.pipeline.size > 1:
             axes["embedding"] = replace(layout.embedding, group=_embedding_group(layout, mesh))
         if layout.replica.size > 1:
-            # Where one of the two axes is all of it, its group serves: groups cost memory.
+            # If one of the two axes is the whole of it, its group serves: groups cost memory.
             alike = [
                 n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size
             ]
@@ -164,14 +164,14 @@ class Layout:
 
     @property
     def journal(self) -> Journal:
-        """Where this process is, for the watchdog."""
+        """The record of what this process is doing, for the watchdog."""
         return self.world.journal
 
     def beside(self, timeout: timedelta) -> Layout:
-        """Return this grid for a thread beside the one that trains. Collective.
+        """Return this grid for a thread that runs next to the training thread. Collective.
 
-        Its `world`, the only axis to talk over, has a group of its own for tensors on the CPU, and
-        a journal of its own.
+        Its `world`, the only axis that can communicate, has its own group for tensors on the CPU,
+        and its own journal.
         """
         if self.world.size == 1:
             return self

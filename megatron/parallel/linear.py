@@ -1,7 +1,7 @@
-"""The matrix product of split layers, whose communication runs while it computes.
+"""Matrix products of split layers, overlapped with their communication.
 
 A product has two independent choices: the number format of its factors (`products.Products`), and
-how they get to the ranks that need them, the transport:
+the transport that brings the factors to the ranks that need them:
 
     Whole       collectives around the product, or none. With weight [out, in] and every rank
                 holding different rows of it, backward has two products: the input's gradient,
@@ -10,17 +10,17 @@ how they get to the ranks that need them, the transport:
                 parts of the input along dimension 0: forward gathers them, backward gathers them
                 again, during the first product, and the sum is a reduce-scatter.
     CutColumn   a layer split by columns gathers its input part by part: a rank multiplies its own
-                rows while the others' arrive, then those, as they come.
+                rows while the others' arrive, then multiplies those as they come.
     CutRow      a layer split by rows scatters the sum of its outputs part by part: the others'
-                rows are multiplied first and travel while a rank's own are; then what came for
-                these is added.
+                rows are multiplied first and travel while a rank multiplies its own; then the
+                parts that it received for these are added.
 
-Backward of a gathered product is a scattered one and the reverse, and what the weight's gradient
-needs of the others' rows travels during a product as well (Wang et al., "Overlap Communication with
+Backward of a gathered product is a scattered one and the reverse, and the other ranks' rows that
+the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition", 2023). Every number is the same sum for each transport,
-but a product of fewer rows may be computed by another kernel of the library, with other last bits.
-In 8 bits, parts are cast first and travel in 8 bits: those of an input as without cutting, and
-those of the output's gradient, which otherwise travel in 16 bits.
+but the library may choose another kernel for a product of fewer rows, with different last bits. In
+8 bits, parts are cast first and travel in 8 bits: parts of an input, as without cutting, and parts
+of the output's gradient, which otherwise travel in 16 bits.
 """
 
 from __future__ import annotations
@@ -41,47 +41,47 @@ from megatron.parallel.products import PLAIN, Kept, Products
 
 
 class WorkQueue(Protocol):
-    """What a zero-bubble pipeline schedule lends to layers: see `weight_gradients`."""
+    """A queue that a zero-bubble pipeline schedule lends to layers; see `weight_gradients`."""
 
     @property
     def is_collecting(self) -> bool:
-        """Whether layers are to push their weight's gradient rather than compute it."""
+        """Whether layers must push their weight's gradient rather than compute it."""
 
     def push(self, work: Callable[[], None], /) -> None:
         """Run `work` once, later, but before the optimizer's step."""
 
 
 class WeightSlot(Protocol):
-    """Where one use of a weight adds its gradient, in place of autograd; once a backward."""
+    """The destination of one use of a weight's gradient, instead of autograd; once per backward."""
 
     def open(self) -> AbstractContextManager[tuple[Tensor, bool]]:
-        """Give the gradient [rows, columns], and whether to add to it or to write over it.
+        """Yield the gradient [rows, columns], and whether to add to it or overwrite it.
 
-        After the block this use has added its part.
+        When the block ends, this use has added its part.
         """
         ...
 
 
 class WeightProduct(Protocol):
-    """The weight's gradient, to be computed: grad^T x. A factor may have to be gathered first."""
+    """The weight's gradient, grad^T x, still to be computed; a factor may have to be gathered."""
 
     def start(self) -> None:
-        """Begin to gather if only a part was kept: then it is collective."""
+        """Begin to gather if only a part was kept; this is then collective."""
         ...
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write or add to `into` [out, in]."""
+        """Write the gradient to `into` [out, in], or add it."""
         ...
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A weight that stands outside of autograd.
+    """A weight whose gradient is computed outside autograd.
 
     Attributes:
-        weight: the parameter.
-        queue: where its gradient's product may wait.
-        slot: where its gradient goes; `None` leaves it to autograd.
+        weight: The parameter.
+        queue: The queue in which its gradient's product may wait.
+        slot: The destination of its gradient; `None` leaves it to autograd.
     """
 
     weight: nn.Parameter
@@ -103,7 +103,7 @@ class Owner:
 
     @torch.no_grad()
     def _compute(self, product: WeightProduct, *, starts: bool = False) -> None:
-        """Add to the gradient: in the slot, or as autograd does."""
+        """Add to the gradient: in the slot if there is one, otherwise as autograd does."""
         if starts:
             product.start()
         if self.slot is None:
@@ -116,12 +116,12 @@ class Owner:
 
 
 class Wanted(NamedTuple):
-    """Which gradients a backward is to give.
+    """The gradients that a backward must compute.
 
     Attributes:
-        input: the input's.
-        weight: the weight's.
-        later: the weight's product is put off.
+        input: Whether the input's gradient is needed.
+        weight: Whether the weight's gradient is needed.
+        later: Whether the weight's product is put off.
     """
 
     input: bool
@@ -134,7 +134,7 @@ Finish = Callable[[], Tensor | None]
 
 
 class Transport(Protocol):
-    """How the factors of a product get to the ranks that need them."""
+    """The way in which the factors of a product get to the ranks that need them."""
 
     def forward(
         self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
@@ -142,11 +142,11 @@ class Transport(Protocol):
         """Return the output, and what backward needs besides the input.
 
         Args:
-            products: the number format.
-            x: [s, b, in], or this rank's part of the sequence.
-            weight: [out, in].
-            bias: [out].
-            training: whether statistics of the input may be recorded.
+            products: The number format.
+            x: The input [s, b, in], or this rank's part of the sequence.
+            weight: The weight [out, in].
+            bias: The bias [out].
+            training: Whether statistics of the input may be recorded.
         """
         ...
 
@@ -159,16 +159,16 @@ class Transport(Protocol):
         kept: Kept,
         wanted: Wanted,
     ) -> tuple[WeightProduct, Finish]:
-        """Begin the input's gradient, and return the weight's product and what ends the other.
+        """Begin the input's gradient; return the weight's product and a function to finish.
 
         Args:
-            products: the number format.
-            grad: of the output.
-            x: the input, if the format keeps it.
-            weight: [out, in].
-            kept: what forward kept.
-            wanted: which gradients are needed. The weight's product is started, unless it is put
-                off or not wanted.
+            products: The number format.
+            grad: The gradient of the output.
+            x: The input, if the format keeps it.
+            weight: The weight [out, in].
+            kept: The values that forward kept.
+            wanted: The gradients that are needed. The weight's product is started unless it is put
+                off or not needed.
         """
         ...
 
@@ -187,19 +187,19 @@ def parallel_linear(
     """Return x W^T + b.
 
     Args:
-        x: [s or s/t, b, in].
-        weight: [..., out, in], read as [-1, in].
-        bias: [out] after flattening, or `None`.
-        transport: how factors get to the ranks that need them; `None` if each rank has its own.
-        queue: where backward leaves the weight's product for later. The pushed work accumulates
-            its result as autograd would have, hooks included. If the input is split along the
-            sequence, it is a collective.
-        slot: where the weight's gradient goes; `None` leaves it to autograd.
-        products: the number format.
-        training: whether statistics of the input may be recorded.
+        x: The input [s or s/t, b, in].
+        weight: The weight [..., out, in], read as [-1, in].
+        bias: The bias, [out] after flattening, or `None`.
+        transport: How factors get to the ranks that need them; `None` if each rank has its own.
+        queue: The queue in which backward leaves the weight's product for later. The pushed work
+            accumulates its result as autograd would have, hooks included. If the input is split
+            along the sequence, it is a collective.
+        slot: The destination of the weight's gradient; `None` leaves it to autograd.
+        products: The number format.
+        training: Whether statistics of the input may be recorded.
 
     Returns:
-        [s, b, out], or with a `CutRow` this rank's part of the sequence.
+        The output [s, b, out], or with a `CutRow` this rank's part of the sequence.
     """
     bias = None if bias is None else bias.flatten()
     if queue is None and slot is None:
@@ -207,7 +207,7 @@ def parallel_linear(
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
     else:
-        # Outside of autograd: there hooks would run in every backward, gradient or not.
+        # Outside autograd: inside, hooks would run in every backward, with or without a gradient.
         owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # backward must come here
@@ -253,10 +253,10 @@ class _Product(torch.autograd.Function):
 
 
 class Whole:
-    """Collectives around whole products.
+    """A transport with collectives around whole products.
 
     Args:
-        communication: which collectives.
+        communication: The collectives to use.
     """
 
     def __init__(self, communication: Communication) -> None:
@@ -266,7 +266,7 @@ class Whole:
     def forward(
         self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
     ) -> tuple[Tensor, Kept]:
-        """Return the output, and what the format keeps."""
+        """Return the output, and the values that the format keeps."""
         return products.forward(x, weight, bias, self._communication, training=training)
 
     def backward(
@@ -299,7 +299,7 @@ def around(communication: Communication) -> Transport | None:
 
 
 class _WholeWeightProduct:
-    """`WeightProduct` of an input that may be this rank's part."""
+    """The `WeightProduct` of an input that may be this rank's part."""
 
     def __init__(
         self,
@@ -330,13 +330,13 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
     """Multiply all ranks' rows.
 
     Args:
-        rows: this rank's rows [m, in], contiguous.
-        multiply: writes the product of some rows.
-        out: [t m, out], to be written.
-        exchange: between the ranks.
+        rows: This rank's rows [m, in], contiguous.
+        multiply: Writes the product of some rows.
+        out: The memory for the result, [t m, out].
+        exchange: The exchange between the ranks.
 
     Returns:
-        To be closed when its `whole` [t m, in] has been read.
+        The use of the exchange, to be closed once its `whole` [t m, in] has been read.
     """
     axis = exchange.axis
     parts = out.unflatten(0, (axis.size, -1))
@@ -351,17 +351,17 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
 
 class ScatteredProduct:
-    """The sum over ranks of products of all rows, each rank its part of them.
+    """A product of all rows, summed over ranks, of which each rank gets a part.
 
-    Construction sends what the others need; `finish` waits for theirs.
+    Construction sends the rows that other ranks need; `finish` waits for theirs.
 
     Args:
-        rows: [t m, in], of which rank r gets the r-th part.
-        multiply: writes the product of some rows.
-        width: of the product.
-        exchange: between the ranks.
-        dtype: of the product.
-        before_sending: called between the first product and the first message.
+        rows: All rows [t m, in]; rank r gets the r-th part.
+        multiply: Writes the product of some rows.
+        width: The width of the product.
+        exchange: The exchange between the ranks.
+        dtype: The data type of the product.
+        before_sending: Called between the first product and the first message.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class ScatteredProduct:
         dtype: torch.dtype,
         before_sending: Callable[[], None] = lambda: None,
     ) -> None:
-        """Multiply, and send what the others need."""
+        """Multiply, and send the rows that other ranks need."""
         self._axis = axis = exchange.axis
         parts = rows.unflatten(0, (axis.size, -1))
         self._use: Use | None = None
@@ -408,10 +408,10 @@ class ScatteredProduct:
 
 
 class CutColumn:
-    """A product whose input is gathered part by part, while it is made.
+    """A transport that gathers a product's input part by part, while the product is computed.
 
     Args:
-        exchange: between the ranks.
+        exchange: The exchange between the ranks.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -421,7 +421,7 @@ class CutColumn:
     def forward(
         self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
     ) -> tuple[Tensor, Kept]:
-        """Return the output [s, b, out] of this rank's part [s/t, b, in] of the input."""
+        """Return the output [s, b, out] from this rank's part [s/t, b, in] of the input."""
         rows, axis = x.flatten(0, -2).contiguous(), self._exchange.axis
         by_out, by_in = products.weight_factors(weight)
         factor = products.prepare_input(rows, axis, training=training)
@@ -444,7 +444,7 @@ class CutColumn:
         kept: Kept,
         wanted: Wanted,
     ) -> tuple[WeightProduct, Finish]:
-        """Scatter the input's gradient, during which the others' rows of the input arrive."""
+        """Scatter the input's gradient while the others' rows of the input arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         factor = products.prepare(rows)
         product = _ArrivingInput(products, exchange, x, kept, factor)
@@ -466,7 +466,7 @@ class CutColumn:
 
 
 class _ArrivingInput:
-    """`WeightProduct` whose other rows of the input travel during another product."""
+    """A `WeightProduct` for which the other ranks' input rows travel during another product."""
 
     def __init__(
         self, products: Products, exchange: Exchange, x: Tensor | None, kept: Kept, grad: Kept
@@ -483,7 +483,7 @@ class _ArrivingInput:
                 self._use.send(step, self._rows)
 
     def arrive(self) -> None:
-        """Wait for the others' rows, if they have been asked for and are not there."""
+        """Wait for the other ranks' rows, if they were requested and have not arrived."""
         if self._use is None or self._has_arrived:
             return
         self._use.computing()
@@ -503,10 +503,10 @@ class _ArrivingInput:
 
 
 class CutRow:
-    """A product whose output is summed and scattered part by part, while it is made.
+    """A transport that sums and scatters a product's output part by part, as it is computed.
 
     Args:
-        exchange: between the ranks.
+        exchange: The exchange between the ranks.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -516,7 +516,7 @@ class CutRow:
     def forward(
         self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
     ) -> tuple[Tensor, Kept]:
-        """Return this rank's part [s/t, b, out] of the output of [s, b, in]."""
+        """Return this rank's part [s/t, b, out] of the output, from the input [s, b, in]."""
         assert bias is None, "it would be added on every rank"
         exchange = self._exchange
         by_out, by_in = products.weight_factors(weight)
@@ -536,7 +536,7 @@ class CutRow:
         kept: Kept,
         wanted: Wanted,
     ) -> tuple[WeightProduct, Finish]:
-        """Gather the output's gradient and multiply its parts as they come."""
+        """Gather the output's gradient and multiply its parts as they arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         factor = products.prepare(rows, exchange.axis)
         multiply: Multiply = _multiply_nothing
@@ -558,18 +558,18 @@ class CutRow:
 
 
 def _multiply_nothing(rows: Tensor, into: Tensor) -> None:
-    """Skip the product of a gradient that nobody asks for."""
+    """Skip the product for a gradient that is not needed."""
 
 
 class _ArrivedGradient:
-    """`WeightProduct` whose other rows of the output's gradient came for another product.
+    """A `WeightProduct` whose gradient rows already arrived for another product.
 
     Args:
-        products: the number format.
-        x: [s, b, in], if the format keeps it.
-        kept: what forward kept.
-        grad: the gradient of all rows.
-        use: the memory that the gradient may be in.
+        products: The number format.
+        x: The input [s, b, in], if the format keeps it.
+        kept: The values that forward kept.
+        grad: The gradient of all rows.
+        use: The use whose memory may hold the gradient.
     """
 
     def __init__(

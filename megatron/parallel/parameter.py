@@ -1,13 +1,13 @@
-"""Parameters that know which part of the whole tensor they hold and how they start.
+"""Parameters that know which part of the whole tensor they hold, and their initial values.
 
-A parameter's first values, its checkpoint entry and its share of the gradient norm follow from
+A parameter's initial values, its checkpoint entry and its share of the gradient norm follow from
 its `ParameterSpec` alone, so none of them depends on how the model is split.
 
-First values follow from the global index, the same for every layout, device and order: element i of
-the tensor called `name` is a pure function of (seed, name, i). A counter-based generator,
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), turns
-(key, i // 4) into four 32-bit words, and the words into values. A shard computes the blocks that it
-needs and nothing else.
+Initial values follow from the global index and are the same for every layout, device and order:
+element i of the tensor called `name` is a pure function of (seed, name, i). A counter-based
+generator, Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), turns
+(key, i // 4) into four 32-bit words, and the words into values. A shard computes only the blocks
+that it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.parallel.random import derive_key
 
 @dataclass(frozen=True)
 class Init:
-    """First values: kind is "normal" (std `scale`), "uniform" (+-`scale`), "zeros" or "ones"."""
+    """Initial values: kind is "normal" (std `scale`), "uniform" (+-`scale`), "zeros" or "ones"."""
 
     kind: str
     scale: float = 0.0
@@ -37,18 +37,19 @@ ONES = Init("ones")
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Where a local tensor stands in the whole one.
+    """The position of a local tensor in the whole one.
 
     Attributes:
-        global_shape: shape of the whole tensor.
-        offset: index of this part's first element, per dimension.
-        init: how the whole tensor starts.
-        split_dim: the dimension split over tensor ranks; None where every rank holds all of it.
-        partial_gradient: every tensor rank holds all of it but sees a part of the sequence, or
-            some heads, only: gradients must be added over them.
-        is_copy: another pipeline stage holds the original, see `tied`.
-        is_vocabulary: a row for each vocabulary entry, where a model begins (word vectors) or ends
-            (output layer): what --decoupled-lr is for.
+        global_shape: The shape of the whole tensor.
+        offset: The index of this part's first element, per dimension.
+        init: How the whole tensor is initialized.
+        split_dim: The dimension split over tensor ranks; None if every rank holds all of it.
+        partial_gradient: Every tensor rank holds all of the tensor but sees only a part of the
+            sequence, or some heads, so its gradients must be added over the ranks.
+        is_copy: Another pipeline stage holds the original; see `tied`.
+        is_vocabulary: The tensor has a row for each vocabulary entry, at the start (word
+            embeddings) or the end (output layer) of a model: the parameters to which --decoupled-lr
+            applies.
     """
 
     global_shape: tuple[int, ...]
@@ -128,8 +129,8 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
     """Fill every parameter from its spec, in place.
 
     Args:
-        named_parameters: global names and parameters made by `new_parameter`.
-        seed: of the run.
+        named_parameters: Global names, and parameters made by `new_parameter`.
+        seed: The run's seed.
     """
     for name, parameter in named_parameters:
         initialize_part(name, parameter, spec_of(parameter), seed)
@@ -137,12 +138,12 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
 
 @torch.no_grad()
 def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Fill `tensor` with what parameter `name` starts with at the place that `spec` names."""
+    """Fill `tensor` with the initial values of parameter `name` at the position given by `spec`."""
     fill(tensor, spec, derive_key(seed, name))
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
-    """Write into `tensor` its part, by `spec`, of the whole tensor that `key` stands for."""
+    """Fill `tensor` with its part, given by `spec`, of the whole tensor identified by `key`."""
     if spec.init.kind == "zeros":
         tensor.zero_()
         return
@@ -162,13 +163,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     """Compute Philox4x32-10. Words are int64 tensors that hold 0 to 2**32 - 1.
 
     Args:
-        counter: four words of one shape, lowest first.
-        key: two words.
+        counter: Four words of one shape, lowest first.
+        key: Two words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product wraps to 64 bits, read as signed: both halves are right after the mask.
+        # The product wraps to 64 bits, read as signed: after the mask, both 32-bit words are right.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = (second >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
         c2 = (first >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
@@ -178,7 +179,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
-    """Return where pieces that are contiguous in the whole start, and their length."""
+    """Return the starts of the runs that are contiguous in the whole tensor, and their length."""
     dims, length = len(shape), 1
     while dims:  # take trailing dimensions until the first that the part holds only partly
         dims -= 1

@@ -4,9 +4,9 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
-`Products` itself multiplies in the tensors' own format, `InFp32` in fp32, `RowByRow` so that the
-bits of a row do not depend on the others. `fp8.Fp8Products` multiplies in 8 bits. How the factors
-get to the processes that need them is another choice, that of `linear`.
+`Products` itself multiplies in the tensors' own format, `InFp32` in fp32, and `RowByRow` so that
+the bits of a row do not depend on the others. `fp8.Fp8Products` multiplies in 8 bits. How the
+factors get to the processes that need them is a separate choice, made in `linear`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Kept = tuple[Tensor, ...]
 
 
 class Products:
-    """How a layer multiplies, one object a layer: here in the tensors' own format.
+    """The products of one layer, here in the tensors' own number format.
 
     Other formats extend this class. Forward's `kept` and the layer's gradient, once prepared, are
     all that the two products of backward need, besides the input if `keeps_input`. Weight gradients
-    are added in fp32 if they are kept so.
+    are added in fp32 if they are kept in fp32.
 
     Attributes:
-        keeps_input: the weight's gradient needs the input itself.
+        keeps_input: The weight's gradient needs the input itself.
         is_autograds: `F.linear` under autograd gives the same products.
-        can_be_cut: a product may be made by rows, wherever these are.
+        can_be_cut: A product may be computed row by row, wherever the rows are.
     """
 
     keeps_input = True
@@ -54,14 +54,14 @@ class Products:
         *,
         training: bool = True,
     ) -> tuple[Tensor, Kept]:
-        """Return the output [s, ..., out], and what to keep for backward.
+        """Return the output [s, ..., out], and the tensors to keep for backward.
 
         Args:
-            x: [s, ..., in], or a part along dimension 0, which is gathered.
-            weight: [out, in].
-            bias: [out].
-            communication: gathers the input.
-            training: whether statistics of the input may be recorded.
+            x: The input [s, ..., in], or a part along dimension 0, which is gathered.
+            weight: The weight [out, in].
+            bias: The bias [out].
+            communication: The communication that gathers the input.
+            training: Whether statistics of the input may be recorded.
         """
         return self._multiply(communication.start_gather(x).wait(), weight, bias), (weight,)
 
@@ -70,11 +70,11 @@ class Products:
         return F.linear(x, weight, bias)
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
-        """Return the output's gradient [..., out] as both products of backward take it.
+        """Return the output's gradient [..., out] in the form that both products of backward take.
 
         Args:
-            grad: all rows, or those of one rank of an axis.
-            axis: the ranks that have the other rows, which are to be cast alike.
+            grad: All rows, or those of one rank of an axis.
+            axis: The ranks that have the other rows, which must be cast alike.
         """
         return (grad.flatten(0, -2),)
 
@@ -85,45 +85,45 @@ class Products:
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write [out, in] over what `into` holds, or add it, in the format of `into`."""
+        """Write the gradient [out, in] to `into`, or add it, in the format of `into`."""
         assert x is not None
         weight_gradient(grad[0], x, into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop what is kept from one call to the next.
+        """Drop everything that is kept from one call to the next.
 
-        Call it when the weight has changed, and when a device begins or ends to record.
+        Call it when the weight has changed, and when a device begins or stops recording.
         """
 
     def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
-        """Add the weight to those that are multiplied in 8 bits, if it is."""
+        """Add the weight to those that are multiplied in 8 bits, if this class does that."""
 
-    # The same piece by piece, for a transport that cuts the product by rows.
+    # The same operations in parts, for a transport that cuts the product by rows.
 
     def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
-        """Return the weight as the output's product takes it, and as the input gradient's does."""
+        """Return the weight in the forms taken by the output's and the input gradient's product."""
         return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
-        """Return the input [m, in] as the output's product takes it; arguments as in `prepare`."""
+        """Return the input [m, in] in the form taken by the output's product; see `prepare`."""
         return (x,)
 
     def rows_of(self, factor: Kept) -> Tensor:
-        """Return the rows of a prepared factor as they travel."""
+        """Return the rows of a prepared factor in the form in which they travel."""
         return factor[0]
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
         """Return the factor of all ranks, for the weight's gradient.
 
         Args:
-            factor: of one rank.
-            rows: of all ranks, in memory that is soon used for something else.
-            copy: the result must not share this memory.
+            factor: The factor of one rank.
+            rows: The rows of all ranks, in memory that will soon be reused.
+            copy: The result must not share this memory.
         """
         return (rows.clone() if copy else rows,)
 
     def keep(self, weight: Kept, factor: Kept) -> Kept:
-        """Return what `forward` keeps, of the weight's second factor and the prepared input."""
+        """Return `forward`'s kept tensors: the weight's second factor and the prepared input."""
         return weight
 
     def multiply_rows(
@@ -136,15 +136,15 @@ class Products:
         *,
         backward: bool = False,
     ) -> None:
-        """Write the product of some rows, the output's or the input gradient's.
+        """Write the product of some rows: the output's or the input gradient's.
 
         Args:
-            factor: the prepared factor that the rows are of.
-            weight: one of `weight_factors`, or what backward keeps.
-            bias: to be added.
-            rows: as they travel.
-            into: [rows, out] or [rows, in].
-            backward: it is the input gradient's product.
+            factor: The prepared factor that the rows belong to.
+            weight: One of `weight_factors`, or the factor that backward keeps.
+            bias: The bias to add.
+            rows: The rows in the form in which they travel.
+            into: The memory for the result, [rows, out] or [rows, in].
+            backward: Whether this is the input gradient's product.
         """
         if bias is None:
             torch.mm(rows, weight[0], out=into)
@@ -156,9 +156,9 @@ PLAIN = Products()
 
 
 class InFp32(Products):
-    """In fp32 whatever the format of input and weight; the output stays in fp32.
+    """Products in fp32, whatever the format of input and weight; the output stays in fp32.
 
-    It is meant for a layer with few outputs, each of which counts.
+    This is meant for a layer with few outputs, each of which matters.
     """
 
     is_autograds = False
@@ -185,7 +185,7 @@ IN_FP32 = InFp32()
 
 
 class RowByRow(Products):
-    """Forward gives each row the same bits whatever rows come with it."""
+    """Products whose forward gives each row the same bits, whatever other rows come with it."""
 
     is_autograds = False
     can_be_cut = False

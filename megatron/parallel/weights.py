@@ -1,15 +1,15 @@
 """Weights in flat buffers: each process updates its shard and gathers the others'.
 
-The second half of a sharded update. The buffers are laid out as the gradients', so that a
-process's shard of a bucket holds the weights whose reduced gradients it has.
+This is the second half of a sharded update. The buffers have the same layout as the gradients', so
+that a process's shard of a bucket holds the weights whose reduced gradients it has.
 
-Weights that are multiplied in 8 bits, and read by nothing else, may be gathered in 8 bits. A scale
-is of a whole weight, of which a process knows its shard only. With current scaling the processes
-first take the maximum of what they find in their parts, all weights at once. With delayed scaling
-they know it, and what a part holds goes into the history, which takes the maximum later. Each
-process casts its shard, and the bytes of the casts travel, half as many. They are those of a cast
-of the gathered weight, bit for bit. In 16 bits a process then has what it updates, until somebody
-asks for the rest by `wait`.
+Weights that are only read by products in 8 bits may be gathered in 8 bits. A scale applies to a
+whole weight, of which a process knows only its shard. With current scaling the processes first take
+the maximum of the amaxes of their parts, for all weights at once. With delayed scaling they already
+know the scale, and a part's amax goes into the history, which takes the maximum later. Each process
+casts its shard, and the bytes of the casts travel, half as many. They equal a cast of the gathered
+weight, bit for bit. In 16 bits a process then has only the weights that it updates, until somebody
+asks for the rest with `wait`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Parameters side by side in a flat buffer, and what this process keeps of it.
+    """Parameters in a flat buffer, and the parts that this process keeps.
 
     Attributes:
-        plan: of the buffer.
-        axis: the processes that hold the same parameters.
-        members: the parameters, each with its slot, in the order of the slots.
-        regions: what this process keeps after the reduction: spans, and their gradients.
+        plan: The plan of the buffer.
+        axis: The processes that hold the same parameters.
+        members: The parameters, each with its slot, in the order of the slots.
+        regions: The parts that this process keeps after the reduction: spans, and their gradients.
     """
 
     plan: FlatPlan
@@ -50,7 +50,7 @@ class FlatBuffer:
     def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """Return the fewest 1-D views of gradients that hold all selected parameters.
 
-        Between two parameters they hold zeros.
+        The padding between two parameters is zero.
         """
         runs = []
         for is_selected, members in groupby(self.members, key=lambda member: select(member[0])):
@@ -66,15 +66,15 @@ class FlatBuffer:
 
 
 class WeightBuffer:
-    """Moves parameters into flat buffers; their values, names and identity stay.
+    """A buffer that takes over parameters; their values, names and identity stay the same.
 
     Args:
-        flats: what a sharded gradient buffer consists of.
-        overlap_in: models whose forward may begin while weights are still under way: their
-            outermost modules wait for what they use. Any other reader must `wait`. With `None`,
-            `gather` waits.
-        in_8_bits: weights that are gathered in 8 bits, with what multiplies by them. They fill
-            buffers of their own.
+        flats: The flat buffers of a sharded gradient buffer.
+        overlap_in: The models whose forward may begin while weights are still under way: their
+            outermost modules wait for the weights that they use. Any other reader must `wait`. With
+            `None`, `gather` waits.
+        in_8_bits: The weights that are gathered in 8 bits, with the products that use them. They
+            fill buffers of their own.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WeightBuffer:
         self._buckets: list[tuple[Tensor, Axis]] = []
         self._works: dict[int, Pending] = {}
         self._casts: list[Fp8Weights] = []
-        # The 16-bit buckets of what is gathered in 8 bits.
+        # The 16-bit buckets of the weights that are gathered in 8 bits.
         self._beneath: list[tuple[Tensor, Axis]] = []
         self._is_behind = False  # they hold others' weights of an update before
         bucket_of: dict[nn.Parameter, int] = {}
@@ -124,7 +124,7 @@ class WeightBuffer:
         self._order.sort(key=lambda index: index not in at_once)
 
     def gather(self) -> None:
-        """Fetch the shards that others have updated. Collective over the replicas."""
+        """Fetch the shards that other processes have updated. Collective over the replicas."""
         self.settle()
         for cast in self._casts:
             cast.cast()
@@ -135,7 +135,7 @@ class WeightBuffer:
             self.settle()
 
     def settle(self) -> None:
-        """Return once what `gather` fetches has arrived."""
+        """Return once the weights fetched by `gather` have arrived."""
         for index in list(self._works):
             self._works.pop(index).wait()
 
@@ -151,7 +151,7 @@ class WeightBuffer:
             self._is_behind = False
 
     def forget(self) -> None:
-        """Discard what was gathered, because all processes have given the weights other values."""
+        """Discard the gathered weights, because all processes have changed the weights."""
         assert not self._works and not self._is_behind, "wait before you change a weight"
         for cast in self._casts:
             cast.forget()
@@ -169,7 +169,7 @@ def _start(whole: Tensor, axis: Axis) -> Pending:
 
 @torch.no_grad()
 def _move(flat: FlatBuffer) -> Tensor:
-    """Put the parameters into one buffer, and return it."""
+    """Move the parameters into one buffer, and return it."""
     first = flat.members[0][0]
     storage = torch.zeros(flat.plan.elements, dtype=first.dtype, device=first.device)
     for parameter, slot in flat.members:
@@ -182,8 +182,9 @@ def _move(flat: FlatBuffer) -> Tensor:
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield every parameter with the module whose forward starts before any use of it.
 
-    That is the outermost module below the model that is called (a list or dict of modules is
-    not), whichever module inside of it reads the parameter; or the model, for what it uses itself.
+    That is the outermost module below the model that is called (a list or dict of modules is not),
+    whichever module inside it reads the parameter; or the model itself, for the parameters that it
+    uses directly.
     """
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -204,9 +205,9 @@ class _CastPart:
     """The part of a weight that this process updates.
 
     Attributes:
-        place: place of the weight among those of the buffer.
-        values: in 16 bits, [n].
-        cast: in 8 bits, [n].
+        place: The index of the weight among those of the buffer.
+        values: The part in 16 bits, [n].
+        cast: The part in 8 bits, [n].
     """
 
     place: int
@@ -215,15 +216,16 @@ class _CastPart:
 
 
 class Fp8Weights:
-    """The weights of a flat buffer of a sharded update in 8 bits, as their products take them.
+    """The weights of a sharded update's flat buffer in 8 bits, in the form their products take.
 
     Args:
-        flat: the weights, all [..., out, in], and the shards of this process.
-        storage: their memory in 16 bits.
-        products: what multiplies by each weight, all of one form. Nothing else reads the weights.
+        flat: The weights, all [..., out, in], and the shards of this process.
+        storage: Their memory in 16 bits.
+        products: The products that use each weight, all of one form. Nothing else reads the
+            weights.
 
     Attributes:
-        bytes: the whole buffer as uint8 (gloo knows no fp8), to be gathered.
+        bytes: The whole buffer as uint8 (gloo does not support fp8), to be gathered.
     """
 
     def __init__(
@@ -232,14 +234,14 @@ class Fp8Weights:
         storage: Tensor,
         products: Mapping[nn.Parameter, Fp8Products],
     ) -> None:
-        """Allocate the 8-bit buffer and hand each weight its place in it."""
+        """Allocate the 8-bit buffer and give each weight its part of it."""
         self._axis = flat.axis
         self._products = [products[parameter] for parameter, _ in flat.members]
         fp8 = self._products[0].weight_format
         assert fp8 is not None, "shards cut rows, which would each need a scale"
         self._fp8 = fp8
         self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
-        # Each where a tensor of its own would start: libraries may expect that.
+        # Each weight is aligned as a separate tensor would be: libraries may expect that.
         apart = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False
@@ -271,7 +273,7 @@ class Fp8Weights:
         self._is_there = False
 
     def _amaxes(self) -> Tensor:
-        """Return what each weight scales by: fp32, [weights]."""
+        """Return the amax that each weight scales by: fp32, [weights]."""
         known = [products.amax_of_weight() for products in self._products]
         held = [amax for amax in known if amax is not None]
         if len(held) == len(known):
@@ -279,6 +281,7 @@ class Fp8Weights:
         found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
         for piece in self._pieces:
             found[piece.place] = self._products[piece.place].measure_part(piece.values)
-        # No backend says what a maximum makes of nan; inf makes the weight nan just as well.
+        # No backend specifies the maximum of values that include nan; inf makes the weight nan as
+        # well.
         amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
         return all_reduce(amaxes, self._axis, dist.ReduceOp.MAX)
