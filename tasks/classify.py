@@ -261,7 +261,7 @@ class TextSamples:
 
 
 class Epochs:
-    """A dataset shuffled anew for every epoch, as one long dataset.
+    """A dataset that is shuffled again for every epoch, as one long dataset.
 
     Sample k of the training is a pure function of seed and k.
 

@@ -25,7 +25,7 @@ _OWN: dict[Kind, tuple[type, str]] = {
     "harness": (HarnessConfig, "LM_EVAL"),
     "finetuning": (FinetuneConfig, "GLUE and RACE"),
 }
-OPTIONS = (TaskConfig, *(config for config, _ in _OWN.values()))  # beside a run's own
+OPTIONS = (TaskConfig, *(config for config, _ in _OWN.values()))  # in addition to a run's
 
 
 @dataclass(frozen=True)

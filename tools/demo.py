@@ -47,7 +47,7 @@ OUTPUTS = (
     *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
     *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
 )
-# Folders in the standard library that hold no code of its own, or only tables.
+# Folders in the standard library that hold only tables, tests or code that is not part of it.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
     *("encodings", "pydoc_data"),

@@ -3,7 +3,7 @@
 
 python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
 
-[MASK] stands for one token if the model is a BERT, and for any number of words if it is a T5.
+A BERT replaces [MASK] with one token, a T5 with any number of words.
 """
 
 from __future__ import annotations

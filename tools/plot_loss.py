@@ -59,8 +59,8 @@ def smoothed(points: Points) -> Points:
     """Smooth a curve without a lag: fit a straight line around each point.
 
     Each value comes from the least-squares line through the points on both sides of it, about 7%
-    of the curve in all, fewer at the ends. A curve that falls steadily therefore stays where it
-    is, while a running average would lie above it.
+    of the curve in total, fewer at the ends. A curve that falls steadily is therefore not shifted,
+    while a running average would lie above it.
     """
     import numpy as np
 

@@ -269,8 +269,8 @@ def _refuse_first(
 class IndexedDatasetBuilder:
     """A writer of a `.bin`/`.idx` pair; no file has its final name before `finalize()`.
 
-    Memory stays flat: lengths and document bounds are spilled to temporary files beside the
-    output. As a context manager it finalizes on success and removes its files on an exception.
+    Memory stays flat, because lengths and document bounds are spilled to temporary files in the
+    same folder. As a context manager it finalizes on success and removes its files on an exception.
 
     Args:
         prefix: The path without `.bin` and `.idx`. Its folder is created.

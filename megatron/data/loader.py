@@ -193,7 +193,7 @@ def lost_workers() -> Iterator[None]:
             raise
         raise UserError(
             f"a data loading process (pid {lost[1]}) ended unexpectedly: {lost[2]}. The usual "
-            "cause is a lack of memory (the system log tells): use fewer --num-workers, or 0 to "
+            "cause is a lack of memory (check the system log): use fewer --num-workers, or 0 to "
             "load in the training process itself"
         ) from error
 
@@ -222,7 +222,7 @@ class _ByValue:
         return self.from_arrays, ({name: part.numpy() for name, part in self.tensors.items()},)
 
     def pin_memory(self) -> _ByValue:
-        """Copy to page-locked memory; `DataLoader` calls this in a thread of its own."""
+        """Copy to page-locked memory; `DataLoader` calls this in a separate thread."""
         return _ByValue({name: part.pin_memory() for name, part in self.tensors.items()})
 
 

@@ -34,7 +34,7 @@ SPLITS: Mapping[str, str] = {
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# The split and the special tokens of OpenAI's own files, which only the name of a file tells.
+# The split and the special tokens of OpenAI's own files, which are recognized by their names.
 _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "r50k_base": ("gpt2", {_END: 50256}),
     "cl100k_base": (
