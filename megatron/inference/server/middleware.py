@@ -58,9 +58,7 @@ class Guard:
             name = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
             if name in LOOPBACK:
                 return None
-            return ApiError(
-                403, f"the Host header is {host!r}: this server only answers requests to localhost"
-            )
+            return ApiError(403, f"Host header {host!r} is not allowed: send requests to localhost")
         scheme, _, given = connection.headers.get("authorization", "").partition(" ")
         # Compare in constant time, so that the delay does not reveal how much of a guess is right.
         is_right = hmac.compare_digest(given.strip().encode(), self._token.encode())
@@ -117,23 +115,14 @@ class Metrics(Collector):
             "megatron_sequences_running": ("Sequences in the batch.", stats.running),
             "megatron_sequences_waiting": ("Sequences that wait for a place.", stats.waiting),
             "megatron_cache_blocks": ("Blocks of the key-value cache.", stats.blocks),
-            "megatron_cache_blocks_used": (
-                "Blocks of the key-value cache in use.",
-                stats.blocks_used,
-            ),
+            "megatron_cache_blocks_used": ("Blocks of the cache in use.", stats.blocks_used),
             "megatron_engine_up": ("Whether the engine runs.", int(self._engine.alive)),
         }
         counters = {
             "megatron_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
-            "megatron_cached_tokens": (
-                "Tokens of prompts found in the cache.",
-                stats.cached_tokens,
-            ),
+            "megatron_cached_tokens": ("Prompt tokens found in the cache.", stats.cached_tokens),
             "megatron_new_tokens": ("Tokens generated.", stats.new_tokens),
-            "megatron_preemptions": (
-                "Sequences computed again because the cache was full.",
-                stats.preempted,
-            ),
+            "megatron_preemptions": ("Sequences that gave up their blocks.", stats.preempted),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
