@@ -139,3 +139,22 @@ def test_rooms_say_what_they_hold() -> None:
                 and not (file.parent / module).is_dir()
             ]
     assert not found
+
+
+def test_no_two_classes_of_the_package_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for file in python_files("megatron"):
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name(file))
+    assert not {one: files for one, files in places.items() if len(files) > 1}
+
+
+def test_no_docstring_only_points_elsewhere() -> None:
+    found = [
+        f"{name(file)}:{node.lineno}"
+        for file in _source()
+        for node in _functions(file)
+        if re.match(r"(See|As in|Like) ", ast.get_docstring(node) or "")
+    ]
+    assert not found, "say what this function does, then point"

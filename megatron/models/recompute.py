@@ -97,7 +97,6 @@ def recompute(
         split_over: Ranks that hold the same x; each keeps an equal part of it. A single process
             keeps it whole.
     """
-
     if split_over.size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, layers, x, *others, use_reentrant=False)
     shape, has_gradient = x.shape, x.requires_grad
