@@ -1,4 +1,4 @@
-"""How a command prints and ends: log lines, panels, error messages, interruptions, exit codes."""
+"""The output and exit of commands: log lines, panels, error messages, interrupts, exit codes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NoReturn
 from megatron.errors import EXIT_OK, OutputClosedError, UserError, drop_unwritten, say_on_stderr
 
 PanelRow = tuple[str, str]
-"""A line of a start-up panel: its name and its value."""
+"""One line of a start-up panel, as a name and a value."""
 
 
 def say(text: str) -> None:
     """Print a line at once, above the progress bar if there is one.
 
-    If standard output cannot be written (its disk is full), the line goes to the error stream, or
-    nowhere: a run does not end because of its log.
+    If standard output cannot be written (full disk), the line goes to the error stream. If that
+    fails too it is dropped, because a run must not end because of its log.
 
     Raises:
         OutputClosedError: The reader of standard output has gone.
@@ -31,14 +31,14 @@ def say(text: str) -> None:
 
             tqdm.write(text)
         else:
-            sys.stdout.write(text + "\n")  # one write: lines of several ranks do not mix
+            sys.stdout.write(text + "\n")  # one write keeps the lines of several ranks apart
         sys.stdout.flush()
     except BrokenPipeError as error:
         if not _lost_its_reader():
             raise
         raise OutputClosedError(
             "the program that read this run's log has ended, as `| head` does after its last "
-            "line: the run ends too. To keep it running, write the log to a file (> log.txt)"
+            "line, so the run ends too: to keep it running, write the log to a file (> log.txt)"
         ) from error
     except OSError as error:
         drop_unwritten(sys.stdout)
@@ -55,13 +55,15 @@ def format_panel(title: str, rows: Iterable[PanelRow]) -> str:
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end the process in silence, with exit code 130, until a command begins.
+    """Let Ctrl-C end the process silently, with exit code 130, until a command begins.
 
-    `run_command` and `run_process` take interrupts back. This is for a script that imports torch
-    first, which takes seconds: Python would print a traceback, or some import would swallow the
-    interruption.
+    `run_command` and `run_process` restore the normal handling. Scripts call this before they
+    import torch. The import takes seconds, during which Python would print a traceback, or some
+    import would swallow the interrupt.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # otherwise SIGINT is ignored or handled
         signal.signal(signal.SIGINT, _end)
 
 
@@ -76,17 +78,17 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run_command(work: Callable[[], int | None]) -> int:
-    """Do a command's work and return its exit code.
+    """Run a command and return its exit code.
 
-    SIGTERM unwinds like Ctrl-C, so that temporary files are removed, and exits with 143. Call this
-    from the main thread.
+    SIGTERM unwinds the stack like Ctrl-C, so that temporary files are removed, and exits with 143.
+    Call this from the main thread.
 
     Args:
-        work: The command. It may return an exit code.
+        work: The command, a function that may return an exit code.
 
     Returns:
-        0, or what `work` returns; a UserError's own code, after its message on stderr; 130 after
-        Ctrl-C; 141 if nobody reads stdout any more.
+        The code that `work` returns, 0 by default; the code of a UserError, after printing its
+        message on stderr; 130 after Ctrl-C; 141 if the reader of stdout has gone.
     """
     open_missing_streams()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -111,21 +113,21 @@ def run_command(work: Callable[[], int | None]) -> int:
 def open_missing_streams() -> None:
     """Open the null device in place of standard streams that were closed at the start.
 
-    Some daemons and `>&-` close them. Python then has `None` there, and the next file that is
-    opened would get their numbers, and with them what libraries print.
+    Some daemons and `>&-` close them. Python then sets them to `None`, and the next file to be
+    opened would get their descriptors and receive the output of libraries.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for good
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
 def _lost_its_reader() -> bool:
     """Return whether stdout's reader has gone (`| head`).
 
-    If so, what is left to be printed is dropped: Python would fail to print it when it ends.
+    If so, the remaining output is dropped, because Python would fail to print it at exit.
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
@@ -138,7 +140,7 @@ def _lost_its_reader() -> bool:
 def leave(code: int) -> NoReturn:
     """End the process at once, after a command is done and its files are closed.
 
-    Python would first free every object one by one: 35 ms if a vocabulary is loaded.
+    Python would first free every object one by one, which takes 35 ms with a vocabulary loaded.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The only module that knows what kind of device we run on."""
+"""The only module that depends on the kind of device (GPU or CPU)."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ Work = Callable[[], Result]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes in use and held by the allocator, now and at most; and the pieces in use.
+    """The bytes allocated and reserved, now and at the peak, and the number of allocations in use.
 
-    On a CPU, resident memory stands for both, and pieces are not counted.
+    On a CPU, both are the resident memory, and allocations are not counted.
     """
 
     allocated: int
@@ -93,22 +93,22 @@ class Device:
 
     @property
     def description(self) -> str:
-        """The device and PyTorch's version, for start-up panels."""
+        """The device and the version of PyTorch, for start-up panels."""
         return f"{self.name}, torch {torch.__version__}"
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability of a GPU, (9, 0) for Hopper; (0, 0) for a CPU."""
+        """The compute capability of a GPU, such as (9, 0) for Hopper, or (0, 0) for a CPU."""
         return torch.cuda.get_device_capability(self.torch_device) if self.is_gpu else (0, 0)
 
     @property
     def multiprocessors(self) -> int:
-        """The number of multiprocessors of a GPU; 1 for a CPU."""
+        """The number of multiprocessors of a GPU, or 1 for a CPU."""
         return _multiprocessors(self.torch_device) if self.is_gpu else 1
 
     @property
     def has_flash(self) -> bool:
-        """Whether PyTorch's flash attention kernels run here: on GPUs since Ampere."""
+        """Whether PyTorch's flash attention kernels run here, as they do on GPUs since Ampere."""
         return self.capability >= (8, 0)
 
     @property
@@ -129,11 +129,11 @@ class Device:
             torch.cuda.set_device(self.torch_device)
 
     def marks(self) -> StreamMarks | None:
-        """Return a way to see how far the device is, or `None` if the process itself computes."""
+        """Return a progress indicator for the device, or `None` if the process itself computes."""
         return StreamMarks(self.torch_device) if self.is_gpu else None
 
     def backend(self, asked: str) -> str:
-        """Return the communication library: the one asked for on GPUs, gloo on a CPU."""
+        """Return the communication library: the requested one on GPUs, gloo on a CPU."""
         return asked if self.is_gpu else "gloo"
 
     def recorder(self) -> Recorder:
@@ -147,7 +147,7 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def mark(self) -> Any:
-        """Return a point in the work queued so far, for `seconds_between`, without waiting."""
+        """Mark a point in the work queued so far, for `seconds_between`, without waiting."""
         if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -155,22 +155,22 @@ class Device:
         return event
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Return the time from one mark to a later one. All work up to it must be done."""
+        """Return the time from one mark to a later one. All work up to the later must be done."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
 
     def send(self, array: np.ndarray) -> Tensor:
-        """Return the array on the device. A GPU copies while this process goes on."""
+        """Return the array on the device. A GPU copies it while this process continues."""
         tensor = torch.from_numpy(array)
         if not self.is_gpu:
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def read(self, numbers: Tensor) -> Reading:
-        """Begin to copy a few numbers to the host, behind the work queued so far."""
+        """Begin to copy a few numbers to the host, after the work queued so far."""
         return Reading(numbers)
 
     def empty_cache(self) -> None:
-        """Give unused memory back to the driver."""
+        """Return unused memory to the driver."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 
@@ -182,10 +182,10 @@ class Device:
                 torch.cuda.manual_seed(seed)
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of host memory to copy to, resident from the start; pinned for a GPU.
+        """Return `size` bytes of resident host memory to copy to, pinned if this is a GPU.
 
         The memory stays pinned as long as the result itself is held, not only views of it. Forked
-        processes do not have it: they would copy whatever is written to it.
+        processes do not inherit it, because they would copy every page that is written.
 
         Raises:
             MemoryError: There is not enough memory.
@@ -195,21 +195,23 @@ class Device:
         except OSError as error:
             raise MemoryError(f"{size:,} bytes of memory: {error.strerror}") from error
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            with suppress(AttributeError, OSError):  # Linux's, where its kernel has them
+            with suppress(
+                AttributeError, OSError
+            ):  # only on Linux, and only if its kernel supports them
                 memory.madvise(getattr(mmap, advice))
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if not self.is_gpu:
             return buffer.zero_()
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)):
-            raise MemoryError(f"the driver does not pin {size:,} bytes of memory")
+            raise MemoryError(f"the driver cannot pin {size:,} bytes of memory")
         finalizer = weakref.finalize(buffer, _unpin, runtime, memory, buffer.data_ptr())
         finalizer.atexit = False
         return buffer
 
     @property
     def default_generator(self) -> torch.Generator:
-        """The generator from which operations on this device draw."""
+        """The default random generator of operations on this device."""
         if self.is_gpu:
             index = self.torch_device.index
             index = torch.cuda.current_device() if index is None else index
@@ -217,13 +219,13 @@ class Device:
         return torch.random.default_generator
 
     def free_memory(self) -> int:
-        """Return the bytes of a GPU that no process has."""
-        assert self.is_gpu, "a CPU's memory is not ours alone"
+        """Return the number of bytes of a GPU that no process uses."""
+        assert self.is_gpu, "only a GPU reports its free memory"
         self.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def memory(self) -> MemoryReport:
-        """Return what the process holds: GPU memory, or resident memory on a CPU."""
+        """Return the memory that the process uses: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:
             numbers = torch.cuda.memory_stats(self.torch_device)
             return MemoryReport(
@@ -239,13 +241,13 @@ class Device:
         now, pages = peak, Path("/proc/self/statm")
         if pages.exists():  # on Linux only
             now = int(pages.read_text().split()[1]) * resource.getpagesize()
-            peak = max(peak, now)  # which the system counts more coarsely
+            peak = max(peak, now)  # the system's count of the peak is coarser
         return MemoryReport(allocated=now, peak_allocated=peak, reserved=now, peak_reserved=peak)
 
 
 @contextmanager
 def shortage_errors() -> Iterator[None]:
-    """Turn PyTorch's out-of-memory errors into one that says what helps.
+    """Turn PyTorch's out-of-memory errors into one that names remedies.
 
     Raises:
         ShortageError: The device or the host ran out of memory.
@@ -254,49 +256,50 @@ def shortage_errors() -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_shortage and "can't allocate memory" not in str(error):  # of a CPU
+        if not is_shortage and "can't allocate memory" not in str(error):  # the message on a CPU
             raise
         asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         raise ShortageError(
-            f"out of memory{f': {asked[1]} more were asked for' if asked else ''}. What helps: a "
-            "smaller --micro-batch-size, --recompute-activations, --use-distributed-optimizer, or "
-            "a model split by --tensor-model-parallel-size or --pipeline-model-parallel-size; "
-            "--dry-run says what a process needs"
+            f"out of memory{f': cannot allocate {asked[1]}' if asked else ''}. To reduce memory, "
+            "use a smaller --micro-batch-size, --recompute-activations, "
+            "--use-distributed-optimizer, or split the model with "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size; "
+            "--dry-run estimates the memory per process"
         ) from error
 
 
 def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
-    """Unpin pages; `memory` is held until then."""
+    """Unpin pages. The argument `memory` keeps them alive until then."""
     runtime.cudaHostUnregister(address)
 
 
 class Ferry:
-    """A carrier of bytes between a GPU and the host for one thread, through pinned memory.
+    """A double-buffered copy between a GPU and the host for one thread, through pinned memory.
 
-    While the thread uses one piece, another is on its way.
+    While the thread uses one piece, another is being copied.
 
     Args:
-        device: A GPU, which becomes the thread's current device. A thread starts with the first
-            GPU, where it would open a context of its own.
-        size: Bytes of a piece. Twice as many are pinned as long as the ferry lasts.
+        device: The GPU, which becomes the thread's current device. Otherwise the thread would open
+            another context on the first GPU.
+        size: The number of bytes in a piece. Twice as many stay pinned while the ferry exists.
 
     Raises:
         MemoryError: There is not enough host memory.
     """
 
     def __init__(self, device: Device, size: int) -> None:
-        """Pin the memory, and make the device current."""
+        """Pin the memory and make the device current."""
         device.activate()
         self._memory, self._size = device.host_buffer(2 * size), size
         self._stream = torch.cuda.Stream(device.torch_device)
         self._arrived = torch.cuda.Event(), torch.cuda.Event()
 
     def take(self, data: Tensor) -> Iterator[memoryview]:
-        """Yield all bytes in order. Each piece is valid until the next is asked for.
+        """Yield all bytes in order. Each piece is valid until the next one is requested.
 
         Args:
-            data: 1-D, uint8, on the device, as the work queued there so far leaves it. It must not
-                change before the last piece.
+            data: A 1-D uint8 tensor on the device. Its value is the one after the work queued
+                there so far. It must not change before the last piece.
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
@@ -314,16 +317,16 @@ class Ferry:
                     send(index + 1)
                 self._arrived[index % 2].synchronize()
                 yield places[index % 2][: len(piece)].numpy().data
-        finally:  # left early, too: memory that a copy is on its way to must stay
+        finally:  # also on an early exit: the target of a copy in progress must not be freed
             self._stream.synchronize()
 
     def bring(self, data: Tensor, target: Tensor) -> None:
         """Copy bytes from any memory of the host, and wait until they have arrived.
 
-        The driver does the same for memory that is not pinned, but for one thread at a time.
+        The driver does the same for unpinned memory, but only for one thread at a time.
 
         Args:
-            data: 1-D, uint8, on the CPU.
+            data: A 1-D uint8 tensor on the CPU.
             target: A tensor of the same size on the device.
         """
         places = self._memory.split(self._size)
@@ -332,7 +335,7 @@ class Ferry:
         for index, (piece, there) in enumerate(pairs):
             place, gone = places[index % 2][: len(piece)], self._arrived[index % 2]
             gone.synchronize()
-            np.copyto(place.numpy(), piece.numpy())  # in this thread alone, unlike torch's
+            np.copyto(place.numpy(), piece.numpy())  # uses only this thread, unlike torch
             with torch.cuda.stream(self._stream):
                 there.copy_(place, non_blocking=True)
                 gone.record(self._stream)
@@ -340,10 +343,10 @@ class Ferry:
 
 
 class Ferries(threading.local):
-    """One ferry for each thread that asks, as long as the thread lasts.
+    """A ferry per thread, created on first use and kept for the life of the thread.
 
     Args:
-        size: Bytes of a piece (see `Ferry`).
+        size: The number of bytes in a piece (see `Ferry`).
     """
 
     def __init__(self, size: int) -> None:
@@ -352,51 +355,53 @@ class Ferries(threading.local):
         self._ferry: Ferry | None = None
 
     def to(self, device: torch.device) -> Ferry:
-        """Return this thread's ferry between the host and this device, always the same."""
+        """Return this thread's ferry between the host and this device."""
         if self._ferry is None:
             self._ferry = Ferry(Device(device), self._size)
         return self._ferry
 
 
 class Recorder:
-    """A recorder of the kernels that work starts on a GPU (a CUDA graph), to replay them at once.
+    """A recorder of the kernels that a function launches on a GPU (a CUDA graph), for replay.
 
-    They read and write the same memory each time, and the result is the same tensors. The work
-    must not wait for the device, and what it does beside kernels is not done again. Recordings
-    share memory: what one leaves there for another must be read before any third runs.
+    A replay reads and writes the same memory each time and returns the same tensors. The recorded
+    function must not wait for the device, and only its kernels are repeated. Recordings share
+    memory: results that one leaves for another must be read before any third recording runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Start without any recording."""
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # gone with the last recording: no two owners
+        self._pool = (
+            torch.cuda.graph_pool_handle()
+        )  # freed with the last recording, so that it has one owner
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, work: Work[Result]) -> tuple[Result, Callable[[], None]]:
-        """Do the work without running its kernels.
+        """Record the work without running its kernels.
 
-        The same work must have been done before: libraries set themselves up in a first call.
+        The same work must have run once before, because libraries initialize in a first call.
 
         Returns:
-            The work's result, and a function that runs the kernels.
+            The result of the work, and a function that runs the kernels.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads (data loading, saving) may go on with what a recording must not contain.
+        # Other threads (data loading, saving) may go on with operations that a recording forbids.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         self._graphs.add(graph)
         return result, graph.replay
 
     def release(self) -> None:
-        """Free what was recorded; none of it may run again.
+        """Free all recordings, none of which may run again.
 
-        Call this before process groups end: NCCL ends none while a recording has its kernels.
+        Call this before process groups end: NCCL cannot end a group whose kernels are recorded.
         """
         for graph in self._graphs:
             graph.reset()
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
-        """Do the work once, record it, and return a function that does it again."""
+        """Run the work once, record it, and return a function that repeats it."""
         here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
@@ -417,10 +422,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class Reading:
-    """Numbers on their way to the host.
+    """A copy of numbers to the host that is in progress.
 
     Args:
-        numbers: 1-D, on any device.
+        numbers: A 1-D tensor on any device.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -434,48 +439,48 @@ class Reading:
             self._arrived.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> list[float]:
-        """Return the numbers, once the device has computed them."""
+        """Wait until the device has computed the numbers, and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()
 
 
 class StreamMarks:
-    """Numbers sent through a device's queue to the host: the last to arrive tells its progress.
+    """A device's progress: numbers copied to the host through its queue, of which the last counts.
 
-    Each costs a copy of 4 bytes. Reading asks nothing of the driver, which answers no thread while
-    another one waits for room in a full queue.
+    Each mark costs a copy of 4 bytes. Reading makes no driver call, because the driver answers no
+    thread while another waits for space in a full queue.
     """
 
-    _NUMBERS = 2**16  # more than are ever under way
+    _NUMBERS = 2**16  # more than are ever in the queue
 
     def __init__(self, device: torch.device) -> None:
-        """Put the numbers on the device."""
+        """Create the numbers on the device."""
         self._numbers = torch.arange(self._NUMBERS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, pin_memory=device.type != "cpu")
 
     def put(self, number: int) -> None:
-        """Send a number that rises from call to call."""
+        """Queue a number, which must increase from call to call."""
         place = number % self._NUMBERS
         self._arrived.copy_(self._numbers[place : place + 1], non_blocking=True)
 
     def behind(self, number: int) -> int:
-        """Return how far the device is behind `number`, the last one put."""
+        """Return how many marks the device is behind `number`, the last one put."""
         return (number - int(self._arrived.item())) % self._NUMBERS
 
 
 def current_gpu() -> int:
-    """Return the index of the process's current GPU. Quick, once there is a tensor on one."""
+    """Return the index of the current GPU. It is fast once there is a tensor on a GPU."""
     return torch._C._cuda_getDevice()
 
 
 def stream_handle(gpu: int) -> int:
-    """Return the address of PyTorch's current stream on a GPU, for our own kernels. Quick."""
+    """Return the address of PyTorch's current stream on a GPU, quickly, for our own kernels."""
     return torch._C._cuda_getCurrentRawStream(gpu)
 
 
 def cuda_release() -> str:
-    """Return the first number of the CUDA release that PyTorch was built with, or ""."""
+    """Return the major version of the CUDA that PyTorch was built with, or ""."""
     return (torch.version.cuda or "").split(".")[0]
 
 

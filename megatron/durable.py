@@ -1,4 +1,4 @@
-"""Files that are on the disk completely or not at all, whatever ends process or machine."""
+"""Files that are written completely or not at all, even if the process or machine fails."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
 
 Check = Callable[[Path], None]
-"""A check of a complete folder that has no name yet. It raises if the folder must not get one."""
+"""A check of a complete folder before it gets its final name. It raises to reject the folder."""
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal into a StorageError that names the path."""
+    """Turn an OSError into a StorageError that names the path."""
     try:
         yield
     except OSError as error:
@@ -31,7 +31,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_to(flag: str, path: str | Path) -> Iterator[None]:
-    """Turn a refusal into a StorageError with the flag that names the path, and the remedy."""
+    """Turn an OSError into a StorageError that names the flag, the path and the remedy."""
     try:
         with storage_errors(Path(path)):
             yield
@@ -45,12 +45,12 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
     """Refuse to replace a file or folder unless the user has given `--overwrite`.
 
     Args:
-        flag: the flag that names the output, for the message.
-        paths: everything that is about to be written.
-        overwrite: whether the user has given `--overwrite`.
+        flag: The flag that names the output, for the message.
+        paths: The files and folders that are about to be written.
+        overwrite: Whether the user has given `--overwrite`.
 
     Raises:
-        ConfigError: one of `paths` exists.
+        ConfigError: One of `paths` exists.
     """
     existing = next((path for path in paths if os.path.lexists(path)), None)
     if existing is not None and not overwrite:
@@ -61,7 +61,7 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
 
 
 def unique_suffix(kind: str) -> str:
-    """Return `kind` with an unpredictable tail, for names that no other process chooses."""
+    """Return `kind` with a random tail, for names that no other process chooses."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
@@ -84,7 +84,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file that gets its name when the body succeeds, and goes when it fails.
+    """Yield a new file that gets its name if the body succeeds and is removed if it fails.
 
     The folder is not flushed.
     """
@@ -102,7 +102,7 @@ def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's content. Readers see the old or the new, even after a power failure."""
+    """Replace a file. Readers see the old or the new content, even after a power failure."""
     with renamed_when_done(path) as file:
         file.write(data)
     sync_folder(path.parent)
@@ -115,9 +115,9 @@ def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None
     appended, for inspection. No program loads it.
 
     Args:
-        check: The check, or `None` to do nothing.
-        temporary: The complete folder.
-        final: The name that it is to get.
+        check: The check, or `None` for none.
+        temporary: The complete folder under its temporary name.
+        final: The intended name of the folder.
     """
     if check is None:
         return
@@ -129,12 +129,12 @@ def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None
             temporary.rename(aside)
             sync_folder(final.parent)
         warn(
-            f"{final} was not verified: what was to become it is {aside}: delete it, or find out "
-            "why"
+            f"{final} was not verified: the unverified output is in {aside}: inspect it, or "
+            "delete it"
         )
         raise
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder as far as possible. The next save removes the rest."""
+    """Delete a folder, ignoring errors. The next save removes the rest."""
     shutil.rmtree(path, ignore_errors=True)

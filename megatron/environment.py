@@ -1,6 +1,6 @@
-"""Environment variables that we read, and the resources that the system grants.
+"""Environment variables that we read, and the processor cores available to us.
 
-`processes.launch` reads and sets those of launchers and libraries.
+`processes.launch` reads and sets the variables of launchers and libraries.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def whole_number(name: str, default: int) -> int:
 
 
 def local_rank() -> int:
-    """Return this process's place on its machine; 0 if no launcher says."""
+    """Return this process's rank on its machine, or 0 without a launcher."""
     return whole_number(LOCAL_RANK_ENV, 0)
 
 
 def use_one_math_thread() -> None:
-    """Keep numpy's OpenBLAS from starting threads; call before numpy is imported.
+    """Keep numpy's OpenBLAS from starting threads. Call this before numpy is imported.
 
-    Tools that only move integers save 20 to 70 ms of start-up, and can be forked without threads.
+    It saves 20 to 70 ms of start-up in tools that only move integers, and lets them fork safely.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -57,13 +57,13 @@ def cuda_home() -> Path | None:
 def cuda_architectures() -> list[str]:
     """Return the GPU architectures in MEGATRON_CUDA_ARCHS, such as "sm_80,sm_90a".
 
-    `pip install` compiles for these. The list is empty if the variable is unset.
+    `pip install` compiles kernels for these. The list is empty if the variable is unset.
     """
     return os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled code: MEGATRON_CACHE, or one in the user's cache folder.
+    """Return the folder for compiled code: MEGATRON_CACHE, or one in the user's cache folder.
 
     Raises:
         RuntimeError: The user has no home folder.

@@ -1,7 +1,7 @@
-"""Errors that tell a user what to change, and the exit codes the commands end with.
+"""Errors that tell a user what to change, and the exit codes of commands.
 
-Everything a user can get wrong is a `UserError`: entry points print its message without a
-traceback and leave with its exit code. `assert` and other exceptions are our own mistakes.
+Every user mistake is a `UserError`: entry points print its message without a traceback and exit
+with its code. Failed assertions and other exceptions are our own bugs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ EXIT_SAVED_ON_SIGNAL = 3
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a line at once, even if output is piped.
+    """Print a line on the error stream at once, even if output is piped.
 
-    If the disk of the log is full, the line is dropped: work goes on, or ends as it was about to,
-    with its own exit code.
+    If the disk of the log is full, the line is dropped, so that neither the work nor its exit code
+    changes.
     """
     try:
         print(text, file=sys.stderr, flush=True)
@@ -27,9 +27,9 @@ def say_on_stderr(text: str) -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Drop what a stream holds but could not write (a full disk).
+    """Drop the buffered output that a stream could not write, for example to a full disk.
 
-    Python would try to write it again with the next line, and when it ends.
+    Python would otherwise try to write it again with the next line and at exit.
     """
     number = stream.fileno()
     kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
@@ -43,12 +43,12 @@ def drop_unwritten(stream: TextIO) -> None:
 
 
 def warn(text: str) -> None:
-    """Print what a user should know and may fix while work goes on."""
+    """Print a warning that the user may act on while the work continues."""
     say_on_stderr(f"WARNING: {text}")
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. The message names flag or file, value and remedy."""
+    """A problem that the user can fix. The message names flag or file, value and remedy."""
 
     exit_code = 1
 
@@ -78,7 +78,7 @@ class NumericsError(UserError):
 
 
 class StorageError(UserError):
-    """A disk is full, read-only or gone."""
+    """A disk is full, read-only or missing."""
 
     exit_code = 8
 
@@ -92,19 +92,19 @@ class ShortageError(UserError):
 class OutputClosedError(UserError):
     """The reader of the log has gone."""
 
-    exit_code = 141  # as of a program that SIGPIPE ends
+    exit_code = 141  # the shell's code for a program that SIGPIPE ended
 
 
 class ConfigError(UserError):
     """One or more configuration mistakes, all of them reported at once.
 
     Attributes:
-        problems: One line for each.
+        problems: The mistakes, one line each.
     """
 
     exit_code = 9
 
     def __init__(self, problems: list[str] | str) -> None:
-        """Take one mistake, or several."""
+        """Store one mistake or several."""
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))

@@ -1,10 +1,10 @@
-"""What runs before there is a model: how the processes of a job start, meet and end.
+"""The processes of a job: how they start, connect to each other and end.
 
-    launch    who this process is, from the launcher's variables
-    process   one process from start to exit code; its device and layout
-    groups    process groups, once every device has what the run needs
-    ending    errors that end the run of all processes, and requests to leave early
-    watchdog  why a run hangs, and how all processes end when one hangs or fails
+    launch    the rank of this process, from the launcher's variables
+    process   one process from its start to its exit code, with its device and layout
+    groups    process groups, formed once every device meets the requirements of the run
+    ending    errors that end the run on all processes, and requests to exit early
+    watchdog  reports why a run hangs, and ends all processes when one hangs or fails
 
 Training, inference, tasks and tools start their processes here.
 """

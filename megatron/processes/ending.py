@@ -1,4 +1,4 @@
-"""How a run ends before its work is done: because of an error, or because it was asked to."""
+"""The early end of a run, because of an error or on request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch, leave_message
 from megatron.processes.watchdog import BEAT, Watchdog, ranks_text
 
-_CRASHED = 1  # as Python's own exit code after an exception
-_PATIENCE = 3  # Ctrl-C this often ends the process at once
+_CRASHED = 1  # Python's exit code after an uncaught exception
+_PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
 
 
 class RunEndedError(Exception):
-    """The run has ended and everything is said: the process only has to exit with `code`."""
+    """The run has ended and the error is printed: the process only has to exit with `code`."""
 
     def __init__(self, code: int) -> None:
-        """Take the exit code."""
+        """Store the exit code."""
         super().__init__(code)
         self.code = code
 
@@ -48,19 +48,19 @@ def end_run(
 ) -> RunEndedError:
     """End the run of all processes because of an error in this one.
 
-    Only the first process to fail prints its error. Errors that others raise afterwards, because
-    it went away, say nothing new.
+    Only the first process to fail prints its error. Errors that other processes raise because it
+    is gone add no information.
 
     Returns:
-        What this process should raise, with the exit code that all processes share.
+        The exception for this process to raise, with the exit code that all processes share.
     """
     code = error.exit_code if isinstance(error, UserError) else _CRASHED
     place = journal.place
     where = str(place.operation)
-    if place.iteration:  # 0 before training, and if nothing is trained
+    if place.iteration:  # 0 before training and in programs that do not train
         where = f"iteration {place.iteration}, {where}"
     said = (str(error) or type(error).__name__).splitlines()[0]
-    # Communication fails when the other end goes away.
+    # Communication fails when the other end is gone.
     may_follow_from_another = not isinstance(error, UserError) and (
         isinstance(error, dist.DistError) or journal.waits_for is not None
     )
@@ -74,15 +74,17 @@ def end_run(
         verdict = known
     else:
         gone = watchdog.missing()
-        who = ranks_text(gone) + " went away without a word" if gone else "a connection broke"
-        # The communication library's message, without the place in its source and its advice.
+        who = (
+            ranks_text(gone) + " ended without reporting an error" if gone else "a connection broke"
+        )
+        # The communication library's message, without its source position and advice.
         brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
         reason = f"{who}, in {where} ({brief})"
         verdict = watchdog.end_run(code, reason)
         if verdict.rank == launch.rank:
             say_on_stderr(
                 f"[rank {launch.rank}] error: {reason}: killed, out of memory, or its machine "
-                "is gone? The launcher's report and the system's log say more"
+                "is down? See the launcher's report and the system's log"
             )
     farewell = watchdog.farewell(verdict)
     if farewell is not None:
@@ -92,18 +94,18 @@ def end_run(
 
 
 class ExitRequest:
-    """A request to leave early, by a signal or a time limit.
+    """A request to exit early, by a signal or a time limit.
 
-    A signal handler only sets a flag. The flag travels with the losses that every step reduces
-    anyway, so all ranks leave after the same iteration, with a checkpoint.
+    A signal handler only sets a flag. The flag is reduced together with the losses of every step,
+    so all ranks exit after the same iteration, with a checkpoint.
 
     Args:
-        handle_signals: Install handlers for SIGTERM and SIGINT.
-        duration_minutes: Leave after this many minutes; `None` for no limit.
+        handle_signals: Whether to install handlers for SIGTERM and SIGINT.
+        duration_minutes: The time limit in minutes, or `None` for no limit.
     """
 
     def __init__(self, *, handle_signals: bool, duration_minutes: int | None) -> None:
-        """Start the clock, and install handlers if asked."""
+        """Start the clock, and install signal handlers if requested."""
         self._signal: str | None = None
         self._interrupts = 0
         self._deadline = (
@@ -123,12 +125,12 @@ class ExitRequest:
 
     @property
     def by_signal(self) -> bool:
-        """Whether a signal asked this process to leave."""
+        """Whether a signal asked this process to exit."""
         return self._signal is not None
 
     @property
     def wanted(self) -> bool:
-        """Whether this process wants to leave. Other processes may not know yet."""
+        """Whether this process has been asked to exit. Other processes may not know yet."""
         return self.by_signal or self._late
 
     @property
@@ -137,9 +139,9 @@ class ExitRequest:
 
     @property
     def reason(self) -> str:
-        """Why the run leaves, for the log."""
+        """The reason for the exit, for the log."""
         if self._signal is not None:
             return f"received {self._signal}"
         if self._late:
-            return f"--exit-duration-in-mins {self._duration_minutes} is over"
-        return "another rank asked to leave"
+            return f"--exit-duration-in-mins {self._duration_minutes} has elapsed"
+        return "another rank asked to exit"

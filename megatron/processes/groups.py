@@ -1,4 +1,4 @@
-"""Process groups: all processes check their devices together, then form groups, and end them."""
+"""Process groups. Processes check their devices together before they form groups."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from megatron.processes.ending import end_run
 from megatron.processes.launch import Launch, check_meeting_place
 from megatron.processes.watchdog import Watchdog, ranks_text
 
-# The communication library waits this much longer than we do: it aborts without saying for whom.
+# The communication library waits this much longer than we do, because it aborts without naming the
+# missing rank.
 BACKSTOP = timedelta(minutes=1)
-_LINGER = 0.5  # seconds until rank 0 leaves, and perhaps the store with it: the others read it
-_SHOWN = 4  # machines in a message
+_LINGER = 0.5  # seconds before rank 0 exits, so that others can still read the store
+_SHOWN = 4  # the number of machines that a message names
 
 
 @contextmanager
@@ -43,17 +44,17 @@ def process_group(
     timers) travel over gloo through the same groups.
 
     Args:
-        config: Sizes of the layout, backend and timeout.
-        launch: This process.
-        device: Its device.
-        before_end: Callbacks that run when the block ends: before the groups end, and after the
-            other processes have been told of an error.
-        misfits: What this process's device lacks (see `refuse_together`).
+        config: The sizes of the layout, the backend and the timeout.
+        launch: The ranks of this process, from the launcher.
+        device: The device of this process.
+        before_end: Callbacks that run when the block ends, before the groups end and after the
+            other processes have been notified of an error.
+        misfits: The requirements that this device does not meet (see `refuse_together`).
 
     Raises:
-        ConfigError: The device of a process lacks what the run needs.
-        HangError: The processes did not come together.
-        RunEndedError: A process failed, and has said why.
+        ConfigError: The device of some process does not meet the requirements of the run.
+        HangError: The processes did not all connect in time.
+        RunEndedError: A process failed and has printed the reason.
     """
     sizes = {
         "tensor": config.tensor_model_parallel_size,
@@ -103,31 +104,31 @@ def process_group(
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
-    """Return the launcher's store, once all processes are there."""
+    """Return the launcher's store, once all processes have connected to it."""
     check_meeting_place(launch.world_size)
     return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
 
 
 @contextmanager
 def _coming_together(launch: Launch, timeout: timedelta) -> Iterator[None]:
-    """Raise a HangError if a process does not come, or the store does not answer."""
+    """Raise a HangError if a process does not connect, or the store does not answer."""
     try:
         yield
     except dist.DistError as error:
         raise HangError(
-            f"the {launch.world_size} processes did not come together within "
+            f"the {launch.world_size} processes did not all connect within "
             f"--distributed-timeout-minutes {timeout.total_seconds() / 60:g} ({error}): is the "
-            "command running on every machine, and does each reach the first one's address and "
-            "port?"
+            "command running on every machine, and can each machine reach the address and port of "
+            "the first one?"
         ) from error
 
 
 def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
     """Return a part of the store that no earlier attempt has written to.
 
-    torchrun keeps its store when it restarts the processes, and with it the addresses of those
-    that are gone. Each machine counts its own restarts, so runs on several machines need a new
-    store instead (docs/several-machines.md).
+    When torchrun restarts the processes it keeps its store, which still holds the addresses of the
+    previous processes. Each machine counts its own restarts, so runs on several machines need a
+    new store instead (docs/several-machines.md).
     """
     if launch.local_world_size < launch.world_size:
         return store
@@ -135,13 +136,13 @@ def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
 
 
 def _machine(launch: Launch) -> range:
-    """Return the ranks on this machine, up to this one if the launcher does not say how many."""
+    """Return the ranks on this machine, up to this rank if the launcher does not give a count."""
     first = launch.rank - launch.local_rank
     return range(first, first + max(launch.local_world_size, launch.local_rank + 1))
 
 
 def _token(launch: Launch) -> int:
-    """Return a number that no other attempt has. Collective."""
+    """Return a number that is unique to this attempt. Collective."""
     token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
     dist.all_reduce(token)
     return int(token.item())
@@ -154,7 +155,7 @@ class DeviceReport:
     Attributes:
         type: "cuda" or "cpu".
         machine: The machine's name.
-        misfits: Lines of `config.rules_parallel`.
+        misfits: The broken rules of `config.rules_parallel`, one line each.
     """
 
     type: str
@@ -165,20 +166,20 @@ class DeviceReport:
 def refuse_together(
     store: dist.Store, launch: Launch, device: Device, misfits: Sequence[str]
 ) -> None:
-    """Refuse the run on all processes if the device of any lacks something. Collective.
+    """End the run on all processes if the device of any does not meet a requirement. Collective.
 
-    A rule about the device is checked where the device is. A process that left alone would leave
-    the others waiting for it, and might not be heard.
+    Each process checks the rules about its own device. If it then exited alone, the others would
+    wait for it, and its message might be lost.
 
     Args:
-        store: Shared by all processes.
-        launch: This process.
-        device: Its device.
-        misfits: What the device lacks, one line each.
+        store: The store that all processes share.
+        launch: The ranks of this process, from the launcher.
+        device: The device of this process.
+        misfits: The requirements that the device does not meet, one line each.
 
     Raises:
-        ConfigError: Some process has misfits, or only some have a GPU. Raised on all of them.
-        torch.distributed.DistError: A process does not come, or the store is gone.
+        ConfigError: A process has misfits, or only some have a GPU. All processes raise it.
+        torch.distributed.DistError: A process does not connect, or the store is gone.
     """
     mine = DeviceReport(device.type, platform.node(), misfits)
     store.set(f"device/{launch.rank}", json.dumps(astuple(mine)))
@@ -196,12 +197,13 @@ def refuse_together(
 
 
 def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
-    """Return one line per misfit, with the ranks that have it unless all do.
+    """Return one line per misfit, with its ranks unless all ranks have it.
 
-    If only some processes have a GPU, that is the only line: the CPUs' misfits follow from it.
+    If only some processes have a GPU, the only line says so, because the misfits of the CPUs follow
+    from it.
 
     Args:
-        reports: Of all ranks, in their order.
+        reports: The reports of all ranks, in rank order.
     """
 
     def where(ranks: Sequence[int]) -> str:
@@ -212,9 +214,9 @@ def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
     cpus = [rank for rank, each in enumerate(reports) if each.type == "cpu"]
     if 0 < len(cpus) < len(reports):
         return [
-            f"{where(cpus)} found no GPU, and the others did: look there with nvidia-smi, "
-            "and whether CUDA_VISIBLE_DEVICES hides them; or launch as many processes as there are "
-            "GPUs"
+            f"{where(cpus)} found no GPU, but the other ranks did: check nvidia-smi there and "
+            "whether CUDA_VISIBLE_DEVICES hides the GPUs, or launch only as many processes "
+            "as there are GPUs"
         ]
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(reports):

@@ -1,4 +1,4 @@
-"""How this process was started, and the environment variables that its libraries read at start."""
+"""The launch of this process, and the environment variables that libraries read at start-up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among those that the launcher (torchrun, mpirun, or nobody) started."""
+    """The ranks of this process, given by torchrun or mpirun; the defaults fit a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,11 +36,11 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     """Read the launcher's variables. A process started alone is a world of one.
 
     Args:
-        use_mpi: Read mpirun's variables instead of torchrun's (`--use-mpi`).
+        use_mpi: Whether to read mpirun's variables instead of torchrun's (`--use-mpi`).
 
     Raises:
         ConfigError: A variable is not a number, the rank is outside the world, mpirun's variables
-            are asked for and absent, or SLURM started several processes without torchrun.
+            are requested but not set, or SLURM started several processes without torchrun.
     """
     launcher, rank, size = "torchrun", RANK_ENV, WORLD_SIZE_ENV
     local_rank, local_size = LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"
@@ -50,7 +50,7 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
         local_rank, local_size = prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"
         if rank not in os.environ:
             raise ConfigError(
-                f"--use-mpi: {rank} is not set; start with mpirun, or drop the flag and start with "
+                f"--use-mpi: {rank} is not set: start with mpirun, or drop the flag and start with "
                 "torchrun"
             )
     elif RANK_ENV not in os.environ and WORLD_SIZE_ENV not in os.environ:
@@ -64,34 +64,34 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     )
     if not 0 <= launch.rank < launch.world_size:
         raise ConfigError(
-            f"{rank} is {launch.rank}, and {size} {launch.world_size} (unset: 1): ranks count from "
-            f"0 to one below it: set both, as {launcher} does, or neither"
+            f"{rank} is {launch.rank}, but {size} is {launch.world_size} (1 if unset), and ranks "
+            f"run from 0 to one below it: set both, as {launcher} does, or neither"
         )
     return launch
 
 
 def _refuse_bare_slurm() -> None:
-    """Refuse to be one of several SLURM tasks that do not know of each other.
+    """Refuse to run as one of several SLURM tasks that are not connected.
 
-    Each would train alone, in silence, and all would save to the same folder. A shell that `salloc`
-    or `srun --pty` opens counts a single task, or has no SLURM_PROCID.
+    Each would train alone without notice, and all would save to the same folder. A shell opened by
+    `salloc` or `srun --pty` has a single task, or no SLURM_PROCID.
     """
     task = os.environ.get("SLURM_PROCID")
-    # Of this step (`srun`), or of the job in the script that `sbatch` runs.
+    # `srun` sets the count of its step. A script that `sbatch` runs has the count of the job.
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
     tasks = whole_number(name, 1)
     if task is not None and tasks > 1:
         raise ConfigError(
-            f"SLURM started this as task {task} of {tasks} ({name}), and without {RANK_ENV} and "
-            f"{WORLD_SIZE_ENV} each task would train alone: start one torchrun on each machine "
-            "(srun --ntasks-per-node 1 torchrun --nnodes ... --nproc-per-node GPUS ..., see "
-            "docs/several-machines.md), or for a single process set "
+            f"SLURM started this as task {task} of {tasks} ({name}), but {RANK_ENV} and "
+            f"{WORLD_SIZE_ENV} are not set, so each task would train alone: start one "
+            "torchrun on each machine (srun --ntasks-per-node 1 torchrun --nnodes ... "
+            "--nproc-per-node GPUS ..., see docs/several-machines.md), or for a single process set "
             f"{RANK_ENV}=0 {WORLD_SIZE_ENV}=1"
         )
 
 
 def leave_message(text: str) -> None:
-    """Give torchrun the reason why this process fails, for the report with which torchrun ends.
+    """Pass the reason for this process's failure to torchrun, for its final report.
 
     Without it the report ends with "To enable traceback see ...", 40 lines below our message.
     """
@@ -103,49 +103,50 @@ def leave_message(text: str) -> None:
 
 
 def placed(launch: Launch, local_rank: int | None) -> Launch:
-    """Return the launch with `--local_rank` as its place, unless the launcher names one."""
+    """Return the launch with `--local_rank` as its local rank, unless the launcher gave one."""
     if local_rank is None or launch.local_rank or LOCAL_RANK_ENV in os.environ:
         return launch
     return replace(launch, local_rank=local_rank)
 
 
 def check_meeting_place(world_size: int) -> None:
-    """Check that the processes know where to meet.
+    """Check that the launcher gave an address and port at which the processes connect.
 
     Raises:
-        ConfigError: The launcher gave no address or no valid port.
+        ConfigError: The address is missing, or the port is missing or invalid.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"{WORLD_SIZE_ENV} is {world_size}, and without {' and '.join(missing)} no process "
-            f"knows where to meet: start with torchrun, or unset {WORLD_SIZE_ENV} for one process"
+            f"{WORLD_SIZE_ENV} is {world_size}, but {' and '.join(missing)} must also be set "
+            "for the processes to connect: start with torchrun, or for a single process unset "
+            f"{WORLD_SIZE_ENV}"
         )
     port = whole_number("MASTER_PORT", 0)
     if not 0 < port < 2**16:
-        raise ConfigError(f"MASTER_PORT is {port}: a port is a number from 1 to 65535")
+        raise ConfigError(f"MASTER_PORT is {port}: it must be a number from 1 to 65535")
 
 
 def prepare(launch: Launch, *, deterministic: bool) -> None:
-    """Set what CUDA, NCCL and OpenMP read once at start. Call before the first CUDA call.
+    """Set the variables that CUDA and NCCL read once. Call this before the first CUDA call.
 
     Args:
-        launch: This process.
-        deterministic: Choose algorithms that give the same bits in every run.
+        launch: The ranks of this process.
+        deterministic: Whether to choose algorithms that give the same bits in every run.
     """
     os.environ[RANK_ENV] = str(launch.rank)
     os.environ[WORLD_SIZE_ENV] = str(launch.world_size)
     os.environ[LOCAL_RANK_ENV] = str(launch.local_rank)
     if launch.local_world_size < launch.world_size and _GLOO_INTERFACE_ENV not in os.environ:
-        # By default gloo uses the address that the machine's name resolves to: often the
-        # loopback's, which no other machine reaches.
+        # By default gloo uses the address that the machine's name resolves to. It is often the
+        # loopback address, which no other machine can reach.
         interface = _interface_towards(os.environ.get("MASTER_ADDR", ""))
         if interface is not None:
             os.environ[_GLOO_INTERFACE_ENV] = interface
     # One hardware queue keeps kernels in launch order, so that communication launched before a
     # matrix product also starts before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Mapped memory (`parallel.symmetric_memory`) does without, and a failure of NVLink's multicast
+    # Mapped memory (`parallel.symmetric_memory`) does not need NVLink multicast, a failure of which
     # can put all GPUs of a machine out of service.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if deterministic:
@@ -154,10 +155,10 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
 
 
 def _interface_towards(host: str) -> str | None:
-    """Return the network interface that reaches `host`, or `None` if that is unclear."""
+    """Return the network interface that reaches `host`, or `None` if none can be determined."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # sends nothing: it only chooses a route
+            probe.connect((host, 9))  # sends nothing, only chooses a route
         except OSError:
             return None
         address = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""One process of a job: how it starts, meets the others, and ends."""
+"""One process of a job: how it starts, connects to the others and ends."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _TURN = 2.0  # seconds
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
-    """Do the work of the process that the launcher's variables name.
+    """Run the work of this process, as the launcher's variables describe it.
 
     Args:
-        arguments: The command line, which may say which launcher to expect.
-        work: The job. It returns an exit code.
+        arguments: The command line, which may name the launcher to expect.
+        work: The job, a function that returns an exit code.
 
     Returns:
-        The work's exit code, or that of the error, whose message is printed once for all
-        processes; 130 after Ctrl-C if the work lets it through.
+        The exit code of the work, or of the error, whose message is printed once for all
+        processes; 130 if Ctrl-C interrupts the work.
     """
     open_missing_streams()
     launch = Launch()
@@ -42,11 +42,11 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         take_interrupts()
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)
-    except UserError as error:  # before the processes have met, or with a single process
+    except UserError as error:  # before the processes connect, or with a single process
         if launch.rank == 0 or not isinstance(error, ConfigError):
             report(error, launch)
         else:
-            time.sleep(_TURN)  # torchrun ends all when the first leaves: rank 0 is to print
+            time.sleep(_TURN)  # torchrun ends all when the first exits: let rank 0 print
         return error.exit_code
     except RunEndedError as ended:
         return ended.code
@@ -68,27 +68,29 @@ def processes(
     """Yield this process's device, and the layout that all processes form. Collective.
 
     Args:
-        config: The run's.
-        launch: This process.
+        config: The run's configuration.
+        launch: The ranks of this process, from the launcher.
         before_end: Callbacks to run before the process groups end (see `process_group`).
 
     Raises:
-        ConfigError: The device lacks what a flag needs.
-        HangError: The processes did not come together.
-        RunEndedError: A process failed, and has said why.
+        ConfigError: The device does not support a flag.
+        HangError: The processes did not all connect in time.
+        RunEndedError: A process failed and has printed the reason.
     """
     launch = placed(launch, config.parallel.local_rank)
     prepare(launch, deterministic=config.training.deterministic_mode)
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        # Filling buffers that are written anyway costs time and changes nothing.
+        # Filling buffers that are overwritten anyway costs time and changes nothing.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = Device.pick(launch.local_rank)
     misfits = list(rules_parallel.device(config, device, launch.local_world_size))
     kernels = None
     if not misfits:
         device.activate()
-        kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
+        kernels = find_library(
+            device.torch_device
+        )  # may compile for a minute; no process group is waiting yet
     before_end = before_end or ExitStack()
     with process_group(config.parallel, launch, device, before_end, misfits) as layout:
         assert kernels is not None, "a process with misfits has no groups"
@@ -97,11 +99,11 @@ def processes(
 
 
 def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
-    """Check that all processes have the fused kernels, or none. Collective.
+    """Check that either all processes have the fused kernels or none does. Collective.
 
     Raises:
-        ConfigError: Only some have them. Plain and fused forms draw different dropout masks from
-            the same seed, so copies of one value would differ.
+        ConfigError: Only some processes have them. Plain and fused kernels draw different dropout
+            masks from the same seed, so copies of one value would differ.
     """
     if world.size == 1:
         return
@@ -110,7 +112,7 @@ def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
     without = all_reduce(fused, world).logical_not().nonzero().flatten().tolist()
     if 0 < len(without) < world.size:
         raise ConfigError(
-            f"{ranks_text(without)} of {world.size} cannot use the fused kernels, and the others "
-            "do: masks of dropout would differ. A line that begins with `fused kernels: off` says "
-            "what their machine lacks (docs/kernels.md, Compiling)"
+            f"{ranks_text(without)} of {world.size} cannot use the fused kernels, but the other "
+            "ranks can, so dropout masks would differ: the log line that begins with `fused "
+            "kernels: off` names what is missing (docs/kernels.md, Compiling)"
         )

@@ -1,13 +1,14 @@
-"""The end of a run on all processes together when one of them hangs, fails or is gone.
+"""A watchdog that ends the run on all processes when one of them hangs, fails or disappears.
 
-Every process has two threads beside the one that trains. One talks: each second it publishes where
-the process is, and looks whether somebody has ended the run. The other watches the time, and never
-touches the network: it ends the process even if the first one is stuck in a connection that is cut.
+Every process has two threads beside the one that trains. The first communicates: each second it
+publishes the position of the process and checks whether another process has ended the run. The
+second watches the time and never uses the network, so it ends the process even if the first is
+stuck in a broken connection.
 
-The first process to see a reason to end the run tells all others (`Verdict`). In a hang, that is
-the first process that has waited for a communication longer than it may: it collects where the
-others are, prints why the run hangs (`explain`, a pure function), and all leave with the same exit
-code, whatever their main thread waits for.
+The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
+that is the first process to exceed the time limit for a communication. It collects the positions
+of the others and prints why the run hangs (`explain`, a pure function). All processes then exit
+with the same code, whatever their main thread waits for.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from megatron.errors import HangError, say_on_stderr
 from megatron.parallel.journal import Journal
 
 BEAT = 1.0  # seconds between two signs of life
-_SILENCE = 3 * BEAT  # without one for so long, a process is taken for dead
-_LINGER = 2 * BEAT  # from a verdict until its author leaves: the others read it meanwhile
-# From an alarm until a process gives up on a verdict, for which others need 4 beats, and more on
-# busy machines. All are to leave within 10 s.
+_SILENCE = 3 * BEAT  # after this long without one, a process counts as dead
+_LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others can read it
+# From an alarm until a process stops waiting for a verdict. A verdict takes the others 4 beats, and
+# more on busy machines. All processes must exit within 10 s.
 _PATIENCE = _SILENCE + 5 * BEAT
-_GRACE = 5.0  # from another's failure until a process that does not notice by itself is ended
+_GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
 _PACKAGE = Path(__file__).parents[1]
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 
@@ -54,17 +55,18 @@ class Wait:
 
 @dataclass(frozen=True)
 class State:
-    """A process's account of itself.
+    """The state that a process publishes.
 
     Attributes:
-        beat: A count that grows as long as the process lives.
-        iteration: The update under way, from 1.
-        operation: What it is doing, in words.
-        place: The number of operations it has been in.
-        wait: The communication that it waits for.
-        device_is_behind: Whether it waits for its device, which may wait for a communication.
-        started: Communications started so far, by the ranks that take part.
-        source: Where in the source it stands.
+        beat: A counter that grows as long as the process is alive.
+        iteration: The current update, counted from 1.
+        operation: A description of the current operation.
+        place: The number of operations entered so far.
+        wait: The communication that the process waits for, if any.
+        device_is_behind: Whether the process waits for its device, which may itself wait for a
+            communication.
+        started: The number of communications started so far, by the ranks that take part.
+        source: The current position in the source code.
     """
 
     beat: int
@@ -82,7 +84,7 @@ class State:
         return self.wait is not None or self.device_is_behind
 
     def to_json(self) -> str:
-        """Return the state as JSON, with pairs for `started`: JSON keys cannot be tuples."""
+        """Return the state as JSON, with `started` as pairs because JSON keys cannot be tuples."""
         return json.dumps(asdict(self) | {"started": list(self.started.items())})
 
     @classmethod
@@ -101,9 +103,9 @@ def explain(
     """Find the ranks that kept the others waiting, and write the report to print.
 
     Args:
-        states: The last state of each rank; `None` for a rank that never spoke.
-        silent: Ranks that have stopped speaking.
-        seconds: The time that was allowed.
+        states: The last state of each rank, or `None` for a rank that never published one.
+        silent: The ranks that no longer publish their state.
+        seconds: The time limit.
 
     Returns:
         The missing ranks, and the report.
@@ -117,20 +119,20 @@ def explain(
     missing = frozenset().union(*missed.values()) - missed.keys()
     awaited = [rank for rank in missed if missed[rank] & missing] or list(missed)
     first = min(awaited, key=lambda rank: _order(states[rank]), default=None)
-    if not missing and first is not None:  # all wait: whoever went past the first that is not done
+    if not missing and first is not None:  # all wait: name the ranks already past the earliest wait
         missing = missed[first]
     missing = missing or silent
     lines = [_headline(missing, states[first] if first is not None else None, seconds)]
     lines += [f"  {line}" for line in _describe_all(states, silent)]
     lines.append(
-        "  If nothing is broken but something takes long, allow it more by "
+        "  If nothing is broken and an operation just takes long, raise "
         "--distributed-timeout-minutes."
     )
     return missing, "\n".join(lines)
 
 
 def _order(state: State | None) -> tuple[int, int]:
-    """Return how far a rank has come. Ranks of one pipeline stage count alike."""
+    """Return a rank's progress, which is comparable between ranks of one pipeline stage."""
     assert state is not None
     return state.iteration, state.place
 
@@ -138,12 +140,12 @@ def _order(state: State | None) -> tuple[int, int]:
 def _absent(
     state: State, rank: int, states: Mapping[int, State | None], silent: frozenset[int]
 ) -> frozenset[int]:
-    """Return the ranks that a waiting process waits for, as far as can be seen."""
+    """Return the ranks that a waiting process appears to wait for."""
     if state.wait is not None and state.wait.number is None:  # a message
         return frozenset(state.wait.ranks)
     if state.wait is not None:
         expected = {state.wait.ranks: state.wait.number or 0}
-    else:  # its device waits, for something that the process has started
+    else:  # its device waits for a communication that the process has started
         expected = state.started
     absent = set()
     for ranks, number in expected.items():
@@ -157,19 +159,19 @@ def _absent(
 def _headline(missing: frozenset[int], waiting: State | None, seconds: float) -> str:
     limit = f"within {seconds:g} s (--distributed-timeout-minutes {seconds / 60:g})"
     if waiting is None:
-        return f"hang: {ranks_text(missing)} did not get on {limit}"
+        return f"hang: {ranks_text(missing)} made no progress {limit}"
     where = f"iteration {waiting.iteration}, {waiting.operation}"
     what = f"the {waiting.wait.kind}" if waiting.wait else "the communication"
     if not missing:
         return (
             f"hang in {where}: every rank has joined {what}, which did not end {limit}: "
-            "look for a broken network or device"
+            "check the network and the devices"
         )
     return f"hang in {where}: {ranks_text(missing)} did not join {what} {limit}"
 
 
 def _describe_all(states: Mapping[int, State | None], silent: frozenset[int]) -> list[str]:
-    """Return a line for every set of ranks in the same state, those that do not wait first."""
+    """Return one line per set of ranks in the same state, beginning with those not waiting."""
     said = sorted(
         (state is not None and rank not in silent and state.waits, _describe(rank, state, silent))
         for rank, state in states.items()
@@ -182,10 +184,10 @@ def _describe_all(states: Mapping[int, State | None], silent: frozenset[int]) ->
 
 def _describe(rank: int, state: State | None, silent: frozenset[int]) -> str:
     if state is None:
-        return "never said anything"
+        return "never reported its state"
     where = f"iteration {state.iteration}, {state.operation}"
     if rank in silent:
-        return f"no sign of life (stopped, killed, or cut off); was last seen in {where}"
+        return f"no sign of life (stopped, killed, or cut off); last seen in {where}"
     if state.wait is not None:
         others = ranks_text([other for other in state.wait.ranks if other != rank])
         return f"waits in {where}, for {state.wait.kind} with {others}, at {state.source}"
@@ -210,8 +212,8 @@ class Verdict:
 
     Attributes:
         code: The exit code of every process.
-        rank: The author, which has printed the whole story.
-        reason: The story in one line.
+        rank: The rank that ended the run and printed the whole error.
+        reason: The reason in one line.
     """
 
     code: int
@@ -220,16 +222,17 @@ class Verdict:
 
 
 class Watchdog:
-    """A watch over one process of a run, from construction to `stop`.
+    """A watchdog for one process of a run, from construction to `stop`.
 
     Args:
-        store: A connection of its own: one that another thread waits on answers nobody else.
-        rank: This process.
+        store: A separate connection to the store, because a connection that one thread waits on
+            blocks all other threads.
+        rank: The rank of this process.
         world_size: The number of processes.
-        machine: The ranks on this machine. If a rank of another machine has told the whole story,
-            the first one prints why the run ends.
-        journal: The record of where this process is.
-        seconds: How long a process may wait for another.
+        machine: The ranks on this machine. If a rank on another machine printed the whole error,
+            the first of these ranks prints why the run ends.
+        journal: The record of this process's progress.
+        seconds: The longest time that a process may wait for another.
     """
 
     def __init__(
@@ -242,15 +245,15 @@ class Watchdog:
         journal: Journal,
         seconds: float,
     ) -> None:
-        """Start to watch."""
+        """Start the threads."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._machine, self._journal, self._seconds = machine, journal, seconds
         self._main = threading.get_ident()
         self._beat = 0
         self._alarm: float | None = None
-        self._claim: Verdict | None = None  # of this process, to be told to the others
+        self._claim: Verdict | None = None  # this process's own, not yet announced
         self._verdict: Verdict | None = None
-        self._known = threading.Event()  # there is a verdict
+        self._known = threading.Event()  # set once there is a verdict
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._threads = [
@@ -261,30 +264,30 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop watching: the run is done, or is being cleared up."""
+        """Stop watching, because the run is complete or is being shut down."""
         self._stopped.set()
         self._wake.set()
         self._threads[0].join(timeout=BEAT)
 
     def verdict_within(self, seconds: float) -> Verdict | None:
-        """Return the verdict if one is known within so many seconds."""
+        """Return the verdict, or `None` if there is none within this many seconds."""
         self._known.wait(seconds)
         return self._verdict
 
     def end_run(self, code: int, reason: str) -> Verdict:
-        """Tell the others that this process fails, unless one of them has ended the run before.
+        """Announce that this process failed, unless another has already ended the run.
 
         Returns:
-            The verdict that counts: this process's own if nobody can be reached.
+            The verdict that applies, which is this process's own if no other can be reached.
         """
         own = self._claim = Verdict(code, self._rank, reason)
         self._wake.set()
         return self.verdict_within(_SILENCE) or own
 
     def missing(self) -> frozenset[int]:
-        """Return the ranks that give no sign of life, after some seconds of listening.
+        """Return the ranks that publish no new state for some seconds.
 
-        The set is empty if nobody can be asked.
+        The set is empty if the store does not answer.
         """
         try:
             return self._survey()[1]
@@ -292,7 +295,7 @@ class Watchdog:
             return frozenset()
 
     def let_others_hear(self) -> None:
-        """Make rank 0 leave last: the store may end with it or with its launcher."""
+        """Delay the exit of rank 0, because the store may end with it or with its launcher."""
         if self._rank == 0:
             time.sleep(_LINGER)
 
@@ -310,7 +313,7 @@ class Watchdog:
                 self._wake.wait(BEAT)
                 self._wake.clear()
         except Exception:  # the store is gone, with the process that held it
-            return  # `_watch` notices what needs noticing
+            return  # `_watch` still detects hangs
 
     def _say(self) -> None:
         self._beat += 1
@@ -321,7 +324,7 @@ class Watchdog:
             self._explain_hang()
 
     def _judge(self, verdict: Verdict) -> bool:
-        """Make this the verdict unless there is one already, and return whether it counts."""
+        """Publish this verdict unless there is one already, and return whether it was published."""
         if self._store.add("verdicts", 1) > 1:
             return False
         self._store.set("verdict", json.dumps(asdict(verdict)))
@@ -340,14 +343,14 @@ class Watchdog:
         self._leave(verdict.code)
 
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
-        """Return the state of every rank, and the ranks that have stopped speaking."""
+        """Return the state of every rank, and the ranks that no longer publish theirs."""
         before = self._states()
         time.sleep(_SILENCE)
         states = self._states() | {self._rank: self._state()}
         silent = frozenset(
             rank
             for rank, state in states.items()
-            if rank != self._rank and state == before[rank]  # the beat would differ
+            if rank != self._rank and state == before[rank]  # a live rank's beat changes
         )
         return states, silent
 
@@ -398,30 +401,30 @@ class Watchdog:
         report = explain({self._rank: self._state()}, frozenset(), self._seconds)[1].splitlines()
         self._leave(
             HangError.exit_code,
-            f"[rank {self._rank}] error: {report[0]}; the others cannot be asked, since the "
-            "launcher's store does not answer: the network to the machine of rank 0 is cut, or the "
-            f"run there has ended\n{report[1]}",
+            f"[rank {self._rank}] error: {report[0]}; the state of the other ranks is unknown, "
+            "since the launcher's store does not answer: the network to the machine of rank 0 is "
+            f"down, or the run there has ended\n{report[1]}",
         )
 
     def farewell(self, verdict: Verdict) -> str | None:
-        """Return why this process leaves, or `None` if its machine's log says so already."""
+        """Return why this process exits, or `None` if its machine's log says so already."""
         if verdict.rank in self._machine or self._rank != self._machine.start:
             return None
-        return f"[rank {self._rank}] leaves: rank {verdict.rank} ended the run: {verdict.reason}"
+        return f"[rank {self._rank}] exits: rank {verdict.rank} ended the run: {verdict.reason}"
 
     def _leave(self, code: int, text: str | None = None) -> None:
-        """End the process, whatever its main thread waits for."""
+        """End the process, regardless of what its main thread waits for."""
         try:
             if text is not None:
                 sys.stderr.write(text + "\n")
             sys.stderr.flush()
             sys.stdout.flush()
-        finally:  # also where the disk of the log is full
+        finally:  # even if the disk of the log is full
             os._exit(code)
 
 
 def source_of(frame: FrameType | None) -> str:
-    """Return where a thread stands: our innermost line that is not communication itself."""
+    """Return a thread's position: the innermost line of ours that is not communication code."""
     stack = traceback.extract_stack(frame) if frame is not None else []
     ours = [entry for entry in stack if Path(entry.filename).is_relative_to(_PACKAGE)]
     ours = [entry for entry in ours if Path(entry.filename).name not in _PLUMBING] or stack

@@ -41,7 +41,7 @@ def test_a_silent_rank_is_named_and_those_that_wait_for_its_victims_are_not():
     assert missing == {3}
     assert "hang in iteration 2, forward of micro-batch 0: rank 3 did not join the rec" in report
     assert "rank 3: no sign of life" in report
-    assert "rank 2: never said anything" in report
+    assert "rank 2: never reported its state" in report
 
 
 def test_where_all_wait_whoever_went_past_a_communication_is_named():

@@ -52,7 +52,9 @@ def test_a_run_reads_the_flag(monkeypatch):
 
 def test_processes_that_do_not_know_where_to_meet(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 4, and without MASTER_PORT no process"):
+    with pytest.raises(
+        ConfigError, match="WORLD_SIZE is 4, but MASTER_PORT must also be set for the processes"
+    ):
         check_meeting_place(4)
     monkeypatch.setenv("MASTER_PORT", "29500")
     check_meeting_place(4)
@@ -105,6 +107,6 @@ def test_a_rank_that_there_is_not(monkeypatch, rank, size):
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(
-        ConfigError, match=f"^RANK is {rank}, and WORLD_SIZE {size or 1} .*torchrun"
+        ConfigError, match=f"^RANK is {rank}, but WORLD_SIZE is {size or 1} .*torchrun"
     ):
         read_launch()

@@ -96,7 +96,7 @@ sys.exit(pretrain_gpt.main(pretrain_gpt.GPTRecipe()))
 @pytest.mark.parametrize(
     ("gpus", "message"),
     [
-        ((0,), r"error: rank 1 of 2 \(on .+\) found no GPU, and the others did: "),
+        ((0,), r"error: rank 1 of 2 \(on .+\) found no GPU, but the other ranks did: "),
         ((), "error: --use-flash-attn needs a GPU, and this run is on cpu: drop it\n"),
     ],
 )

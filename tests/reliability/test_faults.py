@@ -51,7 +51,7 @@ def test_a_hang_is_explained_and_ends(
         ("lose", 1, "[rank 1] error: a process that loads data (pid "),
         ("mistake", 6, "[rank 1] error: --data-path corpus: sample 17 is damaged"),
         ("bug", 1, "[rank 1] error: this is a bug"),
-        ("kill", 1, "rank 1 went away without a word, in iteration 2"),
+        ("kill", 1, "rank 1 ended without reporting an error, in iteration 2"),
     ],
 )
 def test_an_error_is_told_once(kind: str, code: int, said: str, tmp_path: Path) -> None:

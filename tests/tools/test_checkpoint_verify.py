@@ -84,7 +84,8 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
         written = words[-1] / name
         (aside,) = written.parent.glob(f"{written.name}*")
         shown = capsys.readouterr().err
-        assert f"WARNING: {written} was not verified: what was to become it is {aside}: " in shown
+        warning = f"WARNING: {written} was not verified: the unverified output is in {aside}: "
+        assert warning in shown
         assert error is not None or "error: --verify: logits differ by at most" in shown
         assert aside.name.startswith(f"{written.name}.unverified-")
         return aside

@@ -135,7 +135,7 @@ def test_a_rank_that_dies_ends_the_others(
         assert process.wait(timeout=60) == 1
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
-    assert "rank 1 went away without a word, in text generation" in _log(tmp_path)
+    assert "rank 1 ended without reporting an error, in text generation" in _log(tmp_path)
 
 
 def test_without_its_web_server_the_rest_ends(
