@@ -142,9 +142,9 @@ class AmaxHistory:
     def update(self, iteration: int) -> None:
         """Make the amaxes just found the newest entry of the history. Collective.
 
-        Values that are not finite leave no trace. If one gradient is not finite, none of them is
-        reliable: a loss scale that is too high, and will be lowered, has made them large. A tensor
-        that was zero keeps its scale.
+        Values that are not finite leave no trace. If one gradient is not finite, no gradient
+        leaves one: a loss scale that is too high, and will be lowered, has made them large. A
+        tensor that was zero keeps its scale.
 
         Args:
             iteration: The number of updates of the run so far, including this one.

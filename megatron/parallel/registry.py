@@ -1,8 +1,8 @@
-"""What layers announce while a model is built, so that they can be served once it is complete.
+"""The registry in which layers announce their needs, to be met once the model is complete.
 
 A layer is built before gradient buffers and scale histories exist. It reserves a gradient slot for
-each use of a weight, and announces what multiplies by the weight. Nothing is assigned into the
-layer later: it asks what it has reserved.
+each use of a weight, and announces the products that use the weight. Nothing is assigned into the
+layer later: it reads the slot that it reserved.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.parallel.products import Products
 
 
 class ReservedSlot:
-    """A place for the gradient of one use of a weight.
+    """A reservation for the gradient of one use of a weight.
 
     Attributes:
-        slot: where the gradient goes; `None` leaves it to autograd.
+        slot: The destination of the gradient; `None` leaves it to autograd.
     """
 
     __slots__ = ("slot",)
@@ -34,7 +34,7 @@ class ReservedSlot:
 
 
 class LayerRegistry:
-    """What the layers of this process's parts of a model have announced."""
+    """The announcements of all layers in this process's parts of a model."""
 
     def __init__(self) -> None:
         """Begin without layers."""
@@ -47,8 +47,8 @@ class LayerRegistry:
         """Return a slot that `bind_slots` fills.
 
         Args:
-            weight: whose gradient it is for.
-            uses: how often a backward adds to the gradient through this slot. The gradient is
+            weight: The weight whose gradient goes to the slot.
+            uses: How often a backward adds to the gradient through this slot. The gradient is
                 complete when all uses of all slots have added to it.
         """
         reserved = ReservedSlot()
@@ -56,7 +56,7 @@ class LayerRegistry:
         return reserved
 
     def add_products(self, weight: nn.Parameter, products: Products) -> None:
-        """Note what multiplies by a weight whose gradient can be put off."""
+        """Note the products that use a weight whose gradient can be put off."""
         self._products.append(products)
         self._deferrable.append(weight)
         products.enroll(weight, self._fp8)
@@ -70,19 +70,19 @@ class LayerRegistry:
     def forget_weights(self) -> None:
         """Drop copies of weights in other number formats.
 
-        Call it when weights have changed, and when a device begins or ends to record a pass:
-        nothing may come from outside of it, or go there.
+        Call it when weights have changed, and when a device begins or stops recording a pass: a
+        recording must not read from memory outside it, or leave results there.
         """
         for products in self._products:
             products.forget()
 
     @property
     def deferrable_weights(self) -> list[nn.Parameter]:
-        """Weights whose gradients wait if their layers have a queue."""
+        """The weights whose gradients are put off if their layers have a queue."""
         return self._deferrable
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
-        """Return the weights that only 8-bit products read, each with one scale, and by which."""
+        """Return the weights read only by 8-bit products of one scale, and these products."""
         return {
             weight: products
             for weight, products in self._fp8.items()
@@ -99,10 +99,10 @@ class LayerRegistry:
         """Let the 8-bit layers scale by earlier updates.
 
         Args:
-            named_parameters: of the model here; their names are global.
-            scaling: how scales follow from the history.
-            layout: of the layers.
-            device: where they run.
+            named_parameters: The parameters of the model in this process; their names are global.
+            scaling: How scales follow from the history.
+            layout: The grid on which the layers run.
+            device: The device on which they run.
 
         Returns:
             The history that the layers share, empty if there are no such layers.
@@ -114,7 +114,7 @@ class LayerRegistry:
         }
         if not layers:
             return AmaxHistory.empty()
-        largest = next(iter(layers.values())).largest  # they are all of one form
+        largest = next(iter(layers.values())).largest  # all have the same form
         history = AmaxHistory(list(layers), largest, scaling, layout, device)
         for name, products in layers.items():
             products.scale_by(history.slots(name))

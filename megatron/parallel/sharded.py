@@ -1,13 +1,13 @@
-"""Every tensor of a model in shards (ZeRO stage 3), on PyTorch's `fully_shard`.
+"""All tensors of a model in shards (ZeRO stage 3), based on PyTorch's `fully_shard`.
 
-A layer's weights are whole from just before its forward or backward to the end of it: gathered
+A layer's weights are whole only during its forward or backward: they are gathered just before it
 from the processes that hold the same part of the model, in the format that forward computes in.
-What stands outside of the layers (embeddings, final normalization, output) is gathered at once and
-stays from the start of forward to the end of backward, so that tied embeddings meet whole.
+Weights outside the layers (embeddings, final normalization, output) are gathered at once and stay
+from the start of forward to the end of backward, so that tied embeddings are whole for both uses.
 
-What a process keeps is a shard of every parameter in fp32, which with 16-bit weights serves as
-their master, and of its gradient in fp32. Each backward reduces gradients at once and adds them to
-the shard: for d processes 4/d + 4/d bytes a parameter, and the optimizer's states.
+A process keeps a shard of every parameter in fp32, which with 16-bit weights serves as their
+master, and of its gradient in fp32. Each backward reduces gradients at once and adds them to the
+shard: for d processes this takes 4/d + 4/d bytes per parameter, plus the optimizer's states.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -39,18 +39,19 @@ from megatron.parallel.parameter import spec_of
 
 
 class ShardedModel:
-    """Shards the parts of a model in place, and is their gradients and weights (`Gradients`).
+    """A model whose parts are sharded in place, with their gradients and weights (`Gradients`).
 
     The modules' parameters become sharded tensors under the same names, allocated on `device` and
-    not filled. Each knows its `spec` still and has its gradient's shard as `main_grad`, 1-D.
+    not filled. Each keeps its `spec` and has its gradient's shard as `main_grad`, 1-D.
 
     Args:
-        parts: built with fp32 parameters, without memory ("meta"), or not to be missed.
-        layout: its replica axis, of several processes, shares the model; partial gradients are
-            added over its tensor axis.
-        device: of the shards.
-        compute_dtype: what forward computes in.
-        reduce_dtype: what gradients travel in.
+        parts: The parts, built with fp32 parameters without memory ("meta") or whose values may be
+            lost.
+        layout: The grid; its replica axis, of several processes, shares the model, and partial
+            gradients are added over its tensor axis.
+        device: The device of the shards.
+        compute_dtype: The data type that forward computes in.
+        reduce_dtype: The data type in which gradients travel.
     """
 
     is_sharded = True
@@ -89,7 +90,7 @@ class ShardedModel:
             self._gradients.append((parameter, self._attach(parameter, slot)))
 
     def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
-        """Return the parameter's gradient as autograd wants it, in our storage."""
+        """Return the parameter's gradient in the form that autograd expects, in our storage."""
         flat = self._storage[slot.start : slot.end]
         parameter.main_grad = flat  # type: ignore[attr-defined]
         assert isinstance(parameter, DTensor)
@@ -103,7 +104,7 @@ class ShardedModel:
         )
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Return which elements of the flattened parameter this process holds; may be none."""
+        """Return the elements of the flattened parameter that this process holds; may be empty."""
         rows, size = parameter.shape[0], self.axis.size
         first = min(self.axis.rank * -(-rows // size), rows)
         start = first * (parameter.numel() // rows)
@@ -119,11 +120,11 @@ class ShardedModel:
         return self._storage[slot.start : slot.end]
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return what forward computes in."""
+        """Return the data type that forward computes in."""
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D tensors that hold what is owned of all selected gradients."""
+        """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""
         runs = []
         for is_selected, members in groupby(self._parameters, key=select):
             slots = [self._slots[id(parameter)] for parameter in members]
@@ -136,22 +137,22 @@ class ShardedModel:
         overlap_in: Sequence[nn.Module] | None,
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
     ) -> ShardedModel:
-        """Return itself: it gathers what forward needs."""
+        """Return this object, which gathers the weights that forward needs."""
         assert not in_8_bits, "a rule refuses fp8"
         return self
 
     def gather(self) -> None:
-        """Do nothing: the next forward gathers what it needs when it needs it."""
+        """Do nothing: the next forward gathers weights when it needs them."""
 
     def settle(self) -> None:
-        """Give back what is whole, as `wait` does."""
+        """Free gathered weights, as `wait` does."""
         self.wait()
 
     def forget(self) -> None:
-        """Do nothing: nothing is kept beside the shards."""
+        """Do nothing: only the shards are kept."""
 
     def wait(self) -> None:
-        """Give back what forward alone, without a backward, has left whole."""
+        """Free weights that a forward without a backward has left whole."""
         for root in self._roots:
             root.reshard()
 
@@ -181,7 +182,7 @@ class ShardedModel:
 def _shard(
     part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
 ) -> FSDPModule:
-    """Shard a part layer by layer, then what is left; allocate the shards alone."""
+    """Shard a part layer by layer, then the rest of it; allocate only the shards."""
     # Of torch 2.13: a layer's output must not be changed in place, which no part does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     _merge_leading_dimensions(part)
@@ -200,7 +201,7 @@ class _Gather:
     """`fully_shard`'s all-gather as PyTorch does it, under its name in the journal.
 
     Args:
-        axis: who shares.
+        axis: The processes that share the model.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -221,7 +222,7 @@ class _Gather:
 
 
 class _Scatter(_Gather):
-    """The same for its reduce-scatter."""
+    """`fully_shard`'s reduce-scatter as PyTorch does it, under its name in the journal."""
 
     def __call__(  # type: ignore[override] # PyTorch passes `op`
         self,
@@ -238,7 +239,7 @@ class _Scatter(_Gather):
 
 
 def _name_collectives(part: nn.Module, axis: Axis) -> None:
-    """Let the watchdog see what `fully_shard` waits for, and who has not come to it."""
+    """Let the watchdog see `fully_shard`'s pending collective and its missing ranks."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type] # a protocol
@@ -248,7 +249,7 @@ def _name_collectives(part: nn.Module, axis: Axis) -> None:
 def _merge_leading_dimensions(part: nn.Module) -> None:
     """Make every parameter a matrix or a vector.
 
-    Shards are runs of rows: of a weight [2, f, h] (gate and up) two processes at most would hold
+    Shards are runs of rows: of a weight [2, f, h] (gate and up), at most two processes would hold
     something.
     """
     for module in part.modules():
@@ -260,7 +261,7 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 
 
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
-    """Return the modules that stand in a list or dict of the part: its layers."""
+    """Return the modules in a list or dict of the part: its layers."""
     for child in part.modules():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()

@@ -1,9 +1,9 @@
-"""Parameters that several parts of a model hold: copies, kept equal.
+"""Parameters that several parts of a model hold, as copies that are kept equal.
 
-Under a pipeline the first stage looks words up, and the last one scores them; every stage with
-layers of a T5's encoder, or decoder, reads that one's relative positions. All copies start with the
-same values (their name is the same); adding their gradients before the update keeps them the same.
-Parts in one process share one parameter.
+In a pipeline the first stage looks word embeddings up, and the last one scores with them; every
+stage with layers of a T5's encoder, or decoder, reads the relative positions of the encoder, or
+decoder. All copies start with the same values (their name is the same), and adding their gradients
+before the update keeps them equal. Parts in one process share one parameter.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WORDS = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Tie:
-    """One such parameter, which other stages have too.
+    """A tied parameter, of which other stages hold copies too.
 
     Attributes:
-        axis: the stages that add up, among them all that hold a copy.
-        copy: this process's; `None` if it has none, and adds nothing.
-        nothing: what it adds then, like a copy's gradient.
+        axis: The stages that add up their gradients, including all that hold a copy.
+        copy: This process's copy; `None` if it has none, and adds zeros.
+        nothing: The zeros that it then adds, shaped like a copy's gradient.
     """
 
     axis: Axis
@@ -41,7 +41,7 @@ class Tie:
         else:
             assert self.nothing is not None
             gradient = self.nothing.zero_()
-        if gradient.numel():  # of a shard there may be none, then nowhere
+        if gradient.numel():  # a shard may be empty, and is then empty on every rank
             all_reduce(gradient, self.axis)
 
 
@@ -49,9 +49,9 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
     """Return the names of parameters that other stages may hold too.
 
     Args:
-        layout: this process among the others.
-        words: the output layer uses the word embeddings.
-        tables: names of parameters that any stages may hold.
+        layout: The grid of processes as this process sees it.
+        words: Whether the output layer uses the word embeddings.
+        tables: The names of parameters that any stages may hold.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
     return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
@@ -63,9 +63,9 @@ def tie_words(
     """Return the word embeddings as a tie, if another stage holds them too.
 
     Args:
-        named_parameters: held by this process.
-        layout: this process among the others.
-        is_tied: the output layer uses the word embeddings.
+        named_parameters: The parameters held by this process.
+        layout: The grid of processes as this process sees it.
+        is_tied: Whether the output layer uses the word embeddings.
     """
     if layout.embedding.size == 1 or not is_tied:
         return []
@@ -80,16 +80,17 @@ def tie_tables(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Return the parameters of which any stages of a pipeline hold copies.
+    """Return the parameters of which several stages of a pipeline may hold copies.
 
     Collective over the pipeline.
 
     Args:
-        named_parameters: held by this process, with their `main_grad`, which may be of a shard.
-        names: of the parameters.
-        layout: this process among the others.
-        device: of the gradients.
-        gradient_dtype: type of the gradients.
+        named_parameters: The parameters held by this process, with their `main_grad`, which may
+            belong to a shard.
+        names: The names of the parameters.
+        layout: The grid of processes as this process sees it.
+        device: The device of the gradients.
+        gradient_dtype: The data type of the gradients.
     """
     if layout.pipeline.size == 1 or not names:
         return []
@@ -111,22 +112,22 @@ class SharedTable(nn.Module):
     def __init__(self) -> None:
         """Begin with parameters of its own."""
         super().__init__()
-        self._original: tuple[SharedTable, ...] = ()  # in a tuple: no child of this module
+        self._original: tuple[SharedTable, ...] = ()  # in a tuple, so that it is no child module
 
     @property
     def original(self) -> SharedTable | None:
-        """The module of another part of the model, in this process, that has the parameters."""
+        """The module of another model part in this process that owns the parameters, if any."""
         return self._original[0] if self._original else None
 
     def use(self, original: SharedTable) -> None:
-        """Give up the parameters, and use that module's."""
+        """Give up this module's parameters, and use those of `original`."""
         for name, _ in list(self.named_parameters()):
             delattr(self, name)
         self._original = (original,)
 
 
 def unite_copies(parts: Iterable[nn.Module]) -> None:
-    """Let the parts of a model in one process share their tables, so that each is there once."""
+    """Let the parts of a model in one process share their tables, so that each exists once."""
     found: dict[str, SharedTable] = {}
     for part in parts:
         for name, module in part.named_modules():
@@ -137,7 +138,7 @@ def unite_copies(parts: Iterable[nn.Module]) -> None:
 
 
 def borrowed_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of other parts' tables that a part uses."""
+    """Yield the parameters that a part uses from other parts' tables."""
     for module in part.modules():
         if isinstance(module, SharedTable) and module.original is not None:
             yield from module.original.parameters()

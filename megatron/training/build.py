@@ -1,4 +1,4 @@
-"""A run is built from its configuration, in the order in which its parts need each other."""
+"""Construction of a run from its configuration, in the order of its parts' dependencies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def build_run(
 ) -> Run:
     """Build everything a run needs, load its checkpoint and open its data at the right position.
 
-    Collective. Raises UserError subclasses for whatever the user can fix.
+    Collective. Raises UserError subclasses for everything that the user can fix.
     """
     exit_request = ExitRequest(
         handle_signals=config.training.exit_signal_handler,
@@ -124,17 +124,18 @@ def build_run(
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """The parts of a model that a process holds, with all that trains them.
+    """A process's parts of a model, with everything that trains them.
 
     Attributes:
-        parts: the modules.
-        layers: what their layers have announced.
-        ties: parameters that other pipeline stages hold too.
-        amax_history: what fp8 layers scale by; empty if they scale by what they hold.
-        weight_gradients: where a zero-bubble schedule keeps weight gradients for later.
-        gradients: the parts' gradients.
-        forward: how a micro-batch goes through a part in training.
-        optimizer: turns gradients into new weights.
+        parts: The modules.
+        layers: The registry of their layers.
+        ties: The parameters that other pipeline stages hold too.
+        amax_history: The history that fp8 layers scale by; empty if they use current amaxes.
+        weight_gradients: The queue in which a zero-bubble schedule keeps weight gradients for
+            later.
+        gradients: The parts' gradients.
+        forward: How a micro-batch goes through a part in training.
+        optimizer: The optimizer that turns gradients into new weights.
     """
 
     parts: list[nn.Module]
@@ -157,28 +158,28 @@ def parallelize(
     *,
     is_loaded: bool,
 ) -> ParallelModel:
-    """Build this process's parts of the model and apply all that makes them train in parallel.
+    """Build this process's parts of the model and prepare them to train in parallel.
 
     Collective. The order matters: each step needs those before it.
 
     Args:
-        config: of the run.
-        recipe: what to train.
-        tokenizer: of the run.
-        vocabulary: padded entries of the vocabulary.
-        layout: this process among the others.
-        device: where it computes.
-        is_loaded: a checkpoint will replace the first weights.
+        config: The run's configuration.
+        recipe: The training recipe.
+        tokenizer: The run's tokenizer.
+        vocabulary: The padded vocabulary size.
+        layout: The grid of processes as this process sees it.
+        device: The device on which this process computes.
+        is_loaded: Whether a checkpoint will replace the initial weights.
     """
     parallel, pipeline = config.parallel, layout.pipeline
     plan = model_plan(config.model, vocabulary, recipe.head)
     held = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
 
-    # 1. Tensor-parallel exchange: what overlaps communication with the products of split layers.
+    # 1. Tensor-parallel exchange, which overlaps communication with the products of split layers.
     exchange = new_exchange(config, layout, device, recipe.head.sequences)
 
-    # 2. The parts, whose layers are split as their constructors say and recompute as the plan
-    #    says. They ask their context for what they need, now or later.
+    # 2. The parts, whose layers are split as their constructors specify and recompute as the plan
+    #    specifies. They ask their context for everything they need, now or later.
     layers, queue = LayerRegistry(), WeightGradientQueue()
     is_halved = schedule_kind(parallel, len(held)) == "zero-bubble"
     context = run_context(
@@ -209,7 +210,7 @@ def parallelize(
     else:
         gradients = new_gradient_buffer(config, plan, parts, layers, layout)
 
-    # 6. Ties across stages: copies' gradients are added up. Then the first weights.
+    # 6. Ties across stages: copies' gradients are added up. Then the initial weights.
     ties = tie_copies(config, plan, parts, gradients, layout, device)
     _initialize(named_parameters_of(parts), gradients, config, is_loaded=is_loaded)
 
@@ -228,7 +229,7 @@ def parallelize(
     elif uses_torch_ddp(config, layout):
         forward = TorchDataParallel(parts[0], recipe.forward, layout.replica)
 
-    # 8. Sharded updates: who gathers which weights. Then the optimizer, whose masters copy them.
+    # 8. Sharded updates: each process's gathered weights. Then the optimizer, which copies them.
     weights = gradients.share_weights(
         parts if parallel.overlap_param_gather else None, gathered_in_8_bits(config, layers)
     )
@@ -272,11 +273,11 @@ def _connect(
     """Connect to the neighboring pipeline stages. Collective. `None` without a pipeline.
 
     Args:
-        config: of the run.
-        layout: this process among the others.
-        device: where it computes.
-        chunks: parts of the model on each stage.
-        texts: sequences of a sample.
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        device: The device on which this process computes.
+        chunks: The number of model parts on each stage.
+        texts: The number of sequences in a sample.
     """
     if layout.pipeline.size == 1:
         return None

@@ -1,6 +1,6 @@
-"""Micro-batches through this process's parts of the model, in the order of a pipeline schedule.
+"""Passes of micro-batches through this process's model parts, ordered by a pipeline schedule.
 
-A model that is not cut is a pipeline of one stage: the same schedule, the same executor.
+A model that is not split is a pipeline of one stage, with the same schedule and executor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _forward_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batche
 
 
 def training_schedule(run: Run, micro_batches: int) -> Schedule:
-    """Return what every stage does in an update of this many micro-batches."""
+    """Return the operations of every stage in an update of this many micro-batches."""
     return _schedule(*_shape(run), micro_batches)
 
 
@@ -59,20 +59,23 @@ class Passes:
     """The passes of one update or one evaluation batch.
 
     Args:
-        run: the model's parts and how to run them.
-        batches: this rank's micro-batches; `count` of them are taken.
-        count: micro-batches.
-        first_sample: place in the sample order of the first; None: no dropout to seed.
-        scale: of the summed losses before backward.
-        forward: what to do in the place of the recipe's forward: to learn other things than losses,
-            or the same by recorded kernels.
+        run: The model's parts and their settings.
+        batches: This rank's micro-batches, of which `count` are taken.
+        count: The number of micro-batches.
+        first_sample: The index of the first sample in the sample order; None means that there is no
+            dropout to seed.
+        scale: The factor applied to the summed losses before backward.
+        forward: A replacement for the recipe's forward, which computes something other than losses,
+            or the losses by recorded kernels.
 
     Attributes:
-        losses: by log name, one value a micro-batch; empty where the model does not end here.
-        sample_ids: one list a micro-batch.
-        counted: with --calculate-per-token-loss the labels that count in each micro-batch, scalars
-            fp64 on the device, wherever the model ends; else empty.
-        labels: of a micro-batch, whether they count or not; 0 until they are counted.
+        losses: The losses by log name, one value per micro-batch; empty if the model does not end
+            here.
+        sample_ids: The sample ids, one list per micro-batch.
+        counted: With --calculate-per-token-loss, the number of labels that count in each
+            micro-batch, as fp64 scalars on the device, wherever the model ends; otherwise empty.
+        labels: The number of labels of a micro-batch, whether they count or not; 0 until it is
+            known.
     """
 
     def __init__(
@@ -100,13 +103,13 @@ class Passes:
         self._begun: Tensor | None = None
 
     def begin(self) -> None:
-        """Start the first forward ahead of `forward_backward`. The model must be whole here."""
+        """Start the first forward before `forward_backward`. The whole model must be here."""
         self._run.layout.journal.enter("first forward pass, ahead of time")
         with torch.enable_grad():
             self._begun = self._step(0, 0, None)
 
     def forward_backward(self) -> None:
-        """Run them all; gradients add up in the parameters. Collective over the pipeline."""
+        """Run all passes; gradients add up in the parameters. Collective over the pipeline."""
         schedule = training_schedule(self._run, self._count)
         operations = schedule[self._run.layout.pipeline.rank]
         last = set(completing_operations(operations).values())
@@ -134,7 +137,7 @@ class Passes:
             clock.stop()
 
     def forward(self) -> None:
-        """Compute the losses alone. Collective over the pipeline."""
+        """Compute only the losses. Collective over the pipeline."""
         schedule = _forward_schedule(*_shape(self._run), self._count)
         self._carry_out(schedule[self._run.layout.pipeline.rank], self._run.layout.journal.enter)
 
@@ -171,14 +174,14 @@ class Passes:
 
     @property
     def weights(self) -> Tensor | None:
-        """Share of each micro-batch's labels that counts, [micro-batches] fp32.
+        """The share of each micro-batch's labels that counts, [micro-batches] fp32.
 
-        Its loss was multiplied by it; `None` if all losses weigh the same.
+        Each loss was multiplied by its share; `None` if all losses have the same weight.
         """
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 
     def _seed(self, chunk: int, micro_batch: int) -> None:
-        """Seed dropout by the sample, the part and its tokens, not by the order of the passes."""
+        """Seed dropout by sample, model part and tokens, not by the order of the passes."""
         if self._first_sample is None:
             return
         run = self._run
@@ -190,7 +193,7 @@ class Passes:
         run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
-        """Return the micro-batch on the device, kept until the last part here has seen it."""
+        """Return the micro-batch on the device, kept until the last part here has used it."""
         while len(self.sample_ids) <= micro_batch:
             loading = f"loading of micro-batch {len(self.sample_ids)}"
             with (

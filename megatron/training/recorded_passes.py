@@ -1,12 +1,13 @@
-"""A micro-batch's forward and backward, recorded once and run again.
+"""Recordings of a micro-batch's forward and backward, which are run again for later ones.
 
-A GPU then gets all kernels of each in one call (a CUDA graph). In small models the host needs
-longer to start a kernel than the kernel takes.
+A GPU then receives all kernels of each pass in one call (a CUDA graph). In small models the host
+needs longer to start a kernel than the kernel takes to run.
 
-What is recorded are the passes of the whole model, from a micro-batch in fixed memory to its
-losses, and from gradients of the losses to those of the weights. What surrounds them happens as it
-does without: the seed (a recording reads it anew), the losses' sum and scale, gradients shared with
-other processes, the update. So everything has the same bits as without.
+The recordings cover the passes of the whole model, from a micro-batch in fixed memory to its
+losses, and from gradients of the losses to those of the weights. Everything around them happens as
+it does without recordings: the seed (a recording reads it anew), the losses' sum and scale,
+gradients shared with other processes, the update. So every result has the same bits as without
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
 from megatron.training.recipe import Batch
 
-MOST_RECORDINGS = 8  # batches of ever other shapes are not worth the memory
+MOST_RECORDINGS = 8  # batches whose shapes keep changing are not worth the memory
 
 Losses = Mapping[str, Tensor]
 PartForward = Callable[..., Tensor | Losses]
@@ -31,7 +32,7 @@ PartForward = Callable[..., Tensor | Losses]
 
 
 class TrainingForward(Protocol):
-    """How a micro-batch goes through a part of the model in training."""
+    """The way in which a micro-batch goes through a part of the model in training."""
 
     may_run_ahead: bool
     """Whether a pass may begin before the update before it is known to have ended."""
@@ -40,15 +41,15 @@ class TrainingForward(Protocol):
         """Prepare for an update's first micro-batch."""
 
     def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Tensor | Losses:
-        """Return what `Recipe.forward` returns; `is_last` of an update's micro-batches."""
+        """Return the result of `Recipe.forward`; `is_last` marks an update's last micro-batch."""
         ...
 
     def release(self) -> None:
-        """Free what only training needs, after the last update."""
+        """Free memory that only training needs, after the last update."""
 
 
 class DirectForward:
-    """The recipe's forward, as it is."""
+    """The recipe's forward without changes."""
 
     may_run_ahead = True
 
@@ -72,15 +73,15 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Recording:
-    """Memory that its kernels read and write, and what runs them.
+    """A recording: the memory that its kernels read and write, and functions that run them.
 
     Attributes:
-        inputs: the micro-batch.
-        losses: scalars, by log name.
-        gradients: of the losses, in their order.
-        forward: from inputs to losses. Keeps what backward reads.
-        backward: from `gradients` to those of the weights.
-        note_written: tells the gradients' buffer that backward has run.
+        inputs: The micro-batch.
+        losses: The losses, scalars by log name.
+        gradients: The gradients of the losses, in their order.
+        forward: Runs from inputs to losses. Keeps the tensors that backward reads.
+        backward: Runs from `gradients` to those of the weights.
+        note_written: Tells the gradients' buffer that backward has run.
     """
 
     inputs: dict[str, Tensor]
@@ -94,19 +95,19 @@ class _Recording:
 class RecordedPasses:
     """Recordings of a model's passes, made when they are first needed.
 
-    There is one for each shape of a micro-batch, and for what its backward does with the gradients
-    that are there: the first of an update writes over them, the others add. Updates that warm up,
-    and the first micro-batch of each kind, run as they would without: libraries then choose their
-    kernels, and allocate.
+    There is one for each shape of a micro-batch, and for each way in which its backward treats
+    existing gradients: the first of an update overwrites them, the others add. Warm-up updates, and
+    the first micro-batch of each kind, run without recordings, so that libraries choose their
+    kernels and allocate memory then.
 
     Args:
-        forward: of the whole model: to losses, by log name.
-        gradients: what backward writes to.
-        recorder: of the device.
-        journal: where `forward` and its backward note their communication.
-        forget: drops what passes leave for later ones, such as weights in other number formats.
-            Each recording makes its own, as it knows of no update.
-        warm_up: updates.
+        forward: The forward of the whole model, which returns losses by log name.
+        gradients: The buffer to which backward writes.
+        recorder: The device's recorder.
+        journal: The record in which `forward` and its backward note their communication.
+        forget: Drops everything that passes leave for later ones, such as weights in other number
+            formats. Each recording makes its own, because it is not tied to an update.
+        warm_up: The number of warm-up updates.
     """
 
     may_run_ahead = True
@@ -130,10 +131,10 @@ class RecordedPasses:
         self._warm_up = warm_up
         self._met: set[_Key] = set()
         self._recordings: dict[_Key, _Recording] = {}
-        self._anchor = torch.empty(0, requires_grad=True)  # so that backward comes to `_Replay`
+        self._anchor = torch.empty(0, requires_grad=True)  # so that backward reaches `_Replay`
 
     def begin_update(self) -> None:
-        """Count the updates that warm up."""
+        """Count warm-up updates."""
         self._warm_up -= 1
 
     def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Losses:
@@ -158,7 +159,7 @@ class RecordedPasses:
         return dict(zip(recording.losses, losses, strict=True))
 
     def release(self) -> None:
-        """Free the recordings, after the last update: see `Recorder.release`."""
+        """Free the recordings after the last update; see `Recorder.release`."""
         self._recordings.clear()
         self._recorder.release()
 
@@ -175,7 +176,7 @@ class RecordedPasses:
             error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
             raise
         finally:
-            self._forget()  # its memory is the recording's
+            self._forget()  # its memory belongs to the recording
 
     def _record_both(
         self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]
@@ -192,7 +193,7 @@ class RecordedPasses:
 
 
 class _Replay(torch.autograd.Function):
-    """Copies of the losses, which the next micro-batch overwrites."""
+    """Copies of the losses, because the next micro-batch overwrites the originals."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> tuple[Tensor, ...]:

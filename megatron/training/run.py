@@ -1,4 +1,4 @@
-"""`Run`: the parts of one training run, and `Progress`: how far it has come."""
+"""`Run`, the parts of one training run, and `Progress`, its counters."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ class Progress:
     """Counters that a checkpoint carries.
 
     Attributes:
-        iteration: updates tried so far, and iterations left out.
-        consumed_samples: training samples read so far: the position in the sample order.
-        skipped_samples: those of iterations that --iterations-to-skip left out.
-        scheduled_samples: those of successful updates: the position in the schedules.
-        dropout_seed: with the place in the sample order, what dropout masks are drawn from.
+        iteration: The number of updates tried so far, including skipped iterations.
+        consumed_samples: The number of training samples read so far: the position in the sample
+            order.
+        skipped_samples: The number of samples in iterations skipped by --iterations-to-skip.
+        scheduled_samples: The number of samples in successful updates: the position in the
+            schedules.
+        dropout_seed: The seed that, with the position in the sample order, determines dropout
+            masks.
     """
 
     iteration: int = 0
@@ -49,7 +52,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything a step, a callback or a checkpoint needs, built once by `build.build_run`."""
+    """The parts that a step, a callback or a checkpoint needs, built once by `build.build_run`."""
 
     config: RunConfig
     recipe: Recipe
@@ -90,7 +93,7 @@ class Run:
             yield from part.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of all parts of the model here."""
+        """Yield the parameters of all model parts on this process."""
         for _, parameter in self.named_parameters():
             yield parameter
 
@@ -101,24 +104,24 @@ class Run:
         return parameters_norm(self.parameters(), self.layout, shard=shard)
 
     def tokens_per_second(self, samples: int, seconds: float) -> float:
-        """Return the throughput of one process. Padding counts: it is computed."""
+        """Return the throughput of one process, padding included because it is computed."""
         tokens = samples * self.config.data.sample_tokens * self.recipe.head.sequences
         return tokens / seconds / self.layout.world.size
 
     @property
     def is_log_rank(self) -> bool:
-        """Whether this is the last rank, which logs: in a pipeline it is the one with the loss."""
+        """Whether this is the last rank, which logs: in a pipeline it has the loss."""
         return self.layout.world.is_last
 
     @property
     def skips_next(self) -> bool:
-        """Whether --iterations-to-skip names the iteration to come."""
+        """Whether --iterations-to-skip includes the next iteration."""
         left_out = self.config.training.iterations_to_skip
         return left_out is not None and self.progress.iteration in left_out
 
     @property
     def finished(self) -> bool:
-        """Whether all the training that was asked for is done; a last partial batch is left out."""
+        """Whether all requested training is done; a last partial batch is left out."""
         samples = self.config.training.train_samples
         if samples is None:
             return self.progress.iteration >= self.train_iterations

@@ -1,4 +1,4 @@
-"""One update: micro-batches forward and backward, reduce, clip, update."""
+"""One update: run micro-batches forward and backward, reduce, clip, update."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 
-_NOTHING = 1e-30  # share of labels where none counts: all gradients are 0, and are to stay so
+_NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and must stay 0
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one update did; the same on every rank except for `batches`.
+    """The result of one update, the same on every rank except for `batches`.
 
     Attributes:
-        losses: mean over the global batch, by log name: of the micro-batches' means, or with
-            --calculate-per-token-loss over all tokens that count.
-        applied: the parameters changed.
-        found_nonfinite: loss or gradients were not finite.
-        overflow: they were not because the dynamic fp16 loss scale is too high: no error.
-        grad_norm: before clipping.
-        zeros: zero entries of the gradient; None unless asked for.
-        samples: size of the global batch.
-        loss_scale: what the loss was multiplied by.
-        exit_wanted: some rank asked to leave.
-        save_due: on some rank it is time for a checkpoint (`--save-interval-in-mins`).
-        sample_ids: of this rank, one list a micro-batch.
-        finite: whether each micro-batch of this rank had a finite loss.
+        losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
+            with --calculate-per-token-loss over all tokens that count.
+        applied: Whether the parameters changed.
+        found_nonfinite: Whether loss or gradients were not finite.
+        overflow: They were not finite because the dynamic fp16 loss scale is too high: no error.
+        grad_norm: The gradient norm before clipping.
+        zeros: The number of zero entries in the gradient; None unless requested.
+        samples: The size of the global batch.
+        loss_scale: The factor by which the loss was multiplied.
+        exit_wanted: Whether some rank asked to exit.
+        save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
+        sample_ids: The sample ids of this rank, one list per micro-batch.
+        finite: Whether each micro-batch of this rank had a finite loss.
     """
 
     losses: dict[str, float]
@@ -55,12 +55,12 @@ class StepOutcome:
 
 
 class Updates:
-    """The updates of a run, one after the other.
+    """The sequence of updates in a run.
 
-    Nothing in an update waits for the device but its end, where the host reads what came of it. The
-    device would then be idle until the host has begun the next one: 7 of 315 ms with a GPT of 1.7B
-    on an H200. So the next update's first forward pass is queued before the wait. It depends on the
-    weights alone, which are what they are by then, whether this update was applied or skipped.
+    Nothing in an update waits for the device except its end, where the host reads the result. The
+    device would then be idle until the host has begun the next update: 7 of 315 ms with a GPT of
+    1.7B on an H200. So the next update's first forward pass is queued before the wait. It depends
+    only on the weights, which are final by then, whether this update was applied or skipped.
     """
 
     def __init__(self, run: Run) -> None:
@@ -77,7 +77,7 @@ class Updates:
         """Consume one global batch and update the parameters. Collective.
 
         Args:
-            look_ahead: the next update may begin before this one is known to have ended.
+            look_ahead: Whether the next update may begin before this one is known to have ended.
         """
         run, progress = self._run, self._run.progress
         journal = run.layout.journal
@@ -96,8 +96,8 @@ class Updates:
             journal.enter("count of the tokens")
             share = counted_share(passes, run)
         if run.amax_history.layers:
-            # First: weights may be cast for the next update before they are gathered; and forward
-            # needs the scales before it needs the weights.
+            # This comes first: weights may be cast for the next update before they are gathered,
+            # and forward needs the scales before it needs the weights.
             journal.enter("update of the fp8 scales")
             run.amax_history.update(progress.iteration + 1)
         journal.enter("optimizer step")
@@ -140,9 +140,9 @@ class Updates:
 
 
 def skip_iteration(run: Run) -> None:
-    """Read past the samples of the next iteration, and update nothing: not the schedules either.
+    """Read past the samples of the next iteration, without an update of weights or schedules.
 
-    Every process does so by itself: there is nothing to agree on.
+    Every process does so independently: there is nothing to agree on.
     """
     progress, journal = run.progress, run.layout.journal
     journal.iteration = progress.iteration + 1
@@ -159,7 +159,7 @@ def skip_iteration(run: Run) -> None:
 
 
 def _next_passes(run: Run) -> Passes:
-    """Return the passes of the update that follows what is consumed, with fresh gradients."""
+    """Return the passes of the update that follows the consumed samples, with fresh gradients."""
     consumed = run.progress.consumed_samples
     for part in run.parts:
         if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and seldom needed
@@ -180,7 +180,8 @@ def _may_look_ahead(run: Run) -> bool:
     """Return whether the next forward pass may start before this update's result is known.
 
     It may not if this is the last update, if the pass depends on another pipeline stage, or if the
-    loss scale can still change. If parts of an update are timed, each update must have its own.
+    loss scale can still change. If parts of an update are timed, each update must be timed
+    separately.
     """
     return (
         not run.finished
@@ -194,7 +195,7 @@ def _may_look_ahead(run: Run) -> bool:
 
 
 class _Reading:
-    """What an update tells the host, read at once, because each reading would cost a wait."""
+    """The values that the host reads from an update, all at once because each read would wait."""
 
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
@@ -207,7 +208,7 @@ class _Reading:
     def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
         """Return the optimizer's result, the losses, two flags, and which losses are finite.
 
-        The flags say whether some rank wants to leave, and whether one has a checkpoint due. The
+        The flags say whether some rank wants to exit, and whether one has a checkpoint due. The
         last list says whether each micro-batch of this rank had a finite loss.
         """
         numbers = iter(self._reading.wait())
@@ -225,12 +226,12 @@ def reduce_gradients(run: Run) -> None:
 
 
 def counted_share(passes: Passes, run: Run) -> Tensor:
-    """Return how much of the global batch's labels counts: a scalar fp64 on the device.
+    """Return the share of the global batch's labels that counts: a scalar fp64 on the device.
 
     Collective over the data axis. Each micro-batch's loss is multiplied by the share of its own
-    labels, which is known when it is differentiated; that of all is known once all are loaded, and
-    divides the gradients' average. What is added are whole numbers, so that all processes get the
-    same bits.
+    labels, which is known when it is differentiated; the global share is known once all
+    micro-batches are loaded, and divides the gradients' average. The sums are of whole numbers, so
+    all processes get the same bits.
     """
     counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
     labels = passes.labels * len(passes.counted) * run.layout.data.size
@@ -238,7 +239,7 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
 
 
 def _finite(passes: Passes, like: Tensor) -> Tensor:
-    """Return 1 for each micro-batch with a finite loss, and if losses are computed elsewhere."""
+    """Return 1 for each micro-batch with a finite loss, or whose loss is computed elsewhere."""
     if not passes.losses:
         return like.new_ones(len(passes.sample_ids))
     totals = torch.stack([torch.stack(values) for values in passes.losses.values()]).sum(dim=0)
@@ -261,10 +262,10 @@ def reduce_losses(
     A flag is true if any rank has set it. Collective; waits for the device.
 
     Args:
-        losses: by log name, one value a micro-batch.
-        flags: of this rank.
-        run: whose losses they are.
-        weights: of the micro-batches, as `Passes.weights`.
+        losses: The losses by log name, one value per micro-batch.
+        flags: The flags of this rank.
+        run: The run to which the losses belong.
+        weights: The weights of the micro-batches, as in `Passes.weights`.
     """
     return unpack_losses(pack_losses(losses, flags, run, weights).tolist(), run)
 
@@ -277,9 +278,10 @@ def pack_losses(
 ) -> Tensor:
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
-    With --calculate-per-token-loss losses are multiplied by their weights and followed by these. It
-    is one all-reduce over the world: the ranks that hold the end of the model know the losses, and
-    one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
+    With --calculate-per-token-loss, losses are multiplied by their weights, and the weights follow
+    them. This takes a single all-reduce over the world: the ranks that hold the end of the model
+    know the losses, and one tensor rank contributes for all. Each data and context rank contributes
+    its mean over micro-batches.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
     numbers = len(names) + run.config.training.calculate_per_token_loss

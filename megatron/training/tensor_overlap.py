@@ -1,4 +1,4 @@
-"""What `--tp-comm-overlap` needs: the exchange between tensor ranks, and its memory."""
+"""Setup for `--tp-comm-overlap`: the exchange between tensor ranks, and its memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.processes.groups import BACKSTOP
 
 
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the bytes of the longest rows that a split layer sends to one tensor rank.
+    """Return the size in bytes of the largest message of a split layer to one tensor rank.
 
-    They are its part of a micro-batch's hidden states.
+    A message is the rank's part of a micro-batch's hidden states.
 
     Args:
-        config: of the run.
-        layout: of this process.
-        texts: sequences of a sample.
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        texts: The number of sequences in a sample.
     """
     width = config.precision.weight_dtype.itemsize
     data = config.data
@@ -28,7 +28,7 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
 
 
 def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the memory that a process keeps for its exchange on a GPU."""
+    """Return the memory in bytes that a process keeps for its exchange on a GPU."""
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return 0
     return SLOTS * layout.tensor.size * largest_message(config, layout, texts)
@@ -41,10 +41,10 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
     only one rank.
 
     Args:
-        config: of the run.
-        layout: of this process.
-        device: likewise.
-        texts: sequences of a sample.
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        device: The device on which this process computes.
+        texts: The number of sequences in a sample.
 
     Raises:
         ConfigError: their GPUs cannot map each other's memory.
@@ -55,7 +55,8 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         return GroupExchange(layout.tensor)
     from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much
 
-    # As long as the communication library waits: it, too, ends without saying for whom.
+    # The same limit as the communication library's, which also ends without naming the missing
+    # rank.
     seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
     message = largest_message(config, layout, texts)
     return SymmetricExchange(layout.tensor, device.torch_device, message, seconds=seconds)

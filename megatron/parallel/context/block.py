@@ -1,9 +1,9 @@
-"""Attention between a block of queries and a block of keys, with what it takes to add up blocks.
+"""Attention between a block of queries and a block of keys, and the merging of blocks.
 
-Next to its result a block gives the logarithm of the sum of exponentials of its scores. Results of
-several blocks merge by it; and once merged, result and logarithm of the whole row are all that
-another block's backward needs. Dropout leaves the logarithm as it is: it drops weights after they
-were divided by their sum.
+Besides its result a block gives the logarithm of the sum of exponentials of its scores. This merges
+the results of several blocks; once they are merged, the result and logarithm of the whole row are
+all that another block's backward needs. Dropout does not change the logarithm, because it drops
+weights after they were divided by their sum.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
@@ -21,33 +21,33 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.attention import flash_misfit
 
-# What it takes to draw a block's dropout mask again; nothing where there is none.
+# The values needed to draw a block's dropout mask again; empty without dropout.
 Drawn = tuple[Tensor, ...]
 
 
 class BlockForward(Protocol):
-    """The first of a form's two functions, which attends."""
+    """The first of a form's two functions, which computes attention."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
     ) -> tuple[Tensor, Tensor, Drawn]:
-        """Attend within the block. With dropout it draws from the device's default generator.
+        """Attend within the block. Dropout draws from the device's default generator.
 
         Args:
-            query: [b, n, q, d].
-            key: [b, g, k, d].
-            value: [b, g, k, d].
-            causal: row i attends to columns up to i; q = k.
-            dropout: probability on attention weights.
+            query: The queries [b, n, q, d].
+            key: The keys [b, g, k, d].
+            value: The values [b, g, k, d].
+            causal: Row i attends to columns up to i; q = k.
+            dropout: The dropout probability of attention weights.
 
         Returns:
-            Result [b, n, q, d], log-sum-exp of the scaled scores, fp32 [b, n, q], and what backward
-            needs of the mask.
+            The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
+            values from which backward draws the mask again.
         """
 
 
 class BlockBackward(Protocol):
-    """The second of a form's two functions, which gives the gradients."""
+    """The second of a form's two functions, which computes the gradients."""
 
     def __call__(
         self,
@@ -65,24 +65,24 @@ class BlockBackward(Protocol):
         """Return this block's part of the gradients.
 
         Args:
-            grad: of `out`.
-            query: as in forward.
-            key: as in forward.
-            value: as in forward.
-            out: the merged result of all blocks of these queries, [b, n, q, d].
-            logsumexp: over all blocks, fp32 [b, n, q].
-            causal: as in forward.
-            dropout: as in forward.
-            drawn: what this block's forward gave.
+            grad: The gradient of `out`.
+            query: The queries, as in forward.
+            key: The keys, as in forward.
+            value: The values, as in forward.
+            out: The merged result of all blocks of these queries, [b, n, q, d].
+            logsumexp: The log-sum-exp over all blocks, fp32 [b, n, q].
+            causal: The same as in forward.
+            dropout: The same as in forward.
+            drawn: The values that this block's forward returned for the mask.
 
         Returns:
-            Gradients of query, key and value.
+            The gradients of query, key and value.
         """
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """One form of both functions, and why it was chosen."""
+    """One form of both functions, and the reason for choosing it."""
 
     name: str
     reason: str
@@ -99,7 +99,7 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
-    """Add a block to a result, in place: each weighs with its share of the exponentials' sum."""
+    """Add a block to a result, in place, weighted by its share of the exponentials' sum."""
     share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
     out.lerp_(part.to(out.dtype), share)
     logsumexp.copy_(logsumexp.logaddexp(part_sum))
@@ -159,9 +159,9 @@ def reference_backward(
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """Attend by the flash kernel; the result keeps the inputs' 16-bit type.
+    """Attend with the flash kernel; the result keeps the inputs' 16-bit type.
 
-    The kernel draws by counting (Philox) and says from which seed and offset.
+    The kernel draws by counting (Philox) and returns the seed and offset that it used.
     """
     out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, causal, scale=_scale(query)
@@ -181,7 +181,7 @@ def flash_backward(
     dropout: float,
     drawn: Drawn,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return its gradients. The kernel recomputes weights from the whole row's log-sum-exp."""
+    """Return the kernel's gradients. It recomputes weights from the whole row's log-sum-exp."""
     if not drawn:
         drawn = (torch.empty(2, dtype=torch.uint64, device=query.device),) * 2  # unused
     gradients: tuple[Tensor, Tensor, Tensor] = (
@@ -191,7 +191,7 @@ def flash_backward(
             key,
             value,
             out,
-            logsumexp.contiguous(),  # the kernel assumes dense rows, and a half block has none
+            logsumexp.contiguous(),  # the kernel assumes dense rows, and half a block has none
             None,
             None,
             query.shape[2],
@@ -206,7 +206,7 @@ def flash_backward(
 
 
 def _factors(weights: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
-    """Return what dropout multiplies weights by: 0 or 1 / (1 - p)."""
+    """Return the factors by which dropout multiplies weights: 0 or 1 / (1 - p)."""
     kept = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
     return kept.div_(1 - dropout)
 
@@ -222,8 +222,8 @@ def _widen(x: Tensor) -> Tensor:
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """Join the rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
 
-    Products with a group's keys or values then need no copies of them, and sums over rows are
-    sums over the group's heads.
+    Products with a group's keys or values then need no copies of them, and sums over rows are sums
+    over the group's heads.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 

@@ -1,14 +1,14 @@
 """Two ways for parts of a sequence to attend to each other: a ring, and all-to-all (Ulysses).
 
-Ring attention (Liu et al., 2023): keys and values travel, queries stay. In C steps the keys and
-values of every rank come by. While a block is computed the next one is under way. Blocks' results
-merge by their log-sum-exp; blocks that lie in the future are never computed. Backward goes round
-once more with the gradients of keys and values one step behind. Dropout draws a mask for each
-block, of which forward keeps only how to draw it again.
+Ring attention (Liu et al., 2023): keys and values travel while queries stay. In C steps the keys
+and values of every rank pass through this one. While a block is computed, the next one is under
+way. Blocks' results are merged by their log-sum-exp; blocks that lie in the future are never
+computed. Backward goes around once more, with the gradients of keys and values one step behind.
+Dropout draws a mask for each block, and forward keeps only the values needed to draw it again.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
 a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global
-order, and some heads; attention is then an ordinary one; another all-to-all turns it back.
+order, and some heads; attention is then ordinary attention; another all-to-all reverts the layout.
 
 Shapes: s sequence, l = s/C local tokens, C context-parallel size, b micro-batch, n query heads, g
 key-value heads, d head size.
@@ -33,11 +33,11 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RingStep:
-    """What a rank computes in one step: local tokens `queries` attend to tokens `keys` of `source`.
+    """A step of one rank: local tokens `queries` attend to tokens `keys` of `source`.
 
     Attributes:
-        source: rank whose keys and values are here.
-        causal: mask within the block; else every query attends to every key.
+        source: The rank whose keys and values are here.
+        causal: Mask within the block; otherwise every query attends to every key.
     """
 
     source: int
@@ -78,17 +78,18 @@ def ring_attention(
     """Attend from this rank's queries to the whole sequence. Collective over the axis.
 
     Args:
-        query: [l, b, n, d], rank's part of the sequence as `split_sequence` cuts it.
-        key: [l, b, g, d].
-        value: [l, b, g, d].
-        options: without a mask. Scores stay in fp32, so scaling by layer has nothing to do.
-            Dropout is drawn from the device's default generator, which must have another seed on
-            every rank of the axis.
-        axis: the context axis.
-        block: form of the attention within a block.
+        query: The queries [l, b, n, d], this rank's part of the sequence as `split_sequence` cuts
+            it.
+        key: The keys [l, b, g, d].
+        value: The values [l, b, g, d].
+        options: The options, without a mask. Scores stay in fp32, so scaling by layer is not
+            needed. Dropout is drawn from the device's default generator, which must have a
+            different seed on every rank of the axis.
+        axis: The context axis.
+        block: The form of the attention within a block.
 
     Returns:
-        [l, b, n * d], in the type of `query`.
+        The result [l, b, n * d], in the type of `query`.
     """
     assert options.mask is None, "a rule refuses masks with context parallelism"
     assert options.scale is None, "a rule refuses T5's scale with context parallelism"
@@ -100,7 +101,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A tensor on its way to the next rank, and another coming from the one before."""
+    """A tensor on its way to the next rank, and another coming from the previous one."""
 
     messages: list[Transfer]
     sent: Tensor  # kept until it has left
@@ -117,7 +118,7 @@ class _Transfer:
                 dist.P2POp(dist.irecv, received, previous, axis.group),
             ]
         )
-        # NCCL makes one work of both: what comes is what one waits for.
+        # NCCL makes a single work of both: waiting for the received tensor waits for both.
         ends = (("send", following), ("receive", previous))[-len(works) :]
         messages = [
             axis.journal.message(kind, peer, work)
@@ -179,8 +180,8 @@ def _go_round(
 ) -> tuple[Tensor, Tensor, list[Drawn]]:
     """Return the result [b, n, l, d], its log-sum-exp [b, n, l], and each step's drawn mask.
 
-    The first two are fp32 or wider. A mask is kept as how to draw it again. Keys and values `pair`
-    are [2, b, g, l, d]: one message carries both.
+    The first two are fp32 or wider. Only the values needed to draw a mask again are kept. Keys and
+    values `pair` are [2, b, g, l, d]: one message carries both.
     """
     out, logsumexp = query.new_empty(0), query.new_empty(0)
     masks = []
@@ -191,7 +192,7 @@ def _go_round(
             query[:, :, step.queries], key, value, causal=step.causal, dropout=dropout
         )
         masks.append(drawn)
-        if index == 0:  # one's own block has every query
+        if index == 0:  # this rank's own block has every query
             out, logsumexp = part.to(part_sum.dtype), part_sum
         else:
             merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
@@ -211,8 +212,8 @@ def _go_back(
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of query and pair from `rows`: grad, query, out and log-sum-exp.
 
-    A block's gradient joins those that earlier ranks found for the same keys and values, and goes
-    on with them. After the last step it is one rank away from home.
+    A block's gradient joins those that earlier ranks computed for the same keys and values, and
+    travels on with them. After the last step it is one rank away from its owner.
     """
     wide = rows[3].dtype
     grad_query = torch.zeros_like(rows[1], dtype=wide)
@@ -252,16 +253,16 @@ def ulysses_attention(
     """Attend from this rank's queries to the whole sequence. Collective over the axis.
 
     Args:
-        query: [s/C, b, n, d], rank's part of the sequence as `split_sequence` cuts it. C divides
-            n and g.
-        key: [s/C, b, g, d].
-        value: [s/C, b, g, d].
-        options: without a mask.
-        axis: the context axis.
-        attend: what runs on query [s, b, n/C, d], key and value [s, b, g/C, d].
+        query: The queries [s/C, b, n, d], this rank's part of the sequence as `split_sequence` cuts
+            it. C divides n and g.
+        key: The keys [s/C, b, g, d].
+        value: The values [s/C, b, g, d].
+        options: The options, without a mask.
+        axis: The context axis.
+        attend: The attention that runs on query [s, b, n/C, d], key and value [s, b, g/C, d].
 
     Returns:
-        [s/C, b, n * d].
+        The result [s/C, b, n * d].
     """
     assert options.mask is None, "a rule refuses masks with context parallelism"
     by_rank = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]
@@ -276,9 +277,9 @@ def ulysses_attention(
 
 
 def exchange(x: Tensor, axis: Axis) -> Tensor:
-    """Send x[i] to rank i, receive its x[own rank] as result[i]: [C, ...] -> [C, ...].
+    """Send x[i] to rank i, and receive its x[own rank] as result[i]: [C, ...] -> [C, ...].
 
-    Its own backward.
+    This function is its own backward.
     """
     out: Tensor = _Exchange.apply(x, axis)
     return out

@@ -1,10 +1,10 @@
-"""Which part of a sequence a context rank holds.
+"""The division of a sequence among context ranks.
 
 A causal token attends to all before it, so late tokens cost more than early ones. The sequence is
-cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r: everybody has the
-same work. The local order is the global one: the early chunk, then the late one.
+cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r, so every rank has
+the same amount of work. The local order follows the global one: the early chunk, then the late one.
 
-s sequence, C context-parallel size.
+s is the sequence length, C the context-parallel size.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron.parallel.layout import Axis
 
 
 def local_positions(sequence: int, axis: Axis, device: torch.device | None = None) -> Tensor:
-    """Return the places of this rank's tokens in the whole sequence, increasing: int64 [s/C].
+    """Return the positions of this rank's tokens in the whole sequence, increasing: int64 [s/C].
 
     Args:
-        sequence: s, a multiple of 2C.
-        axis: the context axis.
-        device: where the result lives.
+        sequence: The length s, a multiple of 2C.
+        axis: The context axis.
+        device: The device of the result.
     """
     return split_sequence(torch.arange(sequence, device=device), axis, dim=0)
 

@@ -1,5 +1,5 @@
 """Pipeline parallelism.
 
-`schedule` says what every stage does in which order, as data; `check` proves that this can be
-done, `simulate` foretells when; `executor` does it, and `p2p` carries tensors.
+`schedule` lists, as data, what every stage does in which order; `check` proves that this can run,
+`simulate` predicts its timing, `executor` runs it, and `p2p` carries tensors.
 """

@@ -1,4 +1,4 @@
-"""Proof that a schedule can run: nothing missing, nothing out of order, no deadlock, no excess."""
+"""Proof that a schedule can run: nothing missing or out of order, no deadlock, no excess."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Edge = tuple[int, int, bool]  # source stage, destination stage, whether activat
 
 
 class ScheduleError(AssertionError):
-    """A list of operations that is wrong, which is our mistake."""
+    """An invalid list of operations, which is a bug in our code."""
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
     """Yield (stage, operation) in an order in which they can happen.
 
     Sends are buffered. A receive takes the oldest message that was sent over its edge, as NCCL and
-    gloo do, so it must be the one that it wants.
+    gloo do, so that message must be the one it needs.
 
     Raises:
-        ScheduleError: a deadlock, a message that comes out of turn, or one that nobody takes.
+        ScheduleError: There is a deadlock, a message out of turn, or one that is never received.
     """
     stages = len(schedule)
     edges: dict[Edge, deque[Message]] = {}
-    waiting: dict[Edge, int] = {}  # who stands still until something is sent over the edge
+    waiting: dict[Edge, int] = {}  # the stage that waits until something is sent over the edge
     position = [0] * stages
     ready = deque(range(stages))
     while ready:
@@ -85,13 +85,13 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
     Every micro-batch passes every chunk of every stage once: received, forward, sent, gradient
     received, backward, sent, with the right peers, where they apply. Messages arrive in the order
-    in which they are taken, and no stage waits for ever.
+    in which they are received, and no stage waits forever.
 
     Returns:
-        For every stage the most (micro-batch, chunk) activations that it holds at once.
+        For every stage, the largest number of (micro-batch, chunk) activations held at once.
 
     Raises:
-        ScheduleError: what is wrong, and where.
+        ScheduleError: The schedule is wrong; the message says what is wrong and where.
     """
     peaks = tuple(_check_stage(schedule, stage) for stage in range(len(schedule)))
     for _ in replay(schedule):
@@ -100,10 +100,10 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule and prove that it runs and holds no more than its kind may.
+    """Make a schedule and prove that it runs and stays within its kind's memory bound.
 
     Raises:
-        ScheduleError: it does not.
+        ScheduleError: It does not.
     """
     schedule = make_schedule(kind, stages, chunks, micro_batches)
     for stage, peak in enumerate(check(schedule)):
@@ -114,7 +114,7 @@ def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: in
 
 
 def _check_stage(schedule: Schedule, stage: int) -> int:
-    """Check each micro-batch's and chunk's operations; return the activations held at most."""
+    """Check operations by micro-batch and chunk; return the most activations held at once."""
     chunks = 1 + max(operation.chunk for operations in schedule for operation in operations)
     micro_batches = 1 + max(operation.micro_batch for operation in schedule[0])
     kinds = {operation.kind for operation in schedule[stage]}
@@ -156,7 +156,7 @@ def _require(condition: bool, operation: Operation) -> None:
 def _life(
     stage: int, chunk: int, stages: int, chunks: int, kinds: set[OperationKind]
 ) -> list[tuple[str, int | None]]:
-    """Return what happens to a micro-batch in a chunk, in order, and with which peer."""
+    """Return the operations on a micro-batch in a chunk, in order, each with its peer."""
     first = stages == 1 or (stage == 0 and chunk == 0)
     last = stages == 1 or (stage == stages - 1 and chunk == chunks - 1)
     following, previous = (stage + 1) % stages, (stage - 1) % stages
@@ -192,17 +192,17 @@ def _check_one(arguments: tuple[ScheduleKind, int, int, int]) -> int:
 
 
 def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
-    """Check every layout up to the given sizes, with a process for each core.
+    """Check every layout up to the given sizes, with one process per core.
 
     Returns:
-        How many schedules there were, and how many operations in them.
+        The number of schedules, and the number of operations in them.
 
     Raises:
-        ScheduleError: of the first that is wrong.
+        ScheduleError: The first schedule that is wrong.
     """
     from concurrent.futures import ProcessPoolExecutor
 
-    # Not multiprocessing.Pool, which ends its workers by SIGTERM and waits: for good, where a
+    # multiprocessing.Pool is not used: it ends its workers by SIGTERM and waits, forever if a
     # worker has a handler for that signal.
     with ProcessPoolExecutor() as pool:
         every = layouts(stages, chunks, micro_batches)

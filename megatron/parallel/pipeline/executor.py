@@ -1,8 +1,8 @@
-"""Runs a stage's operations, whatever their schedule: the only part that computes.
+"""Execution of a stage's operations, whatever their schedule: the only part that computes.
 
-Autograd does the backward of each part on its own: a part's input is a leaf of its graph, whose
-gradient goes to the stage before. Of a part's output only its place in the graph is kept, never its
-values: once sent, they are freed (unless the graph itself saved them).
+Autograd runs the backward of each part separately: a part's input is a leaf of its graph, whose
+gradient goes to the previous stage. Only the place of a part's output in the graph is kept, never
+its values: once sent, they are freed (unless the graph itself saved them).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Operations
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 
-# (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h]; of the last part
-# the loss to differentiate, a scalar.
+# (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h], or for the last
+# part the loss to differentiate, a scalar.
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
 
 
 class Channel(Protocol):
-    """How a stage talks to its neighbors: `p2p.PipelineChannel`."""
+    """A stage's connection to its neighbors; see `p2p.PipelineChannel`."""
 
     def post_receive(self, operation: Operation) -> None:
-        """Begin to receive what an operation waits for."""
+        """Begin to receive the tensor that an operation waits for."""
 
     def receive(self, operation: Operation) -> Tensor:
-        """Return what an operation waits for."""
+        """Return the tensor that an operation waits for."""
         ...
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
@@ -42,7 +42,7 @@ class Channel(Protocol):
 
 
 class _Passed(NamedTuple):
-    """What backward needs of a forward."""
+    """The tensors that backward needs from a forward."""
 
     x: Tensor | None
     output: GradientEdge
@@ -56,15 +56,15 @@ def run_schedule(
     weight_gradients: WeightGradientQueue | None = None,
     before: Observer | None = None,
 ) -> None:
-    """Carry out one stage's operations. Gradients add up in the parameters.
+    """Run one stage's operations. Gradients add up in the parameters.
 
     Args:
-        operations: of this stage, from `make_schedule`, or `forward_only` of one.
-        parts: of every chunk of this stage its forward.
-        channel: to the other stages; None where there are none.
-        weight_gradients: the queue that the layers push to; needed for "backward_weight".
-        before: called with every operation before it starts: to time it, to say in which
-            operation a run hangs, to prepare for a chunk's last backward.
+        operations: The operations of this stage, from `make_schedule` or `forward_only`.
+        parts: The forward of every chunk of this stage.
+        channel: The connection to the other stages; None without other stages.
+        weight_gradients: The queue that the layers push to; needed for "backward_weight".
+        before: Called with every operation before it starts: to time it, to report in which
+            operation a run hangs, or to prepare for a chunk's last backward.
     """
     run = _Run(operations, parts, channel, weight_gradients)
     posts = receives_to_post(operations)
@@ -82,7 +82,7 @@ def receives_to_post(operations: Operations) -> list[list[Operation]]:
     """Return, for every operation, the receives to post before it starts.
 
     A receive is posted before the computation that precedes it, so that its message travels
-    meanwhile; not earlier, since on GPUs a posted receive occupies processors.
+    meanwhile. It is not posted earlier, because on GPUs a posted receive occupies processors.
     """
     posts: list[list[Operation]] = [[] for _ in operations]
     place = 0
@@ -101,7 +101,7 @@ def completing_operations(operations: Operations) -> dict[int, Operation]:
 
 
 class _Run:
-    """What a stage holds in the course of one update, each tensor no longer than it must."""
+    """The tensors that a stage holds during one update, each for no longer than necessary."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Run:
                 self._output_gradients[key] = self.channel.receive(operation)
 
     def finish(self) -> None:
-        """Wait for what was sent. Nothing may be left over."""
+        """Wait for everything that was sent. Nothing may be left over."""
         held = (
             *(self._inputs, self._outputs, self._passed),
             *(self._output_gradients, self._input_gradients),

@@ -1,9 +1,9 @@
 """Messages between neighboring pipeline stages: activations one way, gradients the other.
 
-No two edges that meet in a stage share a process group, nor do the two kinds of message: in a group
-a stage only sends or only receives, in the schedule's order. NCCL may run the operations of a group
-one after another; where two directions shared one, two stages that both send first would wait for
-each other for ever.
+No two edges that meet in a stage share a process group, and neither do the two kinds of message: in
+a group a stage only sends or only receives, in the schedule's order. NCCL may run the operations of
+a group one after another; if two directions shared one, two stages that both send first would wait
+for each other forever.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ EdgeKey = tuple[str, int]  # kind of operation, peer stage
 
 
 class PipelineChannel:
-    """This stage's messages. All of one run have the same shape.
+    """A stage's messages to and from its neighbors. All messages of a run have the same shape.
 
     `create` makes one for a layout. Calls to `post_receive`, `receive` and `send` follow the order
     of the stage's operations; `finish` ends an update.
 
     Args:
-        edges: as `connect` returns them.
-        device: where received tensors are allocated.
-        dtype: of activations and their gradients.
-        shape: of one message, [s, b, h] or this rank's part of it.
+        edges: The edges that `connect` returns.
+        device: The device on which received tensors are allocated.
+        dtype: The data type of activations and their gradients.
+        shape: The shape of one message, [s, b, h] or this rank's part of it.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class PipelineChannel:
         """Connect this process with its neighbors. Collective over the world.
 
         Args:
-            layout: with process groups, where there is more than one stage.
-            ring: also connect the last stage with the first: schedules of several chunks.
-            device: of this process.
-            dtype: of activations and their gradients.
-            shape: of one message.
+            layout: The grid, with process groups if there is more than one stage.
+            ring: Also connect the last stage with the first, for schedules of several chunks.
+            device: The device of this process.
+            dtype: The data type of activations and their gradients.
+            shape: The shape of one message.
         """
         edges = connect(layout, ring=ring, device=device)
         return cls(edges, device=device, dtype=dtype, shape=shape)
@@ -88,24 +88,24 @@ class PipelineChannel:
         return PipelineChannel(self._edges, device=self._device, dtype=self._dtype, shape=shape)
 
     def post_receive(self, operation: Operation) -> None:
-        """Start to receive; `receive` of the same operation gets it. In the schedule's order."""
+        """Start to receive, in schedule order; `receive` of the same operation gets the result."""
         edge = self._edge(operation)
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         edge.pending.append((_start(dist.irecv, buffer, edge), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
-        """Return the message that was posted first on this edge and not taken yet.
+        """Return the message that was posted first on this edge and not yet taken.
 
-        A process on a CPU waits for it; on a GPU what is computed from now on does.
+        On a CPU the process waits for it; on a GPU, the kernels launched from now on do.
         """
         message, buffer = self._edge(operation).pending.popleft()
         message.wait()
         return buffer
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
-        """Start to send. The values are read later: do not change them in place.
+        """Start to send. The values are read later, so do not change them in place.
 
-        The tensor's memory is kept until they are gone; the caller need not.
+        The tensor's memory is kept until the message is gone; the caller need not keep it.
         """
         assert tuple(tensor.shape) == self._shape and tensor.dtype == self._dtype, (
             f"{operation}: {tensor.dtype} {tuple(tensor.shape)} "
@@ -118,7 +118,7 @@ class PipelineChannel:
             edge.pending.popleft()
 
     def finish(self) -> None:
-        """Wait until everything sent is gone. Nothing posted may be left to receive."""
+        """Wait until everything has been sent. No posted receive may be left."""
         for (kind, _), edge in self._edges.items():
             assert kind in SENDS or not edge.pending, f"{kind}: a message nobody took"
             while edge.pending:
@@ -132,9 +132,9 @@ class PipelineChannel:
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
     """Make this process's edges. Collective over the world, as making process groups is.
 
-    A first message goes over each edge at once, all stages taking them in one order: NCCL builds a
-    connection at the first message and blocks until both ends take part, which in the midst of a
-    schedule would be a deadlock.
+    A first message goes over each edge at once, and all stages use the same order: NCCL builds a
+    connection at the first message and blocks until both ends take part, which during a schedule
+    would be a deadlock.
     """
     stages = layout.pipeline.size
     if stages == 1:
@@ -164,8 +164,8 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
 def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
     """Make this pipeline's process groups for one kind of message, by the edges that use them.
 
-    Neighboring edges are in different groups: in each a stage has one neighbor at most, and with
-    it one direction. Every process makes the groups of every pipeline, in one order.
+    Neighboring edges are in different groups, so in each group a stage has at most one neighbor,
+    and with it one direction. Every process makes the groups of every pipeline, in the same order.
     """
     pipelines = layout.world.size // layout.pipeline.size
     mine: dict[str, dist.ProcessGroup] = {}

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: for every stage, the list of operations it carries out in order.
 
-The model is cut into stages x chunks parts; chunk c of stage p is part c * stages + p, so with
-several chunks a micro-batch goes around the ring of stages once for each. Everything here is a pure
-function of four numbers; `check.py` proves the lists right, `simulate.py` predicts their time,
-`executor.py` runs them.
+The model is split into stages x chunks parts; chunk c of stage p is part c * stages + p, so with
+several chunks a micro-batch goes around the ring of stages once per chunk. Everything here is a
+pure function of four numbers; `check.py` proves that the lists are right, `simulate.py` predicts
+their time, `executor.py` runs them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ SENDS: frozenset[OperationKind] = frozenset(("send_activation", "send_gradient")
 
 
 class Operation(NamedTuple):
-    """One thing a stage does.
+    """One operation of a stage.
 
     Attributes:
-        kind: what. Activations travel to the next part, gradients to the previous one.
-        micro_batch: for which micro-batch, from 0.
-        chunk: for which chunk of this stage, from 0; a message belongs here to the chunk that
+        kind: The kind of operation. Activations travel to the next part, gradients to the previous
+            one.
+        micro_batch: The index of the micro-batch, from 0.
+        chunk: The index of the chunk of this stage, from 0; a message belongs to the chunk that
             makes it (send) or needs it (receive).
-        peer: the stage at the other end of a message; None of a computation.
+        peer: The stage at the other end of a message; None for a computation.
     """
 
     kind: OperationKind
@@ -56,24 +57,25 @@ class Operation(NamedTuple):
 
 
 Operations = tuple[Operation, ...]
-Schedule = tuple[Operations, ...]  # of every stage
+Schedule = tuple[Operations, ...]  # one entry per stage
 
 
 def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Return the operations of every stage, communication included.
 
     Args:
-        kind: "gpipe": all forwards, then all backwards. "1f1b": backwards as early as possible, so
-            stage p holds at most stages - p micro-batches (Narayanan et al., 2019).
-            "interleaved": 1F1B over several chunks a stage, whose bubble is smaller by their
-            number (Narayanan et al., 2021). "zero-bubble": ZB-H1, weight gradients fill most of
-            1F1B's bubble within the memory of its first stage (Qi et al., 2023).
-        stages: pipeline-parallel size.
-        chunks: virtual stages a stage; more than one for "interleaved", and allowed for "gpipe".
-        micro_batches: of one update, of any number.
+        kind: "gpipe" runs all forwards, then all backwards. "1f1b" runs backwards as early as
+            possible, so that stage p holds at most stages - p micro-batches (Narayanan et al.,
+            2019). "interleaved" is 1F1B over several chunks per stage, which divides the bubble by
+            their number (Narayanan et al., 2021). "zero-bubble" is ZB-H1: weight gradients fill
+            most of 1F1B's bubble within the memory of its first stage (Qi et al., 2023).
+        stages: The pipeline-parallel size.
+        chunks: The number of virtual stages per stage; more than one for "interleaved", and allowed
+            for "gpipe".
+        micro_batches: The number of micro-batches in one update; any number is allowed.
 
     Raises:
-        ConfigError: a number out of range, or chunks that the kind cannot have.
+        ConfigError: A number is out of range, or the kind does not support these chunks.
     """
     _check_sizes(kind, stages, chunks, micro_batches)
     computes = {
@@ -108,8 +110,9 @@ def forward_only(schedule: Schedule) -> Schedule:
 def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, micro: int) -> int:
     """Return the most (micro-batch, chunk) activations that `stage` may hold at once.
 
-    With uniform layers each is 1 / (stages * chunks) of a micro-batch's activations. Zero-bubble
-    holds what its weight gradients still need: every stage as much as 1F1B's first.
+    With uniform layers each is 1 / (stages * chunks) of a micro-batch's activations. In a
+    zero-bubble schedule every stage holds as much as 1F1B's first, because weight gradients still
+    need it.
     """
     bounds = {
         "gpipe": micro * chunks,
@@ -123,8 +126,9 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
     """Return the most micro-batches whose loss the last stage may keep for backward.
 
-    Every kind but "gpipe" turns back as soon as a micro-batch has come through the last part. What
-    the head keeps goes with the backward of its inputs: its weight gradient is not put off.
+    Every kind but "gpipe" starts backward as soon as a micro-batch has passed the last part. The
+    tensors that the head keeps are freed with the backward of its inputs: its weight gradient is
+    not put off.
     """
     return micro if kind == "gpipe" else 1
 
@@ -149,7 +153,7 @@ def _check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> Non
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """All forwards chunk by chunk, then all backwards from the last chunk on."""
+    """Run all forwards chunk by chunk, then all backwards from the last chunk on."""
     forwards = [Operation("forward", m, c) for c in range(chunks) for m in range(micro_batches)]
     backwards = [
         Operation("backward", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)
@@ -163,9 +167,9 @@ def _one_forward_one_backward(
     """Warm up, then one forward and one backward in turn, then the remaining backwards.
 
     With chunks, micro-batches pass in groups of `stages`: a group goes through one chunk, then
-    through the next, by when its first micro-batch has come around the ring. A last group that is
-    not full is scheduled as if it were, and the absent micro-batches left out: what remains of an
-    order that never waits in a circle does not either, nor does it hold more.
+    through the next, by which time its first micro-batch has come around the ring. A last group
+    that is not full is scheduled as if it were, and the missing micro-batches are then left out:
+    removing operations from an order without deadlock adds neither a deadlock nor memory.
     """
     remaining = stages - 1 - stage
     if chunks == 1:
@@ -196,10 +200,10 @@ def _one_and_one(
 
 
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """ZB-H1: 1F1B, whose weight gradients follow `stage` micro-batches behind the input's.
+    """Run ZB-H1: 1F1B whose weight gradients are `stage` micro-batches behind the input's.
 
-    A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients, and
-    has them left for the time in which gradients no longer reach it without a gap.
+    A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients. It can
+    then compute them while gradients no longer arrive without a gap.
     """
     operations = []
     for operation in _one_forward_one_backward(stage, stages, 1, micro_batches):
@@ -217,9 +221,9 @@ def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> li
 def _with_messages(
     computes: Iterable[Operation], stage: int, stages: int, chunks: int
 ) -> Iterable[Operation]:
-    """Receive what a computation needs right before it, send what it made right after.
+    """Receive a computation's input right before it, and send its result right after it.
 
-    The first part needs no activation, the last no gradient. Alone, a stage keeps what it makes.
+    The first part needs no activation, the last no gradient. A single stage keeps its results.
     """
     following, previous = (stage + 1) % stages, (stage - 1) % stages
     last_part = stages * chunks - 1

@@ -1,4 +1,4 @@
-"""When every operation of a schedule would run, given how long each takes: before it is run.
+"""Prediction of when every operation of a schedule would run, given how long each takes.
 
 Messages take time but occupy no stage: they travel while it computes.
 """
@@ -24,10 +24,11 @@ class Times:
     """Durations for one micro-batch, in any one unit; the tables are [stage][chunk].
 
     Attributes:
-        forward: of a chunk's forward.
-        backward_input: of its gradients of inputs.
-        backward_weight: of its gradients of weights. Where both are one operation, they add up.
-        communication: from a message's sending to its arrival.
+        forward: The duration of a chunk's forward.
+        backward_input: The duration of computing its gradients of inputs.
+        backward_weight: The duration of computing its gradients of weights. If both are one
+            operation, they are added.
+        communication: The time from a message's sending to its arrival.
     """
 
     forward: Table
@@ -47,13 +48,13 @@ class Times:
 
 
 def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> Table:
-    """Return times by [stage][chunk], from one time, each stage's, or each part's in model order.
+    """Return times by [stage][chunk], from one time, one per stage, or one per part in order.
 
-    A stage's time is shared evenly by its chunks.
+    A stage's time is divided evenly among its chunks.
 
     Raises:
-        ConfigError: another number of values, or one that is no time. `flag` is where they come
-            from.
+        ConfigError: The number of values is wrong, or a value is not a valid time. `flag` names
+            their source in the message.
     """
     if len(values) not in {1, stages, stages * chunks}:
         counts = " or ".join(str(n) for n in sorted({1, stages, stages * chunks}))
@@ -66,10 +67,10 @@ def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> 
 
 
 def check_times(flag: str, values: Sequence[float]) -> None:
-    """Raise an error for what is not a time.
+    """Check that all values are valid times.
 
     Raises:
-        ConfigError: a value is negative, infinite or no number. `flag` is where they come from.
+        ConfigError: A value is negative, infinite or not a number. `flag` names their source.
     """
     for value in values:
         if not 0 <= value < math.inf:
@@ -86,7 +87,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every stage does when: computations only, in order."""
+    """The timing of every stage's computations, in order."""
 
     spans: tuple[tuple[Interval, ...], ...]
 
@@ -97,21 +98,21 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time in which each stage computes."""
+        """The time in which each stage computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """Fraction of all stages' time in which they wait."""
+        """The fraction of all stages' time in which they wait."""
         available = len(self.spans) * self.total
         return 1 - sum(self.busy) / available if available else 0.0
 
 
 class Course:
-    """A schedule in an order in which it can happen, to be timed with one set of times or many.
+    """A schedule in an order in which it can run, to be timed with one set of times or many.
 
     Raises:
-        ScheduleError: the schedule cannot run.
+        ScheduleError: The schedule cannot run.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -138,7 +139,7 @@ class Course:
         return max((end for _, _, end in self._timed(times)), default=0.0)
 
     def timeline(self, times: Times) -> Timeline:
-        """Return every computation as early as its stage is free and its message there."""
+        """Return every computation, as early as its stage is free and its message has arrived."""
         spans: list[list[Interval]] = [[] for _ in range(self._stages)]
         for (stage, operation), start, end in self._timed(times):
             spans[stage].append(Interval(start, end, operation))
@@ -162,9 +163,9 @@ class Course:
 
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """Return what every stage does when.
+    """Return the timing of every stage's computations.
 
     Raises:
-        ScheduleError: the schedule cannot run.
+        ScheduleError: The schedule cannot run.
     """
     return Course(schedule).timeline(times)

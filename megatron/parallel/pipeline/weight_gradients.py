@@ -1,20 +1,20 @@
-"""Weight gradients put off until a pipeline stage would otherwise stand idle.
+"""Weight gradients put off until a pipeline stage would otherwise be idle.
 
-A zero-bubble schedule takes the backward of a micro-batch in two: what the stage before waits for
-(gradients of inputs), and what nobody waits for (gradients of weights). A layer gets the queue from
-the context it is built in, and hands it to its autograd function, whose backward does
+A zero-bubble schedule divides the backward of a micro-batch in two: gradients of inputs, for which
+the previous stage waits, and gradients of weights, for which no stage waits. A layer gets the queue
+from its build context and hands it to its autograd function, whose backward does
 
     if queue is not None and queue.is_collecting:
         queue.push(lambda: accumulate(weight, grad_output, x))
     else:
         accumulate(weight, grad_output, x)
 
-The queue is an ordinary object, not thread-local state: on GPUs autograd runs backward in a thread
-of its own while the thread that asked for it waits.
+The queue is an ordinary object, not thread-local state: on GPUs autograd runs backward in its own
+thread while the thread that called it waits.
 
-`parameter_waves` tells which operation of a schedule brings the gradient of which parameter. An
-operation brings those of one chunk. If a zero-bubble schedule takes backward in two, the first half
-brings the gradients that no layer puts off: biases, normalizations, embeddings.
+`parameter_waves` maps each parameter to the operations of a schedule that bring its gradient. An
+operation brings those of one chunk. If a zero-bubble schedule divides backward in two, the first
+part brings the gradients that no layer puts off: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Work = Callable[[], None]
 
 
 class WeightGradientQueue:
-    """Weight-gradient products that wait, by the backward pass (`key`) they belong to."""
+    """A queue of waiting weight-gradient products, by the backward pass (`key`) they belong to."""
 
     def __init__(self) -> None:
         """Begin without work."""
@@ -41,7 +41,7 @@ class WeightGradientQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether layers are to push their weight gradients rather than compute them."""
+        """Whether layers must push their weight gradients rather than compute them."""
         return self._open is not None
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Keep what is pushed inside the block for `run(key)`."""
+        """Keep the work pushed inside the block for `run(key)`."""
         assert self._open is None, "one backward pass at a time"
         assert key not in self._waiting, f"the weight gradients of {key} still wait"
         self._open = self._waiting[key] = []
@@ -60,28 +60,28 @@ class WeightGradientQueue:
             self._open = None
 
     def push(self, work: Work) -> None:
-        """Put off `work`, which adds to the gradient of one weight. Only while collecting.
+        """Put off `work`, which adds to one weight's gradient. Call this only while collecting.
 
-        Runs without autograd, in the order of pushing. It may hold activations: they are freed
-        when it has run.
+        Work runs without autograd, in the order of pushing. It may hold activations, which are
+        freed when it has run.
         """
         assert self._open is not None, "nobody collects: compute the gradient right away"
         self._open.append(work)
 
     def run(self, key: Hashable) -> None:
-        """Compute what was collected for `key`, and forget it."""
+        """Run the work collected for `key`, and forget it."""
         works = self._waiting.pop(key)
         with torch.no_grad():
             works.reverse()
             while works:
-                works.pop()()  # gone before the next runs: what it held is free
+                works.pop()()  # dropped before the next runs, so that the memory it held is free
 
 
 Wave = tuple[OperationKind, int]  # and the chunk
 
 
 def wave_of(operation: Operation) -> Wave:
-    """Return what a backward operation brings."""
+    """Return the wave of a backward operation: its kind and chunk."""
     return operation.kind, operation.chunk
 
 
@@ -90,12 +90,12 @@ def parameter_waves(
 ) -> dict[int, tuple[Wave, ...]]:
     """Return the operations that add to each parameter's gradient, by the parameter's `id`.
 
-    It is one operation, or for a table that parts share one for each of these.
+    This is one operation, or for a table that parts share, one for each part.
 
     Args:
-        parts: of a stage.
-        kind: of the schedule.
-        deferrable: weights whose gradients layers can put off.
+        parts: The model parts of a stage.
+        kind: The kind of the schedule.
+        deferrable: The weights whose gradients layers can put off.
     """
     waves: dict[int, tuple[Wave, ...]] = {}
     waits = {id(parameter) for parameter in deferrable}
