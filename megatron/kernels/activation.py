@@ -48,9 +48,9 @@ def choose_activation(
     """Choose the form of an activation.
 
     Args:
-        name: as `ModelConfig.activation` gives it.
-        library: of fused kernels; `None` means PyTorch's operations.
-        amaxes: where the kernel leaves the largest magnitudes of its result and of the gradient of
+        name: The name, as in `ModelConfig.activation`.
+        library: The fused kernels; `None` means PyTorch's operations.
+        amaxes: Where the kernel leaves the largest magnitudes of its result and of the gradient of
             x; `None` measures nothing.
         fuses_gelu: False keeps GeLU off the fused kernels (--no-bias-gelu-fusion).
     """

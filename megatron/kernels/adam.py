@@ -21,7 +21,7 @@ class AdamTensors:
 
     Attributes:
         weights: fp32.
-        copies: The weights in 16 bits, written with each update; None where nobody needs them.
+        copies: The weights in 16 bits, written with each update; None if they are not needed.
         gradients: fp32 or 16 bits. The plain form may change them.
         exp_avg: Mean of the gradients, fp32.
         exp_avg_sq: Mean of their squares, fp32.
@@ -46,7 +46,7 @@ class AdamNumbers:
         weight_decay: Decoupled weight decay.
         step: Number of the update, from 1: scalar fp32 on the device.
         gradient_scale: Gradients are divided by it: scalar fp32 on the device.
-        found_nonfinite: Unless it is 0 nothing changes: scalar fp32 on the device.
+        found_nonfinite: If it is not 0, nothing changes: scalar fp32 on the device.
     """
 
     lr: float

@@ -1,9 +1,9 @@
 """Largest magnitudes on their way from the kernel that writes a tensor to the cast that reads it.
 
 A cast to fp8 needs the largest magnitude of its tensor first: one more pass over memory, which is
-saved if the kernel that wrote the tensor has found it already. Only the two ends know of it: what
-lies between (autograd, a gather over ranks, a dropout) may give the cast another tensor, which it
-then measures itself.
+saved if the kernel that wrote the tensor has already found it. Only the kernel and the cast know of
+it: an operation between them (autograd, a gather over ranks, a dropout) may give the cast another
+tensor, which it then measures itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _Measured(NamedTuple):
 
 
 class Amaxes:
-    """Where the kernels of a model leave the amaxes that they measure, and its casts find them.
+    """The store in which a model's kernels leave the amaxes that they measure for its casts.
 
-    It holds the last tensor measured, until a cast has asked for it or there is a newer one.
+    It holds the last tensor measured, until a cast has asked for it or a newer one replaces it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Amaxes:
     def forget(self) -> None:
         """Zero new memory from now on, and forget the last tensor.
 
-        Call this when a device begins to record and when it ends: a recording has to zero what it
+        Call this when a device begins or stops recording: a recording must zero the memory that it
         raises.
         """
         self._zeros = iter(())

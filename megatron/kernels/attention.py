@@ -63,7 +63,7 @@ class Segments:
             be empty.
         shape: b, s.
         causal: Whether a token attends to itself and earlier ones only.
-        longest: No segment has more tokens; None stands for s.
+        longest: The largest number of tokens in a segment; None means s.
     """
 
     ends: Tensor
@@ -108,13 +108,13 @@ class AttentionOptions(NamedTuple):
     """How queries attend to keys, beside the tensors themselves.
 
     Attributes:
-        mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers
-            [b or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
+        mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers [b
+            or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
             queries. `None` leaves the choice to `causal`.
-        causal: without a mask, attend to the past and oneself only.
-        dropout: probability of dropping an attention weight.
-        layer_number: from 1, for query-key layer scaling.
-        scale: factor of the scores; `None` stands for 1 / sqrt(d).
+        causal: Without a mask, attend only to the token itself and earlier ones.
+        dropout: The probability of dropping an attention weight.
+        layer_number: The number of the layer, from 1, for query-key layer scaling.
+        scale: The factor of the scores; `None` means 1 / sqrt(d).
     """
 
     mask: Mask | None = None
@@ -130,16 +130,16 @@ class AttentionFunction(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, /
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: [s, b, n, d].
-            key: [s, b, g, d].
-            value: [s, b, g, d].
-            options: mask, dropout and scale.
+            query: The queries [s, b, n, d].
+            key: The keys [s, b, g, d].
+            value: The values [s, b, g, d].
+            options: Mask, dropout and scale.
 
         Returns:
-            [s, b, n * d].
+            The result [s, b, n * d].
         """
 
 

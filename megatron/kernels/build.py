@@ -39,12 +39,12 @@ Say = Callable[[str], None]
 
 
 class BuildError(Exception):
-    """The library cannot be built. The message is one line: what is missing, and the remedy."""
+    """An error in building the library. The message is one line: the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """An nvcc."""
+    """An installed nvcc."""
 
     path: Path
     version: str  # "13.0"

@@ -38,7 +38,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CublasLtError(RuntimeError):
-    """cuBLASLt rejected a call: our mistake, not the user's."""
+    """An error for a call that cuBLASLt rejected: a bug in our code, not the user's mistake."""
 
 
 class Algorithm(ctypes.Structure):
@@ -64,7 +64,7 @@ class Problem:
 
 
 class CublasLt:
-    """The library."""
+    """The loaded cuBLASLt library."""
 
     def __init__(self) -> None:
         """Load the library.
@@ -99,9 +99,9 @@ class CublasLt:
         Args:
             problem: The product.
             gpu: Number of the GPU.
-            count: At most so many ways.
+            count: The largest number of ways to return.
             workspace: Bytes of memory that one may need.
-            whole: Only those that do not cut k into parts whose sums are added up.
+            whole: Return only ways that do not cut k into parts whose sums are added up.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
         wanted: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]

@@ -51,7 +51,7 @@ _KINDS: dict[str, type[ctypes._SimpleCData]] = {
 
 
 class KernelError(RuntimeError):
-    """A kernel was called wrongly, or CUDA refused the launch: our mistake, not the user's."""
+    """An error for a wrong kernel call or a launch that CUDA refused: our bug, not the user's."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class LibraryChoice:
     reason: str
 
     def __str__(self) -> str:
-        """Return the start-up panel's words."""
+        """Return the text for the start-up panel."""
         return f"{'fused' if self.library else 'plain PyTorch'} ({self.reason})"
 
 

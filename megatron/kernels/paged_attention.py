@@ -74,7 +74,7 @@ class Chunks:
 def choose_paged_attention(
     library: KernelLibrary | None, head_size: int, dtype: torch.dtype
 ) -> PagedAttention:
-    """Choose the kernels if there is a library and they take the head's size, else PyTorch."""
+    """Choose the kernels if a library exists and supports the head size, otherwise PyTorch."""
     vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
     if library is None:
         return PagedAttention("no fused kernels here")
@@ -84,7 +84,7 @@ def choose_paged_attention(
 
 
 class PagedAttention:
-    """How singles attend, and how a cache is written: in plain PyTorch.
+    """Attention of singles and writes to a cache, in plain PyTorch.
 
     Attributes:
         name: Name for the start-up panel, with the reason if there is a choice.

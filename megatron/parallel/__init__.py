@@ -1,4 +1,4 @@
-"""Where tensors live, and what processes send each other.
+"""Placement of tensors, and communication between processes.
 
     layout               the grid of processes, as one of them sees it
     collectives          communication with its backward

@@ -1,8 +1,8 @@
 """Cross entropy over a vocabulary that is split over tensor ranks, without fp32 copies of logits.
 
 The logits are the largest activation of a language model. Here they are kept once, in the format
-they came in, and their gradient may take their place; or they are never all there, with
-`linear_cross_entropy`.
+they came in, and their gradient may take their memory; with `linear_cross_entropy` they never exist
+all at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.parallel.linear import WeightSlot
 # Logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the weight's whole
 # gradient: with fewer rows that takes longer than the products.
 CHUNK_LOGITS = 2**29
-_ROWS_OF_A_TILE = 128  # of a product
+_ROWS_OF_A_TILE = 128  # rows in a tile of a product
 
 
 def vocabulary_cross_entropy(
@@ -39,21 +39,21 @@ def vocabulary_cross_entropy(
     """Return -log softmax(logits)[label] over the whole vocabulary.
 
     Args:
-        logits: [s, b, v/t], this rank's part of the (padded) vocabulary.
-        labels: [s, b], ids in the whole vocabulary.
-        axis: tensor axis.
-        form: kernel or plain PyTorch.
-        reuse_logits: backward writes the gradient over the logits. Nobody else may need them
-            then, and backward runs once: autograd refuses whatever comes after.
+        logits: This rank's part of the (padded) vocabulary's logits, [s, b, v/t].
+        labels: The labels [s, b], ids in the whole vocabulary.
+        axis: The tensor axis.
+        form: The form, a kernel or plain PyTorch.
+        reuse_logits: Backward writes the gradient over the logits. They must not be needed
+            elsewhere then, and backward runs once: autograd refuses any later use.
 
     Returns:
-        [s, b] in fp32, equal on every rank.
+        The losses [s, b] in fp32, equal on every rank.
     """
     return _CrossEntropy.apply(logits, labels, axis, form, reuse_logits)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits and two numbers a row; backward makes the softmax again from them."""
+    """A cross entropy that saves the logits and two numbers per row, and recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, maxima, sums = ctx.saved_tensors  # raises where they were reused already
+        logits, local, maxima, sums = ctx.saved_tensors  # raises if they were already reused
         rows = logits.reshape(-1, logits.shape[-1])
         result = rows if ctx.reuse_logits else torch.empty_like(rows)
         ctx.form.gradient(rows, local, maxima, sums, grad.reshape(-1), result)
@@ -100,11 +100,11 @@ def _join(part: Statistics, local: Tensor, size: int, axis: Axis) -> tuple[Tenso
 
 
 class ChunkedLoss(NamedTuple):
-    """What `linear_cross_entropy` returns, equal on every rank.
+    """The result of `linear_cross_entropy`, equal on every rank.
 
     Attributes:
-        losses: of each token, fp32 [s, b]. They have no gradient.
-        total: sum(losses * loss_mask), the one number that can be differentiated.
+        losses: The loss of each token, fp32 [s, b]. It has no gradient.
+        total: The sum of losses * loss_mask, the only number that can be differentiated.
     """
 
     losses: Tensor
@@ -125,20 +125,20 @@ def linear_cross_entropy(
 ) -> ChunkedLoss:
     """Return the cross entropy of x W^T + bias, of which only a few rows exist at a time.
 
-    While a chunk of logits is there, forward makes of it all that backward needs, so that no
-    product is computed twice: the gradients of sum(losses * loss_mask). Backward multiplies them by
-    that sum's own gradient, one number. So this sum is all that can be differentiated.
+    While a chunk of logits exists, forward computes from it everything that backward needs, so that
+    no product is computed twice: the gradients of sum(losses * loss_mask). Backward multiplies them
+    by that sum's own gradient, one number. So only this sum can be differentiated.
 
     Args:
-        x: [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
-        weight: [v/t, h], this rank's part of the vocabulary.
-        labels: [s, b], ids in the whole vocabulary.
-        communication: of the product.
-        loss_mask: [s, b], the weight of each token's loss; `None` stands for 1.
-        bias: [v/t].
-        form: kernel or plain PyTorch.
-        slot: where the weight's gradient goes; `None` leaves it to autograd.
-        chunk_logits: elements of logits at a time.
+        x: The input [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
+        weight: This rank's part of the vocabulary, [v/t, h].
+        labels: The labels [s, b], ids in the whole vocabulary.
+        communication: The communication of the product.
+        loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
+        bias: The bias [v/t].
+        form: The form, a kernel or plain PyTorch.
+        slot: The destination of the weight's gradient; `None` leaves it to autograd.
+        chunk_logits: The number of logits computed at a time.
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     read = weight if slot is None else weight.detach()
@@ -190,8 +190,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if nothing counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
-        # Of one dimension: a factor without any takes the format of what it multiplies, on a GPU.
-        # In bf16 that moves all of the network's gradients by up to 0.2%, in fp16 loses some.
+        # This has one dimension: on a GPU, a factor without any takes the format of the other
+        # factor. In bf16 that moves all of the network's gradients by up to 0.2%; in fp16 some are
+        # lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
         summing = ctx.communication.start_sum(input_grad)
@@ -209,8 +210,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return summing.wait(), weight_grad, bias_grad, *[None] * 7
 
 
-# What gradients are multiplied by until backward, or the small ones of 16 bits would be lost
-# (fp16's smallest is 6e-8, less than many a probability). A power of two changes no digit.
+# The factor on gradients until backward; without it the small ones would be lost in 16 bits (fp16's
+# smallest is 6e-8, less than many a probability). A power of two changes no digit.
 _UNIT = 1024.0
 
 
@@ -219,9 +220,9 @@ class _HeadGradients:
     """Gradients of the sum of losses.
 
     Attributes:
-        input: [s, b, h].
-        weight: [v/t, h] in fp32.
-        bias: [v/t] in fp32.
+        input: The input's gradient [s, b, h].
+        weight: The weight's gradient [v/t, h] in fp32.
+        bias: The bias's gradient [v/t] in fp32.
     """
 
     input: Tensor
@@ -235,7 +236,7 @@ class _HeadGradients:
         return cls(x.new_empty(x.shape), of_weight, of_bias)
 
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add what some rows give, of the logits' gradient [rows, v/t] and the input [rows, h]."""
+        """Add some rows' part, from the logits' gradient [rows, v/t] and the input [rows, h]."""
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
         weight_gradient(of_logits, x, self.weight, accumulate=rows.start > 0)
         if self.bias is not None:
@@ -243,7 +244,7 @@ class _HeadGradients:
 
 
 def _chunks(rows: int, size: int, limit: int) -> Iterator[slice]:
-    """Return equal parts of the rows, of at most about `limit` elements, `size` in each row."""
+    """Return equal parts of the rows, each of at most about `limit` elements, `size` per row."""
     count = max(1, min(rows, -(-rows * size // limit)))
     height = -(-rows // count)
     if height > _ROWS_OF_A_TILE:

@@ -1,13 +1,13 @@
 """Rows that the ranks of an axis send each other while they compute.
 
-A product that is cut by rows sends each part as soon as it is there, and takes the others' when it
-needs them. What is sent between an `open` and its `close` is one use of an exchange. All ranks
-program the same uses in the same order; step i is the message to the i-th rank after one's own,
-round the axis, and from the i-th before it.
+A product that is cut by rows sends each part as soon as it is ready, and takes the others' parts
+when it needs them. The messages between an `open` and its `close` are one use of an exchange. All
+ranks program the same uses in the same order; step i is the message to the i-th rank after this
+one, around the axis, and from the i-th before it.
 
-On a GPU ranks write into each other's memory, and each keeps an account of which part of it is free
-(`Ledger`), without asking the others. The ranks are not in step, but each makes the same calls in
-the same order. So a rank that has sent rows for a use had closed, in its own queue, every use that
+On a GPU, ranks write into each other's memory, and each keeps track of which part of it is free
+(`Ledger`) without asking the others. The ranks are not in step, but each makes the same calls in
+the same order. So when a rank has sent rows for a use, its queue has already closed every use that
 the program closes before that.
 """
 
@@ -31,22 +31,22 @@ class Use(Protocol):
         ...
 
     def computing(self) -> None:
-        """Take note that the kernels which are to run beside the messages have been launched."""
+        """Note that the kernels which run beside the messages have been launched."""
         ...
 
     def receive(self, step: int) -> Tensor:
-        """Return the rows that came, [rows, ...], to be read until `close`."""
+        """Return the received rows, [rows, ...], to be read until `close`."""
         ...
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return everything received and one's own rows, in the order of the ranks.
+        """Return everything received and this rank's own rows, in the order of the ranks.
 
-        They are [t rows, ...], to be read until `close`. Call it after all of `receive`.
+        The result is [t rows, ...], to be read until `close`. Call it after all of `receive`.
         """
         ...
 
     def close(self) -> None:
-        """Take note that the messages have been read."""
+        """Note that the messages have been read."""
         ...
 
 
@@ -56,7 +56,7 @@ class Exchange(Protocol):
     axis: Axis
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of so many elements can be sent; the same on every rank."""
+        """Return whether messages of this many elements can be sent; the same on every rank."""
         ...
 
     def open(self, rows: Tensor) -> Use:
@@ -65,10 +65,10 @@ class Exchange(Protocol):
 
 
 class GroupExchange:
-    """An exchange by messages of the axis' process group, for CPUs.
+    """An exchange through messages of the axis' process group, for CPUs.
 
     Args:
-        axis: of at least two processes.
+        axis: The axis, of at least two processes.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -124,14 +124,14 @@ class _GroupUse:
         self._kept.clear()
 
 
-SLOTS = 3  # of a column's backward two are open; with a third the next use needs no barrier
+SLOTS = 3  # a column's backward opens two; with a third, the next use needs no barrier
 
 
 class Ledger:
-    """Which of the slots a use takes, and whether it is known to be free on every rank.
+    """An account of the slot that each use takes, and whether it is known to be free on every rank.
 
     Uses count from 0; use k takes slot k modulo `slots`. Rows that another rank has sent for use k
-    tell that it has closed what this rank had closed when it sent its own for k.
+    show that it has closed all uses that this rank had closed when it sent its own for k.
     """
 
     def __init__(self, slots: int) -> None:
@@ -155,19 +155,19 @@ class Ledger:
         return use - self._slots < self._known
 
     def met(self) -> None:
-        """Take note that the ranks are at a barrier."""
+        """Note that the ranks have met at a barrier."""
         self._known = self._closed
 
     def sent(self, use: int) -> None:
-        """Take note that the first rows of a use are on their way."""
+        """Note that the first rows of a use have been sent."""
         self._closed_at_send.setdefault(use, self._closed)
 
     def received(self, use: int) -> None:
-        """Take note that all others' rows of a use are there."""
+        """Note that all others' rows of a use have arrived."""
         self._known = max(self._known, self._closed_at_send.pop(use))
 
     def close(self, use: int) -> None:
-        """Take note that a use's slot has been read."""
+        """Note that a use's slot has been read."""
         self._open.remove(use)
 
     @property

@@ -1,11 +1,11 @@
-"""Where a process is: iteration, operation, and the communication that it waits for.
+"""The current state of a process: iteration, operation, and the communication that it waits for.
 
-Training writes it as it goes, at the price of a few assignments; the watchdog reads it from another
-thread, to say of a run that hangs who did not come and to what.
+Training writes it at the price of a few assignments; the watchdog reads it from another thread, to
+report which ranks are missing from which operation when a run hangs.
 
 On a GPU the process runs ahead of its device, and waits where the device's results are needed, not
-where a communication is. There the journal also sends marks through the device's queue: the last
-one that came back says in which operation the device is.
+where a communication is. In that case the journal also sends marks through the device's queue: the
+last one that came back shows which operation the device is in.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 # Half as many kernels as a device's queue takes (about 1,000) must hold more communications than
 # this: a process that fills the queue has then sent marks that its device has not come to.
 _WAITS_A_MARK = 8
-_KEPT_PLACES = 4096  # more than a process is ever ahead of its device
+_KEPT_PLACES = 4096  # a process is never further ahead of its device
 
 
 class DeviceMarks(Protocol):
-    """Numbers that travel through a device's queue: `device.StreamMarks`."""
+    """Numbers that travel through a device's queue; see `device.StreamMarks`."""
 
     def put(self, number: int) -> None:
         """Send a number through the queue."""
@@ -38,17 +38,17 @@ class Place(NamedTuple):
 
     number: int
     iteration: int
-    operation: object  # put into words only when somebody asks
+    operation: object  # formatted as text only when requested
 
 
 class Transfer:
-    """A communication under way, and who takes part: a `torch.distributed.Work` with its name.
+    """A communication under way and its participants: a `torch.distributed.Work` with a name.
 
     Attributes:
-        kind: "all-reduce", "receive" ...
-        ranks: the global ranks of the group, this one among them; for a message the other end.
-        number: how many this process has started with these ranks, this one included; `None` for a
-            message.
+        kind: The kind of communication: "all-reduce", "receive" ...
+        ranks: The global ranks of the group, including this one; for a message the other end.
+        number: How many of these this process has started with these ranks, including this one;
+            `None` for a message.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Transfer:
         self._journal, self._work = journal, work
 
     def wait(self) -> None:
-        """Return once the data is there. On a GPU later kernels wait, not this process."""
+        """Return once the data has arrived. On a GPU, later kernels wait, not this process."""
         self._journal.begin_wait(self)
         self._work.wait()
-        self._journal.end_wait()  # not after an error: what was waited for says what it means
+        self._journal.end_wait()  # not after an error: the awaited communication explains it
 
     def is_completed(self) -> bool:
         """Return whether the work is done, without waiting for it."""
@@ -74,15 +74,15 @@ class Transfer:
 
 
 class Journal:
-    """What the thread that trains (and autograd's threads) writes and any thread may read.
+    """A record written by the training thread (and autograd's threads) that any thread may read.
 
     Args:
-        marks: to follow a GPU; `None` if the process itself computes.
+        marks: The marks to follow a GPU; `None` if the process itself computes.
 
     Attributes:
-        iteration: the update under way, from 1; 0 before the first.
-        waits_for: the communication that the process waits for.
-        started: communications started so far, by the global ranks that take part.
+        iteration: The update under way, from 1; 0 before the first.
+        waits_for: The communication that the process waits for.
+        started: The number of communications started so far, by the global ranks that take part.
     """
 
     def __init__(self, marks: DeviceMarks | None = None) -> None:
@@ -107,7 +107,7 @@ class Journal:
 
     @contextmanager
     def inside(self, operation: object) -> Iterator[None]:
-        """Be in `operation` during the block, and then again where the process was before."""
+        """Enter `operation` during the block, and return to the previous one after it."""
         outer = self._place.operation
         self.enter(operation)
         yield
@@ -115,7 +115,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Surround work that a device only records: a mark in it would come back with every run."""
+        """Surround work that a device only records: a mark in it would be resent by every run."""
         marks, self._marks = self._marks, None
         try:
             yield
@@ -131,7 +131,7 @@ class Journal:
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Surround a collective that another library starts and itself waits for.
 
-        On a GPU it is only queued, in a stream of that library's, where marks would be out of turn.
+        On a GPU it is only queued, in a stream of that library, where marks would be out of order.
         """
         self.begin_wait(self.transfer(kind, ranks, None))
         yield
@@ -148,7 +148,7 @@ class Journal:
         self.waits_for = transfer
 
     def end_wait(self) -> None:
-        """Note that the process waits no more."""
+        """Note that the process no longer waits."""
         self.waits_for = None
         self._moved = time.monotonic()
         if self._marks is not None:
@@ -158,7 +158,7 @@ class Journal:
 
     @property
     def place(self) -> Place:
-        """Where the process is, or its device, which follows it."""
+        """The place of the process, or of its device, which follows it."""
         if self._marks is None:
             return self._place
         behind = self._marks.behind(self._place.number)
@@ -167,10 +167,10 @@ class Journal:
 
     @property
     def device_is_behind(self) -> bool:
-        """Whether work that the process has queued is not done."""
+        """Whether some work that the process has queued is not finished."""
         return self._marks is not None and self._marks.behind(self._place.number) > 0
 
     @property
     def progress(self) -> tuple[float, int]:
-        """A value that changes whenever process or device gets on."""
+        """A value that changes whenever the process or its device makes progress."""
         return self._moved, self.place.number

@@ -17,7 +17,7 @@ def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on every part, and on nothing else.
 
     Args:
-        parts: what the seed is for, most general first: run seed, purpose, index.
+        parts: The purpose of the seed, most general first: run seed, purpose, index.
     """
     return int.from_bytes(_digest(*parts)[:8], "big") >> 1
 
@@ -42,13 +42,14 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
     """Draw different random numbers on every rank of the axis, as if each were its own process.
 
     Inside, the device's default generator starts from its seed (that of the micro-batch), the rank
-    and the site; afterwards it goes on where it was, equal on all ranks. So nothing has to be
-    tracked or saved, and a recomputation draws the same again. On one process nothing changes.
+    and the site; afterwards it continues from its earlier state, equal on all ranks. So nothing has
+    to be tracked or saved, and a recomputation draws the same numbers again. With a single process
+    nothing changes.
 
     Args:
-        axis: ranks that hold different parts of what is drawn for.
-        device: of the drawing.
-        site: tells places in the network apart, for example (layer number, "attention").
+        axis: The ranks that hold different parts of the tensor for which numbers are drawn.
+        device: The device that draws.
+        site: Tells places in the network apart, for example (layer number, "attention").
     """
     if axis.size == 1:
         yield

@@ -1,4 +1,4 @@
-"""What an optimizer and a training step need of the gradients, whoever averages them.
+"""The interface through which an optimizer and a training step use averaged gradients.
 
 `gradients.GradientBuffer` keeps whole parameters (ZeRO stages 0 to 2), `sharded.ShardedModel` a
 shard of each (stage 3).
@@ -31,10 +31,10 @@ class SharedWeights(Protocol):
     """Weights of which each process updates its share."""
 
     def gather(self) -> None:
-        """Make the update of every process known to all. Collective over the replica axis."""
+        """Make every process's update known to all. Collective over the replica axis."""
 
     def settle(self) -> None:
-        """Return once nothing of `gather` is under way."""
+        """Return once no part of `gather` is under way."""
 
     def wait(self) -> None:
         """Return once parameters may be read, or changed, outside of their model's forward.
@@ -43,7 +43,7 @@ class SharedWeights(Protocol):
         """
 
     def forget(self) -> None:
-        """Take note that all processes have given the parameters other values."""
+        """Note that all processes have given the parameters other values."""
 
 
 class Gradients(Protocol):
@@ -67,10 +67,10 @@ class Gradients(Protocol):
         """Return the gradient of `part`, of its shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
-        """Return what forward computes in, and what a checkpoint holds the weight in."""
+        """Return the type that forward computes in, in which a checkpoint holds the weight."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
-        """Return the fewest 1-D tensors that hold what is owned of all selected gradients."""
+        """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""
 
     def share_weights(
         self,
@@ -78,7 +78,7 @@ class Gradients(Protocol):
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
         /,
     ) -> SharedWeights | None:
-        """Return the other half of a sharded update; `None` if each process updates everything."""
+        """Return the weight half of a sharded update; `None` if each process updates everything."""
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
@@ -112,12 +112,12 @@ _SYNC_BUFFERS = (
 class TorchDataParallel:
     """The forward of a model whose gradients the backward averages over `axis`.
 
-    Collective, to construct and to call.
+    Construction and calls are collective.
 
     Args:
-        model: not cut into pipeline stages: its backward passes follow its forward passes.
-        forward: called with the model and what `__call__` is given.
-        axis: who holds the same weights.
+        model: The model, without pipeline stages: its backward passes follow its forward passes.
+        forward: The function to call with the model and the arguments of `__call__`.
+        axis: The processes that hold the same weights.
     """
 
     may_run_ahead = False
@@ -148,8 +148,8 @@ class TorchDataParallel:
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start PyTorch's own all-reduce, under its name in the journal.
 
-        Behind the last bucket there is nothing left to compute, so that all are waited for here,
-        where it can be seen for what.
+        After the last bucket there is nothing left to compute, so all of them are waited for here,
+        where the awaited communication can be reported.
         """
         gradients = bucket.buffer()
         pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))
@@ -163,7 +163,7 @@ class TorchDataParallel:
 
 
 class _Forward(nn.Module):
-    """What PyTorch may wrap: the model, called by `function`."""
+    """The module that PyTorch may wrap: the model, called by `function`."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ Rows are written into the receiver's memory by copy engines, which leave the mul
 the product that runs meanwhile; a flag beside them says that they are there. That is PyTorch's
 symmetric memory. NVLink's multicast is not used.
 
-Nothing asks whether the receiver has read what it got before: `Ledger` knows. Where it does not,
-the ranks meet at a barrier.
+Nothing asks whether the receiver has read its earlier messages: `Ledger` knows. If it does not, the
+ranks meet at a barrier.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from megatron.parallel.layout import Axis
 # Freed with the process: PyTorch waits for the device before it unmaps memory, and the device may
 # wait for a neighbor that is gone.
 _MAPPED: list[Tensor] = []
-_BARRIER = SLOTS  # channels of flags: one a slot, and this
+_BARRIER = SLOTS  # channels of flags: one per slot, then this one
 # The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
 # not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
 # just when a neighbor does not come. A use is some ten kernels and a few events, a queue holds a
 # thousand: with 56 a neighbor that stood still was named in time, with 400 not. With 24 the device
 # ran dry whenever the host stood still for 40 ms (docs/benchmarks/parallel.md).
 _AHEAD = 56
-_ALIGNED = 256  # bytes, as the allocator's memory: fast kernels ask for 16
+_ALIGNED = 256  # bytes, as for the allocator's memory: fast kernels need 16
 
 
 class SymmetricExchange:
     """`Exchange` between GPUs. Construction is collective over the axis.
 
     Args:
-        axis: its ranks are on one machine.
-        device: this rank's.
-        message_bytes: of the largest message.
-        seconds: after which the device gives a neighbor up, if nobody has ended the run before.
+        axis: The axis, whose ranks are on one machine.
+        device: This rank's device.
+        message_bytes: The size of the largest message.
+        seconds: The time after which the device gives up on a neighbor, if the run has not ended
+            before.
 
     Raises:
-        ConfigError: the GPUs cannot map each other's memory.
+        ConfigError: The GPUs cannot map each other's memory.
     """
 
     def __init__(
         self, axis: Axis, device: torch.device, message_bytes: int, *, seconds: float
     ) -> None:
-        """Map the others' memory. Collective over the axis."""
+        """Map the other ranks' memory. Collective over the axis."""
         assert axis.group is not None, "an axis without a process group cannot exchange"
         self.axis, self.device = axis, device
         self.patience = {"timeout_ms": int(1000 * seconds)}
@@ -74,7 +75,7 @@ class SymmetricExchange:
         self.side = torch.Stream(device, priority=-1)
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of so many elements can be sent; the same on every rank."""
+        """Return whether messages of this many elements can be sent; the same on every rank."""
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:
@@ -93,7 +94,7 @@ class SymmetricExchange:
         self._ends.append((end, transfer))
 
     def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
-        """Return where on `rank` a use's rows lie, each rank's like `rows`: [t, rows, ...]."""
+        """Return the memory on `rank` for a use's rows, each rank's like `rows`: [t, rows, ...]."""
         memory = self._mapped[rank][use % SLOTS, : self.axis.size * rows.nbytes]
         return memory.view(rows.dtype).view(self.axis.size, *rows.shape)
 
@@ -155,7 +156,7 @@ class _SymmetricUse:
         assert not self._missing, "messages were sent, and their answers never read"
         assert self._last is not None
         exchange = self._exchange
-        # What was sent may be overwritten from here on.
+        # From here on, the sent rows may be overwritten.
         torch.accelerator.current_stream(exchange.device).wait_stream(exchange.side)
         self._kept.clear()
         exchange.ledger.close(self._number)
