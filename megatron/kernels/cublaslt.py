@@ -130,7 +130,7 @@ class CublasLt:
     def with_cut(
         self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
     ) -> Algorithm | None:
-        """Return it with k cut into so many parts, or None if it cannot or needs more memory."""
+        """Return it with k cut into this many parts; None if impossible or out of workspace."""
         changed, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
         reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32
         for attribute, value in ((_CUT, cut), (_REDUCTION, reduction)):

@@ -127,8 +127,8 @@ def bias_dropout_add_backward(
     Args:
         library: Compiled kernels.
         grad: Gradient of the result, [..., h].
-        seed: As in `bias_dropout_add_forward`.
-        drop: Likewise.
+        seed: The seed, as in `bias_dropout_add_forward`.
+        drop: Probability of an element to be dropped, times 65536.
         dtype: Type of x.
         has_bias: Whether there was a bias.
     """

@@ -149,11 +149,11 @@ def add_norm_forward(
 
     Args:
         library: Compiled kernels.
-        residual: As for `add_norm`.
-        delta: Likewise.
-        weight: Likewise.
-        bias: Likewise.
-        epsilon: Likewise.
+        residual: The residual stream [..., h], of the weights' type or fp32.
+        delta: The update [..., h], of the weights' type; None adds nothing.
+        weight: The weight [h].
+        bias: The bias [h] for LayerNorm; None for RMSNorm.
+        epsilon: Added to the variance.
         amaxes: Where the kernel leaves the largest magnitude of the normalized sum, if anywhere.
 
     Returns:

@@ -193,11 +193,11 @@ def split_rotate_forward(
 
     Args:
         library: Compiled kernels.
-        qkv: As for `SplitRotate`.
+        qkv: The fused projection, as for `SplitRotate`.
         cosine: fp32 [s, 1, 1, r], or None to rotate nothing.
-        sine: Likewise.
-        groups: As for `SplitRotate`.
-        head_size: Likewise.
+        sine: The sines, of the same shape as the cosines.
+        groups: The number of key-value heads.
+        head_size: The size of a head.
 
     Returns:
         Queries, keys and values, contiguous.
@@ -227,8 +227,8 @@ def split_rotate_backward(
         grad_query: Gradient of the queries, in any layout.
         grad_key: Gradient of the keys, likewise.
         grad_value: Gradient of the values, likewise.
-        cosine: As for `split_rotate_forward`.
-        sine: Likewise.
+        cosine: The cosines, as for `split_rotate_forward`.
+        sine: The sines, of the same shape as the cosines.
         amaxes: Where the kernel leaves the largest magnitude of the result, if anywhere.
 
     Returns:

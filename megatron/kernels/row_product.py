@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.cublaslt import ALIGNMENT, Algorithm, CublasLt, CublasLtError, Problem
 
-# The library's choice for so many rows decides about a weight's family. They are few, because
-# cutting k pays for few rows.
+# The library's choice for this many rows decides a weight's family. The number is small, because
+# cutting k pays off for few rows.
 _TYPICAL_ROWS = 16
 # If k is cut, the sums of its parts take memory for each row: more rows are multiplied in pieces.
 _PIECE = 512
@@ -140,7 +140,7 @@ class RowProduct:
     def _plan(
         self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, out: Tensor
     ) -> tuple[Problem, Algorithm]:
-        """Return the fastest kernel of the family for so many rows."""
+        """Return the fastest kernel of the family for this many rows."""
         library, gpu = self._library, shape.gpu
         problem = library.problem(x, weight, out, bias=shape.has_bias)
         found = []

@@ -81,11 +81,11 @@ class Run:
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None
-    """Where the first weights are from, where that is another network's checkpoint."""
+    """Source of the initial weights, if that is another network's checkpoint."""
     save_at: Set[int] = frozenset()
     """Iterations after which to save, whatever the interval: those that end an epoch."""
     corpus: str | None = None
-    """Fingerprint of the training data, on rank 0; None where tokens are generated."""
+    """Fingerprint of the training data, on rank 0; None if tokens are generated."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all parts with their names, which are global."""
