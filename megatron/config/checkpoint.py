@@ -17,8 +17,8 @@ def _written_format(text: str) -> str:
     """
     if text in _OF_CORE:
         raise ValueError(
-            "a format of Megatron Core, which is not written: drop the flag (native checkpoints "
-            "load in any layout), or use legacy for Megatron-LM 23.08"
+            "this is a Megatron Core format, which cannot be written: drop the flag (native "
+            "checkpoints load in any layout), or use legacy for Megatron-LM 23.08"
         )
     return text
 

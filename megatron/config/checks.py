@@ -136,7 +136,7 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:
-        yield "--sequence-parallel: one tensor-parallel process: there is nothing to split"
+        yield "--sequence-parallel: no effect with a single tensor-parallel process"
     if parallel.distribute_saved_activations and (alone or parallel.sequence_parallel):
         reason = (
             "one tensor-parallel process" if alone else "--sequence-parallel splits them already"

@@ -69,7 +69,9 @@ def read_data_files(
             continue
         if flags or (others and path not in by_flag):
             names = ", ".join(field_at(other).names[0] for other in flags or others)
-            problem = f"{field_at(path).spell(file)} stands for {names}: keep one of them"
+            problem = (
+                f"{field_at(path).spell(file)} cannot be combined with {names}: use one of them"
+            )
         else:
             problem = _read(path, Path(file), words) or ""
         if problem:
@@ -95,7 +97,7 @@ def _read(path: str, file: Path, words: Words) -> str | None:
         return f"{named}: {error}: {_REMEDY[path]}"
     rest = ", ".join(repr(key) for key in content if key not in SPLIT_NAMES)
     if rest:
-        words.notices.append(f"{named}: {rest} in it changes nothing")
+        words.notices.append(f"{named}: {rest} has no effect")
     return None
 
 
@@ -115,7 +117,7 @@ def _text_of(file: Path) -> str:
     try:
         return data.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError:
-        raise ValueError("is no UTF-8 text") from None
+        raise ValueError("is not UTF-8 text") from None
 
 
 def _object_of(text: str) -> dict[str, Any]:
@@ -137,9 +139,9 @@ def _object_of(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error})") from None
     except RecursionError:
-        raise ValueError("is not JSON of this kind") from None
+        raise ValueError("is nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     missing = [repr(split) for split in SPLIT_NAMES if split not in content]
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")
@@ -161,7 +163,7 @@ def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
     if wrong or not isinstance(value, list):
         shown = json.dumps((wrong or texts)[0])
         shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-        raise ValueError(f"{split!r} holds {shown}, which is no text, nor a list of words")
+        raise ValueError(f"{split!r} holds {shown}, which is neither a string nor a list of words")
     return _some(tuple(map(str, value)), f"{split!r} ")
 
 
@@ -172,5 +174,5 @@ def _some(words: tuple[str, ...], what: str = "") -> tuple[str, ...]:
         ValueError: There are none.
     """
     if not words:
-        raise ValueError(f"{what}holds no words")
+        raise ValueError(f"{what}contains no words")
     return words

@@ -114,7 +114,8 @@ def server_problems(server: ServerConfig) -> list[str]:
     problems = bounds_problems(server)
     if server.top_k > 0 and server.top_p > 0:
         problems.append(
-            f"--top_k {server.top_k} and --top_p {server.top_p:g} exclude each other: keep one"
+            f"--top_k {server.top_k} and --top_p {server.top_p:g} cannot be combined: use one of "
+            "them"
         )
     return problems
 
@@ -200,25 +201,26 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
         ),
         (
             samples.prompt is not None and samples.sample_input_file is not None,
-            "--prompt and --sample-input-file exclude each other: keep one",
+            "--prompt and --sample-input-file cannot be combined: use one of them",
         ),
         (
             samples.sample_input_file is not None and samples.num_samples > 0,
-            f"--num-samples {samples.num_samples} is of texts without a prompt: drop it, or "
-            "--sample-input-file",
+            f"--num-samples {samples.num_samples} cannot be combined with --sample-input-file, "
+            "which sets the number of texts: drop one of them",
         ),
         (
             samples.sample_input_file is None and samples.sample_output_file is not None,
-            "--sample-output-file belongs to --sample-input-file: give that, or --genfile",
+            "--sample-output-file requires --sample-input-file: add it, or use --genfile",
         ),
         (
             samples.genfile is not None
             and (samples.prompt is not None or samples.sample_input_file is not None),
-            "--genfile is of texts without a prompt: drop it, or --prompt or --sample-input-file",
+            "--genfile is for texts without a prompt: drop it, or drop --prompt and "
+            "--sample-input-file",
         ),
         (
             any("\ud800" <= letter <= "\udfff" for letter in samples.prompt or ""),
-            "--prompt: not UTF-8: convert the text, for example with iconv",
+            "--prompt is not valid UTF-8: convert the text, for example with iconv",
         ),
         (samples.prompt == "", "--prompt is empty: give some text, or --num-samples alone"),
     )

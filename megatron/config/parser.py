@@ -339,7 +339,7 @@ def _find_contradictions(
             continue
         other = last.setdefault(destinations[flag.name], flag)
         if other.name != flag.name and (other.values != flag.values or not flag.values):
-            line.problems.append(f"{other} and {flag} contradict each other: keep one")
+            line.problems.append(f"{other} and {flag} contradict each other: use one of them")
         last[destinations[flag.name]] = flag
 
 

@@ -45,14 +45,15 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
     if not whole and not own and not data.mock_data:
         yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
     if (whole or own) and data.mock_data:
-        yield f"--mock-data and {', '.join([*whole, *own])} exclude each other: keep one"
+        yield f"--mock-data and {', '.join([*whole, *own])} cannot be combined: use one of them"
     if whole and own:
         yield (
-            f"{whole[0]} is split by --split, {', '.join(own)} are not: give one kind of path only"
+            f"{whole[0]} is split by --split and cannot be combined with {', '.join(own)}: use one "
+            "kind of path"
         )
     if own and "train_data_path" not in given and not config.training.skip_train:
         without = "'train'" if data.per_split_data_args_path else "--train-data-path"
-        yield f"{', '.join(own)} without {without}: there is nothing to train on: add it"
+        yield f"{', '.join(own)} without {without} leaves nothing to train on: add it"
 
 
 def blends(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -65,7 +66,7 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
         if not words:
             yield f"{name}: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
         elif not all(word.strip() for word in words):
-            yield f"{name}: an empty word, perhaps of a variable that is not set: give a prefix"
+            yield f"{name}: contains an empty word, perhaps from an unset variable: give a prefix"
         elif len(words) > 1 and len(words) % 2:
             yield (
                 f"{name} has {len(words)} words: give one prefix, or pairs WEIGHT PREFIX "
@@ -75,8 +76,8 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
             wrong = [repr(word) for word in words[::2] if not _is_weight(word)]
             if wrong:
                 yield (
-                    f"{name}: {', '.join(wrong)} should be a weight above 0: "
-                    "give pairs WEIGHT PREFIX WEIGHT PREFIX ..."
+                    f"{name}: {', '.join(wrong)} must be a weight above 0: give pairs WEIGHT "
+                    "PREFIX WEIGHT PREFIX ..."
                 )
 
 
@@ -118,10 +119,11 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:
         if getattr(tokenizer, field) in (None, ""):
-            yield f"--tokenizer-type {kind} needs --{field.replace('_', '-')}: give it"
+            yield f"--tokenizer-type {kind} requires --{field.replace('_', '-')}: add it"
     if count > 0 and kind not in APPENDS_SENTINELS:
         yield (
-            f"--vocab-extra-ids {count}: --tokenizer-type {kind} takes no further entries: drop it"
+            f"--vocab-extra-ids {count}: --tokenizer-type {kind} does not support extra entries: "
+            "drop it"
         )
 
 
@@ -134,12 +136,12 @@ def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     if kind in APPENDS_SENTINELS and kind not in MAY_HAVE_SENTINELS:
         yield (
-            f"--tokenizer-type {kind} without --vocab-extra-ids has no sentinel for the runs of "
-            "words that a T5 hides: give --vocab-extra-ids 100"
+            f"--tokenizer-type {kind} without --vocab-extra-ids has no sentinels for the spans "
+            "that T5 masks: add --vocab-extra-ids 100"
         )
     elif kind not in MAY_HAVE_SENTINELS:
         yield (
-            f"--tokenizer-type {kind} has no sentinels for the runs of words that a T5 hides: "
-            "choose HuggingFaceTokenizer with a T5's tokenizer.json, or one that takes "
+            f"--tokenizer-type {kind} has no sentinels for the spans that T5 masks: use "
+            "HuggingFaceTokenizer with the tokenizer.json of a T5, or one that supports "
             f"--vocab-extra-ids 100: {', '.join(APPENDS_SENTINELS)}"
         )

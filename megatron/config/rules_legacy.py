@@ -26,12 +26,12 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     ):
         if on:
             yield (
-                f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
-                "for such weights: use --ckpt-format native"
+                f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, cannot store "
+                "these weights: use --ckpt-format native"
             )
     for name in not_computed(model):
         yield (
-            f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, computes no such "
+            f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support this "
             "network: use --ckpt-format native"
         )
     misfit = tensor_misfit(model, config.parallel.tensor_model_parallel_size)
@@ -39,13 +39,13 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}, or use --ckpt-format native"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
-            "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
+            "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores "
             "Adam's states, not those of --optimizer sgd: drop one of the three"
         )
     if config.schedule.decoupled_lr is not None and not checkpoint.no_save_optim:
         yield (
             f"--ckpt-format legacy with --decoupled-lr {config.schedule.decoupled_lr:g}: "
-            "Megatron-LM 23.08 has no such learning rate, and its optimizer's files no place for "
+            "Megatron-LM 23.08 has no such learning rate, and its optimizer files cannot store "
             "one: use --ckpt-format native"
         )
     misfit = _misfit(config)
@@ -80,13 +80,13 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
     """
     if precision.fp8_format and precision.fp8_recipe == "delayed":
         yield (
-            f"{flag}: Megatron-LM's files have no place for the amaxes of --fp8-recipe delayed: a "
-            "run that goes on from them begins a new history"
+            f"{flag}: Megatron-LM's files cannot store the amax history of --fp8-recipe delayed: a "
+            "run that resumes from them starts a new history"
         )
     if style == "WSD":
         yield (
-            f"{flag}: Megatron-LM 23.08 knows no --lr-decay-style WSD: there, go on with "
-            "--override-opt_param-scheduler and another style"
+            f"{flag}: Megatron-LM 23.08 does not support --lr-decay-style WSD: to resume there, "
+            "use --override-opt_param-scheduler and another style"
         )
 
 

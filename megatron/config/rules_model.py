@@ -72,17 +72,17 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
         if rotating < 2 or rotating % 2:
             yield (
                 f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} "
-                f"rotates {rotating} channels: they turn in pairs, choose an even number"
+                f"rotates {rotating} channels, but channels rotate in pairs: choose values that "
+                "give an even number"
             )
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         yield (
-            "--use-rope-scaling scales rotary frequencies: add --position-embedding-type rope, or "
-            "drop it"
+            "--use-rope-scaling requires --position-embedding-type rope: add it, or drop the flag"
         )
     if model.use_rope_scaling and (model.rotary_seq_len_interpolation_factor or 1) > 1:
         yield (
             "--use-rope-scaling and --rotary-seq-len-interpolation-factor "
-            f"{model.rotary_seq_len_interpolation_factor} both stretch the context: keep one"
+            f"{model.rotary_seq_len_interpolation_factor} both extend the context: use one of them"
         )
 
 
@@ -102,15 +102,15 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
         if on
     ]
     if len(chosen) > 1:
-        yield f"{' and '.join(chosen)}: an MLP has one activation function: keep one"
+        yield f"{' and '.join(chosen)}: an MLP has a single activation function: use one of them"
 
 
 def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield mistakes in the normalization."""
     if config.model.apply_layernorm_1p and config.model.normalization != "LayerNorm":
         yield (
-            f"--apply-layernorm-1p goes with LayerNorm, not --normalization "
-            f"{config.model.normalization}: drop one"
+            "--apply-layernorm-1p requires LayerNorm and cannot be combined with --normalization "
+            f"{config.model.normalization}: drop one of them"
         )
 
 
@@ -119,9 +119,9 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
     numbers = config.precision
     half = numbers.fp16 or numbers.bf16
     if numbers.fp16 and numbers.bf16:
-        yield "--fp16 and --bf16 exclude each other: keep one"
+        yield "--fp16 and --bf16 cannot be combined: use one of them"
     if config.model.use_flash_attn and not half:
-        yield "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"
+        yield "--use-flash-attn requires 16-bit weights: add --bf16 or --fp16"
     head = config.model.kv_channels
     misfit = flash_head_misfit(head) if config.model.use_flash_attn and head else ""
     if misfit:
@@ -130,13 +130,16 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
             "or drop the flag"
         )
     if numbers.fp32_residual_connection and not half:
-        yield "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16"
+        yield (
+            "--fp32-residual-connection requires --bf16 or --fp16: add one of them, or drop the "
+            "flag"
+        )
     if numbers.fp16_lm_cross_entropy and not numbers.fp16:
-        yield "--fp16-lm-cross-entropy needs --fp16: add it, or drop this flag"
+        yield "--fp16-lm-cross-entropy requires --fp16: add it, or drop this flag"
     impl = numbers.cross_entropy_fusion_impl
     if impl != "native" and not numbers.cross_entropy_loss_fusion:
         yield (
-            f"--cross-entropy-fusion-impl {impl} has no meaning with "
+            f"--cross-entropy-fusion-impl {impl} cannot be combined with "
             "--no-cross-entropy-loss-fusion: drop one of them"
         )
     dynamic = numbers.fp16 and numbers.loss_scale is None
@@ -170,14 +173,14 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
         ("t5", f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),
     ):
         if given and kind != owner:
-            yield f"{name} belongs to a {_SHOWN[owner]}, and this is a {_SHOWN[kind]}: drop it"
+            yield f"{name} is only for {_SHOWN[owner]}, and this model is a {_SHOWN[kind]}: drop it"
     if kind == "gpt":
         yield from _of_sentences(data)
         return
     if parallel.context_parallel_size > 1:
         yield (
-            f"--context-parallel-size {parallel.context_parallel_size}: padding masks do not go "
-            f"with it, and a {_SHOWN[kind]} has them: use 1"
+            f"--context-parallel-size {parallel.context_parallel_size}: context parallelism does "
+            f"not support the padding masks of {_SHOWN[kind]}: use 1"
         )
 
 
@@ -187,7 +190,7 @@ def _of_sentences(data: DataOptions) -> Iterator[str]:
         value = getattr(data, name)
         if value != getattr(DataOptions(), name):
             flag = f"--{name.replace('_', '-')} {value}"
-            yield f"{flag} belongs to a BERT or T5, and this is a GPT: drop it"
+            yield f"{flag} is only for BERT and T5, and this model is a GPT: drop it"
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -199,14 +202,14 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
             value = getattr(model, field)
             if value != getattr(ModelOptions(), field):
                 yield (
-                    f"--{field.replace('_', '-')} {value} belongs to --position-embedding-type "
+                    f"--{field.replace('_', '-')} {value} requires --position-embedding-type "
                     "relative: add it, or drop this flag"
                 )
         return
     if buckets < _FEWEST_BUCKETS or buckets % 2:
         yield (
-            f"--relative-attention-num-buckets {buckets}: an encoder has half of them for each "
-            f"direction: use an even number from {_FEWEST_BUCKETS} on"
+            f"--relative-attention-num-buckets {buckets}: an encoder uses half of them for each "
+            f"direction: use an even number of at least {_FEWEST_BUCKETS}"
         )
     elif longest <= buckets // 2:
         yield (
@@ -216,9 +219,9 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if parallel.zero_stage == 3 and _has_virtual_stages(config):
         yield (
-            "--zero-stage 3 with --position-embedding-type relative and virtual stages: the parts "
-            "on one stage share a table, which would be given back while another part needs it: "
-            "use --zero-stage 1, or one virtual stage"
+            "--zero-stage 3 with --position-embedding-type relative and virtual stages: the "
+            "virtual stages of a rank share a table, which would be freed while another one needs "
+            "it: use --zero-stage 1, or one virtual stage"
         )
 
 
@@ -239,14 +242,14 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--decoder-seq-length is required: give it a value, as --encoder-seq-length"
     if config.model.group_query_attention:
         yield (
-            "--group-query-attention: a T5's attention between decoder and encoder has a key and "
-            "a value for every head: drop it"
+            "--group-query-attention: the cross attention of a T5 has a key and a value for every "
+            "head: drop it"
         )
     tensor = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and length and tensor > 0 and length % tensor:
         yield (
             f"--decoder-seq-length {length} is not divisible by --tensor-model-parallel-size "
-            f"{tensor}, as --sequence-parallel needs: use a multiple of {tensor}"
+            f"{tensor}, as --sequence-parallel requires: use a multiple of {tensor}"
         )
 
 
@@ -263,19 +266,18 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
     yield from _gather(config)
     if numbers.fp8_format is None:
         if not numbers.fp8_wgrad:
-            yield "--no-fp8-wgrad has no meaning without --fp8-format: drop it"
+            yield "--no-fp8-wgrad requires --fp8-format: add it, or drop the flag"
         if numbers.fp8_recipe != "tensorwise":
             yield (
-                f"--fp8-recipe {numbers.fp8_recipe} has no meaning without --fp8-format: add it, "
-                "or drop the flag"
+                f"--fp8-recipe {numbers.fp8_recipe} requires --fp8-format: add it, or drop the flag"
             )
         return
     if not (numbers.bf16 or numbers.fp16):
-        yield f"--fp8-format {numbers.fp8_format} rounds 16-bit tensors: add --bf16"
+        yield f"--fp8-format {numbers.fp8_format} requires 16-bit weights: add --bf16"
     if config.parallel.zero_stage == 3:
         yield (
-            f"--fp8-format {numbers.fp8_format} keeps 8-bit copies of whole weights, which "
-            "--zero-stage 3 is there to avoid: use --zero-stage 1 or 2, or drop --fp8-format"
+            f"--fp8-format {numbers.fp8_format} keeps 8-bit copies of whole weights, which defeats "
+            "the purpose of --zero-stage 3: use --zero-stage 1 or 2, or drop --fp8-format"
         )
     yield from _sizes(config)
 
@@ -285,9 +287,7 @@ def _history(numbers: PrecisionConfig) -> Iterator[str]:
     for field in fields_of(PrecisionConfig):
         value = getattr(numbers, field.name)
         if field.name in _OF_HISTORY and numbers.fp8_recipe != "delayed" and value != field.default:
-            yield (
-                f"{field.spell(value)} belongs to --fp8-recipe delayed: add that, or drop this flag"
-            )
+            yield (f"{field.spell(value)} requires --fp8-recipe delayed: add it, or drop this flag")
 
 
 def _gather(config: RunOptions) -> Iterator[str]:
@@ -296,16 +296,15 @@ def _gather(config: RunOptions) -> Iterator[str]:
         return
     shown = "--fp8-param-gather"
     if numbers.fp8_format is None:
-        yield f"{shown} gathers the weights of 8-bit layers: add --fp8-format, or drop the flag"
+        yield f"{shown} requires --fp8-format: add it, or drop the flag"
     if numbers.fp8_recipe == "rowwise":
         yield (
-            f"{shown} with --fp8-recipe rowwise: what a process updates may end within a row, and "
-            "each row has a scale: use tensorwise or delayed, or drop the flag"
+            f"{shown} with --fp8-recipe rowwise: a process's shard may end within a row, and each "
+            "row has its own scale: use tensorwise or delayed, or drop the flag"
         )
     if stage == 0:
         yield (
-            f"{shown}: without a shared update there is nothing to gather: add "
-            "--use-distributed-optimizer, or drop the flag"
+            f"{shown} requires a sharded update: add --use-distributed-optimizer, or drop the flag"
         )
 
 

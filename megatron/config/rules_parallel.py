@@ -63,17 +63,17 @@ def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
     chunks = len(parts) // stages
     if parallel.pipeline_schedule in ("1f1b", "zero-bubble") and chunks > 1:
         yield (
-            f"--pipeline-schedule {parallel.pipeline_schedule}: takes one part a stage, not "
+            f"--pipeline-schedule {parallel.pipeline_schedule}: supports one part per stage, not "
             f"{chunks}: use interleaved or gpipe, or drop the virtual stages"
         )
     if parallel.pipeline_schedule == "interleaved" and chunks == 1:
         yield (
-            "--pipeline-schedule interleaved: needs virtual stages: give "
+            "--pipeline-schedule interleaved requires virtual stages: give "
             "--num-layers-per-virtual-pipeline-stage, or use 1f1b"
         )
     if stages == 1 and chunks > 1:
         yield (
-            f"{chunks} virtual stages need a pipeline: give --pipeline-model-parallel-size, or "
+            f"{chunks} virtual stages require a pipeline: give --pipeline-model-parallel-size, or "
             "drop --num-layers-per-virtual-pipeline-stage"
         )
 
@@ -103,14 +103,14 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
         near = (length // part * part, -(-length // part) * part)
         yield (
             f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor} x "
-            f"--context-parallel-size {context} = {part}, as --sequence-parallel needs: use "
+            f"--context-parallel-size {context} = {part}, as --sequence-parallel requires: use "
             f"{' or '.join(str(number) for number in near if number)}"
         )
     recomputes = config.training.recompute_granularity == "full"
     if parallel.distribute_saved_activations and not recomputes:
         yield (
-            "--distribute-saved-activations: nothing is split without --recompute-granularity "
-            "full: add it, or drop the flag"
+            "--distribute-saved-activations requires --recompute-granularity full: add it, or "
+            "drop the flag"
         )
 
 
@@ -126,7 +126,7 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
             f"and a late piece: use a multiple of {2 * size}"
         )
     if config.data.reset_attention_mask:
-        yield f"--reset-attention-mask does not go with {shown}: drop it, or use 1"
+        yield f"--reset-attention-mask cannot be combined with {shown}: drop it, or use 1"
     if config.parallel.cp_comm_type == "a2a":
         yield from _all_to_all(config, shown)
 
@@ -141,8 +141,8 @@ def _all_to_all(config: RunOptions, shown: str) -> Iterator[str]:
         if count and count > 0 and count % (tensor * size):
             yield (
                 f"{name} {count} is not divisible by {shown} x --tensor-model-parallel-size "
-                f"{tensor} = {size * tensor}, and --cp-comm-type a2a spreads heads: use "
-                "--cp-comm-type p2p, or fewer processes"
+                f"{tensor} = {size * tensor}, as --cp-comm-type a2a requires: use --cp-comm-type "
+                "p2p, or fewer processes"
             )
 
 
@@ -151,15 +151,15 @@ def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     stage = parallel.zero_stage or 0
     if parallel.use_distributed_optimizer and stage == 0:
-        yield "--use-distributed-optimizer and --zero-stage 0 exclude each other: keep one"
+        yield "--use-distributed-optimizer and --zero-stage 0 cannot be combined: use one of them"
     if parallel.overlap_param_gather and stage == 0:
         yield (
-            "--overlap-param-gather: without a shared update there is nothing to gather: add "
-            "--use-distributed-optimizer, or drop the flag"
+            "--overlap-param-gather requires a sharded update: add --use-distributed-optimizer, "
+            "or drop the flag"
         )
     if stage == 3 and parallel.pipeline_schedule == "zero-bubble":
         yield (
-            "--zero-stage 3 with --pipeline-schedule zero-bubble: a layer's weights are given back "
+            "--zero-stage 3 with --pipeline-schedule zero-bubble: a layer's weights are freed "
             "before its weight gradients are computed: use 1f1b, or --zero-stage 1"
         )
 
@@ -172,18 +172,18 @@ def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
     shown, remedy = "--DDP-impl torch", "use --DDP-impl local"
     if parallel.zero_stage:
         yield (
-            f"{shown} shares nothing, --zero-stage {parallel.zero_stage} (or "
-            f"--use-distributed-optimizer) asks for it: {remedy}, or --zero-stage 0"
+            f"{shown} shards nothing and cannot be combined with --zero-stage "
+            f"{parallel.zero_stage} (or --use-distributed-optimizer): {remedy}, or --zero-stage 0"
         )
     if parallel.pipeline_model_parallel_size > 1:
         yield (
-            f"{shown} follows one backward at a time, --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size} has several under way: {remedy}"
+            f"{shown} supports one backward pass at a time, but --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} has several in flight: {remedy}"
         )
     if config.precision.accumulate_allreduce_grads_in_fp32:
         yield (
-            f"{shown} sums gradients in the weights' format, --bf16 and "
-            f"--accumulate-allreduce-grads-in-fp32 in fp32: {remedy}"
+            f"{shown} sums gradients in the weights' format, but --bf16 and "
+            f"--accumulate-allreduce-grads-in-fp32 require fp32: {remedy}"
         )
 
 
@@ -222,7 +222,7 @@ def _alone(config: RunOptions) -> Iterator[str]:
         if on
     ]
     if given:
-        yield f"{', '.join(given)}: one data-parallel process: there is nobody to share with"
+        yield f"{', '.join(given)}: no effect with a single data-parallel process"
 
 
 _OVERLAP = "--tp-comm-overlap"
@@ -234,12 +234,9 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # of the latter there is a notice
     if not parallel.sequence_parallel:
-        yield (
-            f"{_OVERLAP}: only what --sequence-parallel sends can travel beside parts of a "
-            f"product: add that, or drop {_OVERLAP}"
-        )
+        yield (f"{_OVERLAP} requires --sequence-parallel: add it, or drop {_OVERLAP}")
     for flag, reason in _not_with_overlap(config):
-        yield f"{_OVERLAP} with {flag}: {reason}: drop one"
+        yield f"{_OVERLAP} cannot be combined with {flag}: {reason}: drop one of them"
 
 
 def _not_with_overlap(config: RunOptions) -> Iterator[tuple[str, str]]:
@@ -248,28 +245,31 @@ def _not_with_overlap(config: RunOptions) -> Iterator[tuple[str, str]]:
     if numbers.fp8_format is not None and numbers.fp8_recipe == "rowwise":
         yield (
             "--fp8-recipe rowwise",
-            "the transpose of a part has other scales than that of the whole",
+            "a part's transpose has different scales from the whole matrix's",
         )
     if numbers.fp8_format is not None and not numbers.fp8_wgrad:
-        yield "--no-fp8-wgrad", "an input would travel twice, in 8 bits and in 16"
+        yield "--no-fp8-wgrad", "each input would be sent twice, in 8 bits and in 16"
     if not parallel.async_tensor_model_parallel_allreduce:
-        yield "--no-async-tensor-model-parallel-allreduce", "one asks for what the other forbids"
+        yield (
+            "--no-async-tensor-model-parallel-allreduce",
+            "it turns off the overlap that the first flag asks for",
+        )
     if training.cuda_graph_impl != "none":
         yield (
             f"--cuda-graph-impl {training.cuda_graph_impl}",
-            "a recording would not know which memory of its neighbours is free",
+            "a recorded graph cannot know which memory of other processes is free",
         )
     if parallel.distributed_backend != "nccl":
         yield (
             f"--distributed-backend {parallel.distributed_backend}",
-            "it is for GPUs that map each other's memory",
+            "the overlap requires GPUs that map each other's memory",
         )
 
 
 def overlap_no_effect(config: RunOptions) -> Iterator[str]:
     """Yield a notice if the overlap changes nothing."""
     if config.parallel.tp_comm_overlap and config.parallel.tensor_model_parallel_size == 1:
-        yield f"{_OVERLAP}: one tensor-parallel process: there is nothing to send"
+        yield f"{_OVERLAP}: no effect with a single tensor-parallel process"
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -279,7 +279,7 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
     if training.cuda_graph_impl == "none":
         if training.cuda_graph_warmup_steps != TrainingOptions().cuda_graph_warmup_steps:
             yield (
-                f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps} needs "
+                f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps} requires "
                 "--cuda-graph-impl local"
             )
         return
@@ -287,15 +287,15 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"{shown}: Transformer Engine is not used: use local"
         return
     if training.cuda_graph_impl == "full_iteration":
-        yield f"{shown}: what is recorded is a micro-batch, not all of an iteration: use local"
+        yield f"{shown}: only micro-batches can be recorded, not whole iterations: use local"
         return
     if training.cuda_graph_warmup_steps < 1:
         yield (
-            f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps}: libraries set "
-            "themselves up in a first iteration: use 1 or more"
+            f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps}: libraries initialize "
+            "in the first iteration: use 1 or more"
         )
     for flag, reason in _not_recorded(config):
-        yield f"{shown} with {flag}: {reason}: drop one"
+        yield f"{shown} cannot be combined with {flag}: {reason}: drop one of them"
 
 
 def _not_recorded(config: RunOptions) -> Iterator[tuple[str, str]]:
@@ -304,7 +304,7 @@ def _not_recorded(config: RunOptions) -> Iterator[tuple[str, str]]:
     if training.recompute_granularity is not None:
         yield (
             f"--recompute-granularity {training.recompute_granularity}",
-            "recomputation sets the state of the random numbers from the host",
+            "recomputation sets the random state from the host",
         )
     if parallel.tensor_model_parallel_size > 1:
         yield from _not_recorded_when_split(config)
@@ -317,7 +317,7 @@ def _not_recorded(config: RunOptions) -> Iterator[tuple[str, str]]:
     if parallel.pipeline_schedule not in (None, "1f1b"):
         yield (
             f"--pipeline-schedule {parallel.pipeline_schedule}",
-            "a recording has room for one micro-batch",
+            "a recorded graph has room for one micro-batch",
         )
     if (parallel.zero_stage or 0) > 1:
         yield (
@@ -325,11 +325,11 @@ def _not_recorded(config: RunOptions) -> Iterator[tuple[str, str]]:
             "gradients and weights are not in one place for a whole iteration",
         )
     if parallel.ddp_impl == "torch":
-        yield "--DDP-impl torch", "it averages gradients inside of the backward pass"
+        yield "--DDP-impl torch", "it averages gradients during the backward pass"
     if parallel.overlap_grad_reduce:
-        yield "--overlap-grad-reduce", "a recorded backward pass sends no gradients"
+        yield "--overlap-grad-reduce", "a recorded backward pass cannot send gradients"
     if parallel.overlap_param_gather:
-        yield "--overlap-param-gather", "a recorded forward pass waits for no weights"
+        yield "--overlap-param-gather", "a recorded forward pass cannot wait for weights"
     if data.reset_attention_mask:
         yield "--reset-attention-mask", "the number of documents differs between micro-batches"
 
@@ -345,7 +345,8 @@ def _not_recorded_when_split(config: RunOptions) -> Iterator[tuple[str, str]]:
             yield (
                 f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} and {name} "
                 f"{value:g}",
-                "masks that differ between processes are seeded by the host, layer by layer",
+                "dropout masks that differ between processes are seeded by the host, layer by "
+                "layer",
             )
     if parallel.distributed_backend != "nccl":
         yield (
@@ -371,8 +372,8 @@ def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]
         fp8 = config.precision.fp8_format
         if fp8 is not None and device.capability < _OLDEST_FP8:
             yield (
-                f"--fp8-format {fp8}: {device.name} does not multiply in 8 bits (GPUs since Ada "
-                "and Hopper do): drop the flag"
+                f"--fp8-format {fp8}: {device.name} does not support 8-bit matrix products (Ada, "
+                "Hopper and later GPUs do): drop the flag"
             )
         tensor = config.parallel.tensor_model_parallel_size
         if config.parallel.tp_comm_overlap and neighbours % tensor:
@@ -388,4 +389,4 @@ def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]
         (f"--cuda-graph-impl {graphs}", graphs != "none"),
     ):
         if is_given:
-            yield f"{flag} needs a GPU, and this run is on {device.type}: drop it"
+            yield f"{flag} requires a GPU, and this run is on {device.type}: drop it"

@@ -44,7 +44,7 @@ def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"{shown} counts samples: give the length as --train-samples, not --train-iters"
     total, micro = training.global_batch_size, training.micro_batch_size
     if total and 0 < total < start:
-        yield f"{shown} begins above --global-batch-size {total}: begin with at most that"
+        yield f"{shown} starts above --global-batch-size {total}: start with at most {total}"
     elif total and total > 0 and (total - start) % increment:
         yield (
             f"{shown} does not reach --global-batch-size {total} in steps of {increment}: "
@@ -64,7 +64,10 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
     training, schedule = config.training, config.schedule
     iters, samples = training.train_iters, training.train_samples
     if iters is not None and samples is not None:
-        yield f"--train-iters {iters} and --train-samples {samples} exclude each other: keep one"
+        yield (
+            f"--train-iters {iters} and --train-samples {samples} cannot be combined: use one of "
+            "them"
+        )
         return
     if iters == 0 and not training.skip_train:
         yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
@@ -81,13 +84,13 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, value in by_samples.items():
         if iters is not None and value is not None:
             yield (
-                f"{name} {value} goes with --train-samples; this run counts --train-iters {iters}: "
+                f"{name} {value} requires --train-samples, but this run has --train-iters {iters}: "
                 f"use {name.replace('samples', 'iters')}"
             )
     for name, value in by_iters.items():
         if samples is not None and value is not None:
             yield (
-                f"{name} {value} goes with --train-iters; this run counts --train-samples "
+                f"{name} {value} requires --train-iters, but this run has --train-samples "
                 f"{samples}: use {name.replace('iters', 'samples')}"
             )
 
@@ -97,8 +100,8 @@ def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
     below = [number for number in config.training.iterations_to_skip or () if number < 0]
     if below:
         yield (
-            f"--iterations-to-skip {' '.join(map(str, below))}: iterations are counted from 0: "
-            "give the log's number less 1"
+            f"--iterations-to-skip {' '.join(map(str, below))}: iterations are counted from 0: use "
+            "the number in the log minus 1"
         )
 
 
@@ -114,8 +117,8 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"--lr-warmup-init {first:g} is above {name} {peak:g}: lower it"
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         yield (
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
-            "other: keep one"
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler cannot be "
+            "combined: use one of them"
         )
 
 
@@ -127,7 +130,7 @@ def _decoupled_learning_rate(schedule: ScheduleConfig) -> Iterator[str]:
         yield f"--decoupled-min-lr {least:g} is above --decoupled-lr {peak:g}: lower it"
     elif least is None and schedule.min_lr > peak:
         yield (
-            f"--min-lr {schedule.min_lr:g}, which is that of --decoupled-lr too, is above "
+            f"--min-lr {schedule.min_lr:g}, which also applies to --decoupled-lr, is above "
             f"--decoupled-lr {peak:g}: give --decoupled-min-lr"
         )
 
@@ -143,7 +146,7 @@ def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
     if schedule.lr_decay_style == "WSD":
         if not given and not config.training.skip_train:
             yield (
-                "--lr-decay-style WSD needs the length of the decay at the end: give "
+                "--lr-decay-style WSD requires the length of its final decay: give "
                 "--lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
         return
@@ -151,7 +154,7 @@ def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
     named: dict[str, int | str] = {"--lr-wsd-decay-style": shape} if shape != unset else {}
     for name, value in (named | given).items():
         yield (
-            f"{name} {value} has no meaning with --lr-decay-style {schedule.lr_decay_style}: "
+            f"{name} {value} cannot be combined with --lr-decay-style {schedule.lr_decay_style}: "
             "drop it, or use --lr-decay-style WSD"
         )
 
@@ -176,8 +179,8 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     ):
         if warmup > 0 and fraction is not None:
             yield (
-                f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction {fraction:g} exclude each "
-                "other: keep one"
+                f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction {fraction:g} cannot be "
+                "combined: use one of them"
             )
         end = decay if decay is not None else whole
         if not end or training.skip_train:
@@ -203,7 +206,7 @@ def _wsd_overlap(
         taken = round(fraction * end, 6)  # 0.07 x 100 is no more than 7
         first = f"--lr-warmup-fraction {fraction:g} ({taken:.10g} {unit})"
     if taken + anneal > end:
-        yield f"{first} and {shown} overlap: lower one, for both fit into {source} together"
+        yield f"{first} and {shown} overlap: lower one of them, so that both fit into {source}"
 
 
 def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -216,13 +219,13 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
             if value is not None and value != optimizer.weight_decay:
                 yield (
                     f"--{name}-weight-decay {value:g} differs from --weight-decay "
-                    f"{optimizer.weight_decay:g}: with --weight-decay-incr-style constant drop it, "
-                    "or choose linear or cosine"
+                    f"{optimizer.weight_decay:g}: drop it with --weight-decay-incr-style constant, "
+                    "or use linear or cosine"
                 )
         return
     if start is None or end is None:
         yield (
-            f"--weight-decay-incr-style {style} needs both --start-weight-decay and "
+            f"--weight-decay-incr-style {style} requires both --start-weight-decay and "
             "--end-weight-decay"
         )
     elif end < start:
@@ -236,20 +239,20 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
     count = training.recompute_num_layers
     if granularity == "full" and training.recompute_activations:
         yield (
-            "--recompute-activations means --recompute-granularity selective, and "
-            "--recompute-granularity full was given: keep one"
+            "--recompute-activations means --recompute-granularity selective and cannot be "
+            "combined with --recompute-granularity full: use one of them"
         )
     if granularity == "selective" and method is not None:
         yield (
-            f"--recompute-method {method} goes with --recompute-granularity full, not selective: "
+            f"--recompute-method {method} requires --recompute-granularity full, not selective: "
             "drop it"
         )
     if granularity == "full" and method is None:
-        yield "--recompute-granularity full needs --recompute-method uniform or block"
+        yield "--recompute-granularity full requires --recompute-method uniform or block"
     if granularity is None and method is not None:
-        yield f"--recompute-method {method} needs --recompute-granularity full"
+        yield f"--recompute-method {method} requires --recompute-granularity full"
     if granularity != "full" and count is not None:
-        yield f"--recompute-num-layers {count} needs --recompute-granularity full"
+        yield f"--recompute-num-layers {count} requires --recompute-granularity full"
     if granularity == "full" and count is not None and layers and count > layers:
         yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
 
@@ -260,8 +263,8 @@ def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
     has_order = model.architecture == "bert" and model.bert_binary_head
     if config.training.calculate_per_token_loss and has_order:
         yield (
-            "--calculate-per-token-loss: a BERT's loss of the order of its segments is of samples, "
-            "not of tokens: leave it out by --bert-no-binary-head, or drop the flag"
+            "--calculate-per-token-loss: BERT's segment-order loss is averaged over samples, not "
+            "tokens: turn it off with --bert-no-binary-head, or drop the flag"
         )
 
 
@@ -270,8 +273,8 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
         yield (
-            "--on-nonfinite skip needs the check that --no-check-for-nan-in-loss-and-grad turns "
-            "off: drop one"
+            "--on-nonfinite skip requires the check that --no-check-for-nan-in-loss-and-grad "
+            "turns off: drop one of them"
         )
 
 
@@ -293,7 +296,10 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
     if checkpoint.save is None or not retained or retained < 1:
         return
     if interval is None:
-        yield f"--save-retain-interval {retained} needs --save-interval: give a divisor of it"
+        yield (
+            f"--save-retain-interval {retained} requires --save-interval: use a divisor of "
+            f"{retained}"
+        )
     elif interval > 0 and retained % interval:
         below = retained // interval * interval
         use = " or ".join(str(number) for number in (below, below + interval) if number)
@@ -324,7 +330,7 @@ def saving(config: RunOptions, world_size: int) -> Iterator[str]:
             (f"--ckpt-step {checkpoint.ckpt_step}", checkpoint.ckpt_step is not None),
         ):
             if on:
-                yield f"{name} needs --load: give the folder of the checkpoint"
+                yield f"{name} requires --load: give the folder of the checkpoint"
     if config.data.log_sample_ids and checkpoint.save is None:
         yield "--log-sample-ids writes into the --save folder: give --save"
 
@@ -333,7 +339,7 @@ def dry_run(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield flags that need --dry-run."""
     training = config.training
     if training.dry_run_world_size is not None and not training.dry_run:
-        yield f"--dry-run-world-size {training.dry_run_world_size} needs --dry-run"
+        yield f"--dry-run-world-size {training.dry_run_world_size} requires --dry-run"
 
 
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -347,7 +353,7 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
     absent = [str(rank) for rank in profiling.profile_ranks if not 0 <= rank < world_size]
     if absent:
         yield (
-            f"--profile-ranks {' '.join(absent)}: there are {world_size} process(es): use 0 to "
+            f"--profile-ranks {' '.join(absent)}: the run has {world_size} process(es): use 0 to "
             f"{world_size - 1}"
         )
 
@@ -367,7 +373,7 @@ def logging(config: RunOptions, world_size: int) -> Iterator[str]:
         ("--wandb-save-dir", logging.wandb_save_dir),
     ):
         if value is not None and logging.wandb_project is None:
-            yield f"{name} {value} needs --wandb-project"
+            yield f"{name} {value} requires --wandb-project"
 
 
 def samples(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -402,6 +408,6 @@ def passes(config: RunOptions, world_size: int) -> Iterator[str]:
     each = micro * data_parallel_size(config, world_size)
     if batch // each > _MOST_PASSES:
         yield (
-            f"--global-batch-size {batch} is {batch // each} micro-batches of each process in one "
+            f"--global-batch-size {batch} gives each process {batch // each} micro-batches per "
             f"update: use at most {_MOST_PASSES * each}, or a larger --micro-batch-size"
         )

@@ -203,17 +203,20 @@ def _check_sizes(config: ParallelOptions) -> None:
     given = {name: f"{name} {value}" for name, value, _ in values if value is not None}
     extras = _counted_extras(config)
     if layers is not None and parts is not None:
-        raise ConfigError(f"{' and '.join(list(given.values())[:2])} both count parts: keep one")
+        raise ConfigError(
+            f"{' and '.join(list(given.values())[:2])} both set the number of virtual stages: use "
+            "one of them"
+        )
     if extras and (first is not None or last is not None):
         raise ConfigError(
-            f"{' and '.join(given.values())} and counting embedding or loss as a layer both deal "
-            "out layers: keep one"
+            f"{' and '.join(given.values())} and counting embedding or loss as a layer both "
+            "distribute layers: use one of them"
         )
     others = dealing_flags(config)
     if config.pipeline_model_parallel_layout is not None and others:
         raise ConfigError(
-            f"{LAYOUT_FLAG} {config.pipeline_model_parallel_layout} deals out layers, and so does "
-            f"{others[0]}: keep one"
+            f"{LAYOUT_FLAG} {config.pipeline_model_parallel_layout} cannot be combined with "
+            f"{others[0]}, because both distribute layers: use one of them"
         )
 
 
@@ -233,8 +236,8 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
         dealt = _shown_ends(config) if text is None else f"{LAYOUT_FLAG} {text}"
         raise ConfigError(
             f"{dealt}: of --pipeline-model-parallel-size {stages} stages, number "
-            f"{' and '.join(idle)} (from 0) would hold nothing, neither layers nor embedding nor "
-            "loss: give it some, or use fewer stages"
+            f"{' and '.join(idle)} (from 0) would be empty, without layers, embedding or loss: "
+            "give it some, or use fewer stages"
         )
 
 
@@ -298,20 +301,21 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     ]
     if others:
         raise ConfigError(
-            f"{shown} deals out layers, and so does {others[0]}: keep one (a layout string takes "
-            "a T5's layers too, those of the encoder first)"
+            f"{shown} cannot be combined with {others[0]}, because both distribute layers: use one "
+            "of them (a layout string also covers a T5, encoder layers first)"
         )
     if not 0 < split < stages:
         raise ConfigError(
-            f"{shown}: of --pipeline-model-parallel-size {stages} stages the encoder needs one at "
-            "least and the decoder too: use 1 to one below it, or drop the flag"
+            f"{shown}: the encoder and the decoder each need at least one of "
+            f"--pipeline-model-parallel-size {stages} stages: use a number from 1 to one less than "
+            "that, or drop the flag"
         )
     counts = []
     for name, layers, over in (("encoder", encoder, split), ("decoder", decoder, stages - split)):
         if layers % over:
             raise ConfigError(
                 f"{shown} leaves {over} stage(s) for the {layers} {name} layers, which do not "
-                "divide over them: choose another, or drop the flag"
+                "divide evenly over them: choose another rank, or drop the flag"
             )
         counts += [layers // over] * over
     return counts
@@ -326,8 +330,8 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
         )
     if chunks > 1:
         raise ConfigError(
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers go with "
-            f"one virtual stage only: use {LAYOUT_FLAG}"
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers support a "
+            f"single virtual stage only: use {LAYOUT_FLAG}"
         )
     first, last = (
         [] if count is None else [count]
@@ -340,8 +344,8 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
     if rest < 0 or rest % max(others, 1) or (rest and not others):
         raise ConfigError(
             f"{given} leaves {rest} of {shown} for the other {others} of "
-            f"--pipeline-model-parallel-size {stages} stages, over which that does not divide: "
-            f"choose other numbers, or say who holds what with {LAYOUT_FLAG}"
+            f"--pipeline-model-parallel-size {stages} stages, which does not divide evenly: choose "
+            f"other numbers, or say who holds what with {LAYOUT_FLAG}"
         )
     return [*first, *[rest // max(others, 1)] * others, *last]
 
@@ -365,7 +369,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
     if not parts[0].startswith("E") or not parts[-1].endswith("L"):
         raise ConfigError(f"{LAYOUT_FLAG} {text}: must begin with E and end with L")
     if "E" in "".join(parts)[1:] or "L" in "".join(parts)[:-1]:
-        raise ConfigError(f"{LAYOUT_FLAG} {text}: E and L stand once, at the ends")
+        raise ConfigError(f"{LAYOUT_FLAG} {text}: E and L must appear once, at the ends")
     counts = [part.count("t") for part in parts]
     if sum(counts) != num_layers:
         raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {shown}")

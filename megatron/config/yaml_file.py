@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
             name = self.construct_object(key, deep=True)
             if isinstance(name, str) and name in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{name!r} stands twice: keep one", key.start_mark
+                    None, None, f"{name!r} appears twice: keep one of them", key.start_mark
                 )
             seen.add(name if isinstance(name, str) else None)
         return super().construct_mapping(node, deep)

@@ -76,16 +76,16 @@ def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--relative-attention-num-buckets 7", "use an even number from 4 on"),
-        ("--relative-attention-num-buckets 2", "use an even number from 4 on"),
+        ("--relative-attention-num-buckets 7", "use an even number of at least 4"),
+        ("--relative-attention-num-buckets 2", "use an even number of at least 4"),
         ("--relative-attention-max-distance 16", "use at least 17"),
-        ("--geglu --relu", "--geglu and --relu: an MLP has one activation function"),
+        ("--geglu --relu", "--geglu and --relu: an MLP has a single activation function"),
         ("--softmax-scale 0", "must be above 0"),
         ("--ckpt-format legacy --save x", "--position-embedding-type relative: Megatron-LM 23.08"),
         (
             "--zero-stage 3 --pipeline-model-parallel-size 2 "
             "--num-layers-per-virtual-pipeline-stage 1",
-            "the parts on one stage share a table",
+            "the virtual stages of a rank share a table",
         ),
     ],
 )
@@ -100,7 +100,7 @@ def test_buckets_belong_to_relative_positions(name):
     flag = f"--relative-attention-{name}"
     assert parse(f"{T5} --position-embedding-type relative {flag}", architecture="t5")
     (line,) = problems(f"{T5} {flag}", architecture="t5")
-    assert line.startswith(f"{flag} belongs to --position-embedding-type relative")
+    assert line.startswith(f"{flag} requires --position-embedding-type relative")
 
 
 def _layers(*words, stages):
@@ -119,10 +119,10 @@ def test_the_split_rank_says_where_the_decoder_begins():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("0", "needs one at least"),
-        ("2", "needs one at least"),
-        ("1 --decoder-first-pipeline-num-layers 1", "keep one"),
-        ("1 --num-virtual-stages-per-pipeline-rank 2", "keep one"),
+        ("0", "each need at least one of"),
+        ("2", "each need at least one of"),
+        ("1 --decoder-first-pipeline-num-layers 1", "use one of them"),
+        ("1 --num-virtual-stages-per-pipeline-rank 2", "use one of them"),
     ],
 )
 def test_a_split_that_cannot_be(words, message):
@@ -184,7 +184,8 @@ def test_the_yaml_file_of_another_script_is_refused_by_name(tmp_path):
         ("HuggingFaceTokenizer --tokenizer-model m", None),
         (
             "HuggingFaceTokenizer --tokenizer-model m --vocab-extra-ids 9",
-            "--vocab-extra-ids 9: --tokenizer-type HuggingFaceTokenizer takes no further entries",
+            "--vocab-extra-ids 9: --tokenizer-type HuggingFaceTokenizer does not support extra "
+            "entries",
         ),
         ("NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer has no sentinels"),
     ],

@@ -23,13 +23,13 @@ _LINES = [
     (
         "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
         "--use-distributed-optimizer",
-        "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds Adam's "
+        "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores Adam's "
         "states, not those of --optimizer sgd: drop one of the three",
     ),
     (
         "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
-        "--qk-layernorm: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
-        "for such weights: use --ckpt-format native",
+        "--qk-layernorm: Megatron-LM 23.08, the target of --ckpt-format legacy, cannot store "
+        "these weights: use --ckpt-format native",
     ),
     (
         "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "
@@ -40,7 +40,7 @@ _LINES = [
     ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
     (
         "--exit-on-missing-checkpoint",
-        "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",
+        "--exit-on-missing-checkpoint requires --load: give the folder of the checkpoint",
     ),
     (
         "--save here --save-interval 5 --save-retain-interval 0",
@@ -56,17 +56,17 @@ _LINES = [
     ),
     (
         "--save here --save-interval-in-mins 5 --save-retain-interval 2",
-        "--save-retain-interval 2 needs --save-interval: give a divisor of it",
+        "--save-retain-interval 2 requires --save-interval: use a divisor of 2",
     ),
-    ("--ckpt-step 5", "--ckpt-step 5 needs --load: give the folder of the checkpoint"),
+    ("--ckpt-step 5", "--ckpt-step 5 requires --load: give the folder of the checkpoint"),
     ("--load here --ckpt-step -1", "--ckpt-step -1: must be at least 0"),
     (
         "--no-initialization",
-        "--no-initialization needs --load: give the folder of the checkpoint",
+        "--no-initialization requires --load: give the folder of the checkpoint",
     ),
     (
         "--use-checkpoint-args",
-        "--use-checkpoint-args needs --load: give the folder of the checkpoint",
+        "--use-checkpoint-args requires --load: give the folder of the checkpoint",
     ),
 ]
 

@@ -47,18 +47,19 @@ _LINES = [
     ),
     (
         "--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask",
-        "--reset-attention-mask does not go with --context-parallel-size 2: drop it, or use 1",
+        "--reset-attention-mask cannot be combined with --context-parallel-size 2: drop it, or "
+        "use 1",
     ),
     (
         "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96",
         "--num-attention-heads 6 is not divisible by --context-parallel-size 4 x "
-        "--tensor-model-parallel-size 1 = 4, and --cp-comm-type a2a spreads heads: use "
+        "--tensor-model-parallel-size 1 = 4, as --cp-comm-type a2a requires: use "
         "--cp-comm-type p2p, or fewer processes",
     ),
     (
         "--context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
         "--num-query-groups 2 is not divisible by --context-parallel-size 4 x "
-        "--tensor-model-parallel-size 1 = 4, and --cp-comm-type a2a spreads heads: use "
+        "--tensor-model-parallel-size 1 = 4, as --cp-comm-type a2a requires: use "
         "--cp-comm-type p2p, or fewer processes",
     ),
     (
@@ -84,12 +85,12 @@ _LINES = [
     (
         "--seq-length 130 --tensor-model-parallel-size 4 --sequence-parallel",
         "--seq-length 130 is not divisible by --tensor-model-parallel-size 4 x "
-        "--context-parallel-size 1 = 4, as --sequence-parallel needs: use 128 or 132",
+        "--context-parallel-size 1 = 4, as --sequence-parallel requires: use 128 or 132",
     ),
     (
         "--distribute-saved-activations --recompute-activations",
-        "--distribute-saved-activations: nothing is split without --recompute-granularity full: "
-        "add it, or drop the flag",
+        "--distribute-saved-activations requires --recompute-granularity full: add it, or drop "
+        "the flag",
     ),
     (
         "--max-position-embeddings 64",
@@ -98,26 +99,26 @@ _LINES = [
     ("--rotary-percent 0", "--rotary-percent 0.0: must be above 0"),
     (
         "--position-embedding-type rope --kv-channels 15",
-        "--rotary-percent 1.0 of --kv-channels 15 rotates 15 channels: they turn in pairs, choose "
-        "an even number",
+        "--rotary-percent 1.0 of --kv-channels 15 rotates 15 channels, but channels rotate in "
+        "pairs: choose values that give an even number",
     ),
     (
         "--use-rope-scaling",
-        "--use-rope-scaling scales rotary frequencies: add --position-embedding-type rope, or "
-        "drop it",
+        "--use-rope-scaling requires --position-embedding-type rope: add it, or drop the flag",
     ),
     (
         "--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
-        "--use-rope-scaling and --rotary-seq-len-interpolation-factor 2 both stretch the context: "
-        "keep one",
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor 2 both extend the context: "
+        "use one of them",
     ),
     (
         "--swiglu --squared-relu",
-        "--swiglu and --squared-relu: an MLP has one activation function: keep one",
+        "--swiglu and --squared-relu: an MLP has a single activation function: use one of them",
     ),
     (
         "--apply-layernorm-1p --normalization RMSNorm",
-        "--apply-layernorm-1p goes with LayerNorm, not --normalization RMSNorm: drop one",
+        "--apply-layernorm-1p requires LayerNorm and cannot be combined with --normalization "
+        "RMSNorm: drop one of them",
     ),
     ("--num-layers 0", "--num-layers 0: must be at least 1"),
     ("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
@@ -125,35 +126,35 @@ _LINES = [
     ("--seed 4294967296", "--seed 4294967296: must be at most 4294967295"),
     (
         "--lr-decay-style WSD",
-        "--lr-decay-style WSD needs the length of the decay at the end: give --lr-wsd-decay-iters "
+        "--lr-decay-style WSD requires the length of its final decay: give --lr-wsd-decay-iters "
         "or --lr-wsd-decay-samples",
     ),
     (
         "--lr-wsd-decay-iters 5",
-        "--lr-wsd-decay-iters 5 has no meaning with --lr-decay-style linear: drop it, or use "
+        "--lr-wsd-decay-iters 5 cannot be combined with --lr-decay-style linear: drop it, or use "
         "--lr-decay-style WSD",
     ),
     (
         "--lr-decay-style cosine --lr-wsd-decay-style linear",
-        "--lr-wsd-decay-style linear has no meaning with --lr-decay-style cosine: drop it, or use "
-        "--lr-decay-style WSD",
+        "--lr-wsd-decay-style linear cannot be combined with --lr-decay-style cosine: drop it, "
+        "or use --lr-decay-style WSD",
     ),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0: must be at least 1"),
     # precision
-    ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: keep one"),
-    ("--use-flash-attn", "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"),
+    ("--fp16 --bf16", "--fp16 and --bf16 cannot be combined: use one of them"),
+    ("--use-flash-attn", "--use-flash-attn requires 16-bit weights: add --bf16 or --fp16"),
     (
         "--fp32-residual-connection",
-        "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16",
+        "--fp32-residual-connection requires --bf16 or --fp16: add one of them, or drop the flag",
     ),
     (
         "--no-cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
-        "--cross-entropy-fusion-impl linear has no meaning with --no-cross-entropy-loss-fusion: "
-        "drop one of them",
+        "--cross-entropy-fusion-impl linear cannot be combined with "
+        "--no-cross-entropy-loss-fusion: drop one of them",
     ),
     (
         "--fp16-lm-cross-entropy --bf16",
-        "--fp16-lm-cross-entropy needs --fp16: add it, or drop this flag",
+        "--fp16-lm-cross-entropy requires --fp16: add it, or drop this flag",
     ),
     (
         "--fp16 --initial-loss-scale 4 --min-loss-scale 8",
@@ -177,24 +178,24 @@ _LINES = [
     ),
     (
         "--train-samples 5",
-        "--train-iters 40 and --train-samples 5 exclude each other: keep one",
+        "--train-iters 40 and --train-samples 5 cannot be combined: use one of them",
     ),
     ("--train-iters 0", "--train-iters 0: must be at least 1; use --skip-train to evaluate only"),
     (
         "--lr-decay-samples 100",
-        "--lr-decay-samples 100 goes with --train-samples; this run counts --train-iters 40: use "
+        "--lr-decay-samples 100 requires --train-samples, but this run has --train-iters 40: use "
         "--lr-decay-iters",
     ),
     ("--min-lr 0.01", "--min-lr 0.01 is above --lr 0.001: lower it"),
     ("--lr-warmup-init 0.01", "--lr-warmup-init 0.01 is above --lr 0.001: lower it"),
     (
         "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
-        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
-        "other: keep one",
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler cannot be "
+        "combined: use one of them",
     ),
     (
         "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
-        "--lr-warmup-iters 3 and --lr-warmup-fraction 0.1 exclude each other: keep one",
+        "--lr-warmup-iters 3 and --lr-warmup-fraction 0.1 cannot be combined: use one of them",
     ),
     ("--lr-warmup-iters 40", "--lr-warmup-iters 40 must be less than --train-iters 40: lower it"),
     (
@@ -203,12 +204,13 @@ _LINES = [
     ),
     (
         "--start-weight-decay 0.1",
-        "--start-weight-decay 0.1 differs from --weight-decay 0.01: with "
-        "--weight-decay-incr-style constant drop it, or choose linear or cosine",
+        "--start-weight-decay 0.1 differs from --weight-decay 0.01: drop it with "
+        "--weight-decay-incr-style constant, or use linear or cosine",
     ),
     (
         "--weight-decay-incr-style linear",
-        "--weight-decay-incr-style linear needs both --start-weight-decay and --end-weight-decay",
+        "--weight-decay-incr-style linear requires both --start-weight-decay and "
+        "--end-weight-decay",
     ),
     (
         "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
@@ -217,19 +219,19 @@ _LINES = [
     # recomputation
     (
         "--recompute-activations --recompute-method block",
-        "--recompute-method block goes with --recompute-granularity full, not selective: drop it",
+        "--recompute-method block requires --recompute-granularity full, not selective: drop it",
     ),
     (
         "--recompute-activations --recompute-granularity full --recompute-method block",
-        "--recompute-activations means --recompute-granularity selective, and "
-        "--recompute-granularity full was given: keep one",
+        "--recompute-activations means --recompute-granularity selective and cannot be combined "
+        "with --recompute-granularity full: use one of them",
     ),
     (
         "--recompute-granularity full",
-        "--recompute-granularity full needs --recompute-method uniform or block",
+        "--recompute-granularity full requires --recompute-method uniform or block",
     ),
-    ("--recompute-method block", "--recompute-method block needs --recompute-granularity full"),
-    ("--recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute-granularity full"),
+    ("--recompute-method block", "--recompute-method block requires --recompute-granularity full"),
+    ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
     (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
         "--recompute-num-layers 5 is above --num-layers 4: use 1 to 4",
@@ -237,23 +239,23 @@ _LINES = [
     # running
     (
         "--on-nonfinite skip --no-check-for-nan-in-loss-and-grad",
-        "--on-nonfinite skip needs the check that --no-check-for-nan-in-loss-and-grad turns off: "
-        "drop one",
+        "--on-nonfinite skip requires the check that --no-check-for-nan-in-loss-and-grad turns "
+        "off: drop one of them",
     ),
     ("--log-sample-ids", "--log-sample-ids writes into the --save folder: give --save"),
-    ("--dry-run-world-size 4", "--dry-run-world-size 4 needs --dry-run"),
+    ("--dry-run-world-size 4", "--dry-run-world-size 4 requires --dry-run"),
     (
         "--profile --profile-step-end 10",
         "--profile-step-end 10 must be above --profile-step-start 10: raise it",
     ),
-    ("--profile --profile-ranks 0 8", "--profile-ranks 8: there are 8 process(es): use 0 to 7"),
-    ("--wandb-name x", "--wandb-name x needs --wandb-project"),
+    ("--profile --profile-ranks 0 8", "--profile-ranks 8: the run has 8 process(es): use 0 to 7"),
+    ("--wandb-name x", "--wandb-name x requires --wandb-project"),
     (
         "--iterations-to-skip 3 -1",
-        "--iterations-to-skip -1: iterations are counted from 0: give the log's number less 1",
+        "--iterations-to-skip -1: iterations are counted from 0: use the number in the log minus 1",
     ),
     # data
-    ("--data-path corpus", "--mock-data and --data-path exclude each other: keep one"),
+    ("--data-path corpus", "--mock-data and --data-path cannot be combined: use one of them"),
     (
         "--split 0,0,0",
         "--split '0,0,0': expected up to three shares of at least 0, not all 0, such as "
@@ -261,7 +263,7 @@ _LINES = [
     ),
     (
         "--tokenizer-type GPT2BPETokenizer --vocab-file v",
-        "--tokenizer-type GPT2BPETokenizer needs --merge-file: give it",
+        "--tokenizer-type GPT2BPETokenizer requires --merge-file: add it",
     ),
 ]
 
@@ -286,8 +288,8 @@ def test_a_mistake_and_its_line(words: str, line: str) -> None:
         ("8 8 0", "--rampup-batch-size 8 8 0: start, increment and samples must be at least 1"),
         (
             "72 8 100",
-            "--rampup-batch-size 72 8 100 begins above --global-batch-size 64: begin with at most "
-            "that",
+            "--rampup-batch-size 72 8 100 starts above --global-batch-size 64: start with at "
+            "most 64",
         ),
         (
             "8 24 100",
@@ -309,8 +311,8 @@ def test_the_form_of_a_ramp(words: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--lr-decay-iters 20", "--lr-decay-iters 20 goes with --train-iters; this run counts"),
-        ("--lr-warmup-iters 2", "--lr-warmup-iters 2 goes with --train-iters; this run counts"),
+        ("--lr-decay-iters 20", "--lr-decay-iters 20 requires --train-iters, but this run has"),
+        ("--lr-warmup-iters 2", "--lr-warmup-iters 2 requires --train-iters, but this run has"),
     ],
 )
 def test_a_run_that_counts_samples(words: str, line: str) -> None:
@@ -340,12 +342,12 @@ def test_what_a_run_needs(name: str) -> None:
         (
             "--save x --save-interval 1 --ckpt-format legacy --bf16 --fp8-format hybrid "
             "--fp8-recipe delayed",
-            "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes",
+            "--ckpt-format legacy: Megatron-LM's files cannot store the amax history",
         ),
         (
             "--save x --save-interval 1 --ckpt-format legacy --lr-decay-style WSD "
             "--lr-wsd-decay-iters 2",
-            "--ckpt-format legacy: Megatron-LM 23.08 knows no --lr-decay-style WSD",
+            "--ckpt-format legacy: Megatron-LM 23.08 does not support --lr-decay-style WSD",
         ),
         (
             "--iterations-to-skip 5 40 41",
@@ -354,7 +356,10 @@ def test_what_a_run_needs(name: str) -> None:
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is a single LayerNorm kernel"),
         ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
-        ("--sequence-parallel", "--sequence-parallel: one tensor-parallel process"),
+        (
+            "--sequence-parallel",
+            "--sequence-parallel: no effect with a single tensor-parallel process",
+        ),
         (
             "--distribute-saved-activations --recompute-granularity full "
             "--recompute-method uniform",

@@ -167,7 +167,7 @@ def test_a_later_name_of_what_is_here_is_taken(words: str, path: str, value: Any
 @pytest.mark.parametrize("value", ["torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor"])
 def test_a_format_of_cores_checkpoints_is_refused_with_the_remedy(value: str) -> None:
     (line,) = problems(f"--ckpt-format {value}")
-    assert line.startswith(f"--ckpt-format {value}: a format of Megatron Core")
+    assert line.startswith(f"--ckpt-format {value}: this is a Megatron Core format")
     assert "drop the flag" in line
 
 

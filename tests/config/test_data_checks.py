@@ -17,18 +17,18 @@ from tests.config.command import parse, problems
         ),
         (
             "--data-path a 0.5 b 0.5",
-            "--data-path: 'a', 'b' should be a weight above 0: give pairs WEIGHT PREFIX WEIGHT "
+            "--data-path: 'a', 'b' must be a weight above 0: give pairs WEIGHT PREFIX WEIGHT "
             "PREFIX ...",
         ),
         ("--data-path", "--data-path: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."),
         (
             "--data-path a --valid-data-path b --train-data-path c",
-            "--data-path is split by --split, --train-data-path, --valid-data-path are not: give "
-            "one kind of path only",
+            "--data-path is split by --split and cannot be combined with --train-data-path, "
+            "--valid-data-path: use one kind of path",
         ),
         (
             "--valid-data-path b",
-            "--valid-data-path without --train-data-path: there is nothing to train on: add it",
+            "--valid-data-path without --train-data-path leaves nothing to train on: add it",
         ),
     ],
 )

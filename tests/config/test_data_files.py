@@ -71,17 +71,15 @@ def test_a_json_file_is_as_the_flags_of_each_split(
 def test_other_keys_are_told(folder: Path) -> None:
     (folder / "each.json").write_text('{"train": "a", "valid": "b", "test": "c", "notes": 1}')
     parsed = parse("--per-split-data-args-path each.json", without=["--mock-data"])
-    assert parsed.notices == (
-        "--per-split-data-args-path each.json: 'notes' in it changes nothing",
-    )
+    assert parsed.notices == ("--per-split-data-args-path each.json: 'notes' has no effect",)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, "cannot be read (No such file or directory)"),
-        (b" \n\t", "holds no words"),
-        (b"0.3 \xff\x00", "is no UTF-8 text"),
+        (b" \n\t", "contains no words"),
+        (b"0.3 \xff\x00", "is not UTF-8 text"),
     ],
 )
 def test_a_text_file_that_cannot_be_taken(folder: Path, content: bytes | None, said: str) -> None:
@@ -102,23 +100,23 @@ def test_a_folder_is_no_file(folder: Path) -> None:
     [
         ("0.3 a 0.7 b", "is not JSON (Extra data: line 1 column 5 (char 4))"),
         ("", "is not JSON (Expecting value: line 1 column 1 (char 0))"),
-        ("[" * 100_000, "is not JSON of this kind"),
-        ('["a"]', "is no JSON object"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('["a"]', "is not a JSON object"),
         ('{"train": "a", "validation": "b"}', "lacks 'valid', 'test'"),
         ('{"train": "a", "valid": "b", "test": "c", "train": "d"}', "has 'train' twice"),
-        ('{"train": [], "valid": "b", "test": "c"}', "'train' holds no words"),
-        ('{"train": "a", "valid": " ", "test": "c"}', "'valid' holds no words"),
+        ('{"train": [], "valid": "b", "test": "c"}', "'train' contains no words"),
+        ('{"train": "a", "valid": " ", "test": "c"}', "'valid' contains no words"),
         (
             '{"train": [[0.3, "a"]], "valid": "b", "test": "c"}',
-            "'train' holds [0.3, \"a\"], which is no text, nor a list of words",
+            "'train' holds [0.3, \"a\"], which is neither a string nor a list of words",
         ),
         (
             '{"train": "a", "valid": 7, "test": "c"}',
-            "'valid' holds 7, which is no text, nor a list of words",
+            "'valid' holds 7, which is neither a string nor a list of words",
         ),
         (
             '{"train": "a", "valid": ["b", true], "test": "c"}',
-            "'valid' holds true, which is no text, nor a list of words",
+            "'valid' holds true, which is neither a string nor a list of words",
         ),
     ],
 )
@@ -134,37 +132,46 @@ def test_a_json_file_that_cannot_be_taken(folder: Path, content: str, said: str)
     [
         (
             "--data-args-path t --data-path a",
-            ["--data-args-path t stands for --data-path: keep one of them"],
+            ["--data-args-path t cannot be combined with --data-path: use one of them"],
         ),
         (
             "--per-split-data-args-path j --train-data-path a --test-data-path b",
-            ["--per-split-data-args-path j stands for --train-data-path, --test-data-path: keep "
-             "one of them"],
+            [
+                "--per-split-data-args-path j cannot be combined with --train-data-path, "
+                "--test-data-path: use one of them",
+            ],
         ),
         (
             "--data-args-path t --per-split-data-args-path j",
-            ["--data-args-path t is split by --split, --per-split-data-args-path j are not: give "
-             "one kind of path only"],
+            [
+                "--data-args-path t is split by --split and cannot be combined with "
+                "--per-split-data-args-path j: use one kind of path",
+            ],
         ),
         (
             "--data-args-path t --valid-data-path a",
-            ["--data-args-path t is split by --split, --valid-data-path are not: give one kind of "
-             "path only",
-             "--valid-data-path without --train-data-path: there is nothing to train on: add it"],
+            [
+                "--data-args-path t is split by --split and cannot be combined with "
+                "--valid-data-path: use one kind of path",
+             "--valid-data-path without --train-data-path leaves nothing to train on: add it"],
         ),
         (
             "--per-split-data-args-path j --data-path a",
-            ["--data-path is split by --split, --per-split-data-args-path j are not: give one kind "
-             "of path only"],
+            [
+                "--data-path is split by --split and cannot be combined with "
+                "--per-split-data-args-path j: use one kind of path",
+            ],
         ),
         (
             "--data-args-path t --mock-data",
-            ["--mock-data and --data-args-path t exclude each other: keep one"],
+            ["--mock-data and --data-args-path t cannot be combined: use one of them"],
         ),
         (
             "--per-split-data-args-path untrained",
-            ["--per-split-data-args-path untrained without 'train': there is nothing to train on: "
-             "add it"],
+            [
+                "--per-split-data-args-path untrained without 'train' leaves nothing to train "
+                "on: add it",
+            ],
         ),
         (
             "--data-args-path odd",
@@ -173,8 +180,10 @@ def test_a_json_file_that_cannot_be_taken(folder: Path, content: str, said: str)
         ),
         (
             "--per-split-data-args-path unweighted",
-            ["--per-split-data-args-path unweighted: 'valid': 'x' should be a weight above 0: "
-             "give pairs WEIGHT PREFIX WEIGHT PREFIX ..."],
+            [
+                "--per-split-data-args-path unweighted: 'valid': 'x' must be a weight above 0: "
+                "give pairs WEIGHT PREFIX WEIGHT PREFIX ...",
+            ],
         ),
     ],
 )  # fmt: skip
@@ -201,7 +210,7 @@ def test_flags_win_over_the_yaml_file_and_it_keeps_the_words(folder: Path) -> No
     assert _data("--config named.yaml --data-path d").data_path == ("d",)
     (folder / "both.yaml").write_text("data: {data_args_path: t, data_path: d}\n")
     assert problems("--config both.yaml", without=["--mock-data"]) == [
-        "--data-args-path t stands for --data-path: keep one of them"
+        "--data-args-path t cannot be combined with --data-path: use one of them"
     ]
 
 

@@ -18,13 +18,13 @@ _LEGACY = "--decoupled-lr 0.5 --save x --save-interval 1 --ckpt-format legacy"
         ),
         (
             "--min-lr 1e-4 --decoupled-lr 1e-5",
-            "--min-lr 0.0001, which is that of --decoupled-lr too, is above --decoupled-lr 1e-05: "
+            "--min-lr 0.0001, which also applies to --decoupled-lr, is above --decoupled-lr 1e-05: "
             "give --decoupled-min-lr",
         ),
         (
             _LEGACY,
-            "--ckpt-format legacy with --decoupled-lr 0.5: Megatron-LM 23.08 has no such learning "
-            "rate, and its optimizer's files no place for one: use --ckpt-format native",
+            "--ckpt-format legacy with --decoupled-lr 0.5: Megatron-LM 23.08 has no such "
+            "learning rate, and its optimizer files cannot store one: use --ckpt-format native",
         ),
         (
             "--lr-warmup-init 1e-4 --decoupled-lr 1e-5",

@@ -11,7 +11,7 @@ from megatron.config.fields import fields_of
 from megatron.config.precision import PrecisionConfig
 from tests.config.command import parse, problems
 
-_EARLIER = "belongs to --fp8-recipe delayed: add that, or drop this flag"
+_EARLIER = "requires --fp8-recipe delayed: add it, or drop this flag"
 _DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed"
 
 
@@ -25,7 +25,7 @@ _DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed"
         ("--fp8-amax-compute-algo max", f"--fp8-amax-compute-algo max {_EARLIER}"),
         (
             "--fp8-recipe delayed",
-            "--fp8-recipe delayed has no meaning without --fp8-format: add it, or drop the flag",
+            "--fp8-recipe delayed requires --fp8-format: add it, or drop the flag",
         ),
         (f"{_DELAYED} --fp8-interval 0", "--fp8-interval 0: must be at least 1"),
         (f"{_DELAYED} --fp8-margin -1", "--fp8-margin -1: must be at least 0"),
@@ -55,7 +55,7 @@ _SHARED = "--use-distributed-optimizer"
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (f"--bf16 {_SHARED} {_GATHER}", "add --fp8-format, or drop the flag"),
+        (f"--bf16 {_SHARED} {_GATHER}", "requires --fp8-format: add it, or drop the flag"),
         (f"{_DELAYED} {_GATHER}", "add --use-distributed-optimizer, or drop the flag"),
         (f"{_DELAYED} {_SHARED} --fp8-recipe rowwise {_GATHER}", "use tensorwise or delayed"),
         (f"{_DELAYED} --zero-stage 3 {_GATHER}", "use --zero-stage 1 or 2"),

@@ -11,13 +11,12 @@ _LINES = {
         "--cuda-graph-impl transformer_engine: Transformer Engine is not used: use local"
     ),
     "--cuda-graph-impl full_iteration": (
-        "--cuda-graph-impl full_iteration: what is recorded is a micro-batch, not all of an "
-        "iteration: use local"
+        "--cuda-graph-impl full_iteration: only micro-batches can be recorded, not whole "
+        "iterations: use local"
     ),
-    "--cuda-graph-warmup-steps 4": "--cuda-graph-warmup-steps 4 needs --cuda-graph-impl local",
+    "--cuda-graph-warmup-steps 4": "--cuda-graph-warmup-steps 4 requires --cuda-graph-impl local",
     "--cuda-graph-impl local --cuda-graph-warmup-steps 0": (
-        "--cuda-graph-warmup-steps 0: libraries set themselves up in a first iteration: use 1 or "
-        "more"
+        "--cuda-graph-warmup-steps 0: libraries initialize in the first iteration: use 1 or more"
     ),
     "--external-cuda-graph": (
         "--external-cuda-graph: Transformer Engine is not used: record passes with "
@@ -66,8 +65,8 @@ def test_what_cannot_be_recorded(words: str) -> None:
     graphs = "--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0"
     given = (graphs, words.replace(" and ", " "), _MORE.get(words, ""))
     (line,) = problems(*given, world_size=2)
-    assert line.startswith(f"--cuda-graph-impl local with {words}: ")
-    assert line.endswith(": drop one")
+    assert line.startswith(f"--cuda-graph-impl local cannot be combined with {words}: ")
+    assert line.endswith(": drop one of them")
 
 
 @pytest.mark.parametrize(

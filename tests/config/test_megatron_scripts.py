@@ -77,7 +77,7 @@ def test_a_kind_that_is_named_wins_and_without_files_none_is_taken() -> None:
     (line,) = problems(without=["--tokenizer-type", "--vocab-size"])
     assert line.startswith("--tokenizer-type is required")
     (line,) = problems("--vocab-file v", without=["--tokenizer-type", "--vocab-size"])
-    assert line == "--tokenizer-type GPT2BPETokenizer needs --merge-file: give it"
+    assert line == "--tokenizer-type GPT2BPETokenizer requires --merge-file: add it"
 
 
 # Of Megatron Core's folders examples/gpt3, bert, t5, llama and mixtral.

@@ -43,7 +43,7 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
 }
 # Old words whose translation is refused by today's name.
 _REFUSED = {
-    "--distribute-checkpointed-activations": "--distribute-saved-activations: ",
+    "--distribute-checkpointed-activations": "--distribute-saved-activations requires ",
     "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5: ",
     "--img-dim 64": "--img-h 64: ",
 }

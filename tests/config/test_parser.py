@@ -78,9 +78,9 @@ def test_lists() -> None:
         ("--num-work 1", "unknown flag --num-work: did you mean --num-workers?"),
         (
             "--encoder-seq-length 64",
-            "--seq-length 128 and --encoder-seq-length 64 contradict each other: keep one",
+            "--seq-length 128 and --encoder-seq-length 64 contradict each other: use one of them",
         ),
-        ("--fp16 --no-fp16", "--fp16 and --no-fp16 contradict each other: keep one"),
+        ("--fp16 --no-fp16", "--fp16 and --no-fp16 contradict each other: use one of them"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(words: str, line: str) -> None:

@@ -35,7 +35,7 @@ from tests.config.command import BASE, parse, problems
         ),
         (
             "--global-batch-size 40000000",
-            "--global-batch-size 40000000 is 1250000 micro-batches of each process in one update: "
+            "--global-batch-size 40000000 gives each process 1250000 micro-batches per update: "
             "use at most 33554432, or a larger --micro-batch-size",
         ),
     ],

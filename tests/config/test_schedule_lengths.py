@@ -29,14 +29,14 @@ _SAMPLES = "--train-samples 1000"
         ),
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 31 --lr-warmup-iters 10",
-            "--lr-warmup-iters 10 and --lr-wsd-decay-iters 31 overlap: lower one, for both fit "
-            "into --train-iters 40 together",
+            "--lr-warmup-iters 10 and --lr-wsd-decay-iters 31 overlap: lower one of them, so "
+            "that both fit into --train-iters 40",
         ),
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 94 --lr-decay-iters 100 "
             "--lr-warmup-fraction 0.07",
-            "--lr-warmup-fraction 0.07 (7 iters) and --lr-wsd-decay-iters 94 overlap: lower one, "
-            "for both fit into --lr-decay-iters 100 together",
+            "--lr-warmup-fraction 0.07 (7 iters) and --lr-wsd-decay-iters 94 overlap: lower one "
+            "of them, so that both fit into --lr-decay-iters 100",
         ),
         (
             "--lr-decay-style WSD --lr-wsd-decay-samples 501 --lr-warmup-fraction 0.5 "

@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.command import parse
 
-ALONE = "one data-parallel process: there is nobody to share with"
+ALONE = "no effect with a single data-parallel process"
 
 
 @pytest.mark.parametrize(

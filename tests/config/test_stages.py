@@ -70,7 +70,7 @@ def test_layout_strings(text, layers, stages, counts):
     [
         ("tt|tL", "begin with E"),
         ("Ett|t", "end with L"),
-        ("Ett|tEL", "stand once"),
+        ("Ett|tEL", "must appear once"),
         ("Ett|tL", "has 3 layers, not --num-layers 4"),
         ("Et|t|ttL", "3 parts do not divide"),
         ("Et(t|tL", "not closed"),
@@ -99,13 +99,13 @@ def test_layers_that_do_not_divide_say_what_to_do():
     ("layers", "stages", "first", "last", "message"),
     [
         (8, 3, 1, None, "--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the "
-         "other 2 of --pipeline-model-parallel-size 3 stages, over which that does not divide: "),
+         "other 2 of --pipeline-model-parallel-size 3 stages, which does not divide evenly: "),
         (4, 2, 1, 2, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers "
          "2 leaves 1 of --num-layers 4 for the other 0 of "),
         (4, 1, 4, None, "--decoder-first-pipeline-num-layers 4: one stage holds all layers: give "),
         (4, 1, 2, 2, "one stage holds all layers: "),
         (4, 3, 1, 3, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers "
-         "3: of --pipeline-model-parallel-size 3 stages, number 1 (from 0) would hold nothing, "),
+         "3: of --pipeline-model-parallel-size 3 stages, number 1 (from 0) would be empty, "),
     ],
 )  # fmt: skip
 def test_given_ends_that_do_not_fit(layers, stages, first, last, message):
@@ -119,7 +119,7 @@ def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
     """`Et||t|tL`: the second stage has a part without layers, and one with."""
     with pytest.raises(ConfigError, match=r"layout E\|\|tttL: of .* stages, number 1 \(from"):
         _counts(3, 3, pipeline_model_parallel_layout="E||tttL")
-    with pytest.raises(ConfigError, match=r"number 1 \(from 0\) would hold nothing"):
+    with pytest.raises(ConfigError, match=r"number 1 \(from 0\) would be empty"):
         _counts(3, 3, pipeline_model_parallel_layout="E||t|tt||L")
     assert _counts(3, 2, pipeline_model_parallel_layout="Et||t|tL") == [1, 0, 1, 1]
 
@@ -135,17 +135,18 @@ def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
          "--decoder-first-pipeline-num-layers -1: must be at least 0"),
         ({"num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2},
          "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 "
-         "both count parts: keep one"),
+         "both set the number of virtual stages: use one of them"),
         ({"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True},
          "--decoder-first-pipeline-num-layers 1 and counting embedding or loss as a layer both "
-         "deal out layers: keep one"),
+         "distribute layers: use one of them"),
         ({"pipeline_model_parallel_layout": "Ett|ttL", "decoder_last_pipeline_num_layers": 2},
-         "--pipeline-model-parallel-layout Ett|ttL deals out layers, and so does "
-         "--decoder-last-pipeline-num-layers 2: keep one"),
+         "--pipeline-model-parallel-layout Ett|ttL cannot be combined with "
+         "--decoder-last-pipeline-num-layers 2, because both distribute layers: use one of them"),
         ({"pipeline_model_parallel_layout": "Ett|ttL",
           "account_for_embedding_in_pipeline_split": True},
-         "--pipeline-model-parallel-layout Ett|ttL deals out layers, and so does "
-         "--account-for-embedding-in-pipeline-split: keep one"),
+         "--pipeline-model-parallel-layout Ett|ttL cannot be combined with "
+         "--account-for-embedding-in-pipeline-split, because both distribute layers: use one of "
+         "them"),
     ],
 )  # fmt: skip
 def test_impossible_numbers_and_two_answers(flags, message):

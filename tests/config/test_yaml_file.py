@@ -94,8 +94,11 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("model: 3", "model: expected `key: value` lines, got 3"),
         ("- a", "expected sections such as `model:`"),
         ("a: [", "not valid YAML"),
-        ("model: {num_layers: 2}\nmodel: {hidden_size: 8}", "'model' stands twice: keep one"),
-        ("model: {num_layers: 2, num_layers: 4}", "'num_layers' stands twice: keep one"),
+        (
+            "model: {num_layers: 2}\nmodel: {hidden_size: 8}",
+            "'model' appears twice: keep one of them",
+        ),
+        ("model: {num_layers: 2, num_layers: 4}", "'num_layers' appears twice: keep one of them"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )

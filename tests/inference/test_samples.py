@@ -222,7 +222,7 @@ def test_mistakes_are_named_together(model: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().err
     assert "--max-batch-size 0: must be at least 1" in said
     assert "--top_p 2: must be at most 1" in said
-    assert "--genfile is of texts without a prompt" in said
+    assert "--genfile is for texts without a prompt" in said
     assert run(model, "--num-samples", 10**18, "--genfile", "x", "--max-batch-size", 10**6) == 9
     said = capsys.readouterr().err
     assert f"--num-samples {10**18}: must be at most 10000000" in said

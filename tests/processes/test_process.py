@@ -52,8 +52,8 @@ def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monk
     with pytest.raises(ConfigError) as caught, processes(config, Launch()):
         pass
     assert caught.value.problems == [
-        "--use-flash-attn needs a GPU, and this run is on cpu: drop it",
-        "--cuda-graph-impl local needs a GPU, and this run is on cpu: drop it",
+        "--use-flash-attn requires a GPU, and this run is on cpu: drop it",
+        "--cuda-graph-impl local requires a GPU, and this run is on cpu: drop it",
     ]
 
 
@@ -63,7 +63,9 @@ def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
         return list(rules_parallel.device(parse("--bf16 --fp8-format hybrid").config, gpu, 1))
 
     assert problems((9, 0)) == problems((8, 9)) == []
-    assert problems((8, 0))[0].startswith("--fp8-format hybrid: A100 does not multiply in 8 bits")
+    assert problems((8, 0))[0].startswith(
+        "--fp8-format hybrid: A100 does not support 8-bit matrix products"
+    )
 
 
 def test_memory_of_several_machines_is_not_mapped() -> None:
@@ -97,7 +99,7 @@ sys.exit(pretrain_gpt.main(pretrain_gpt.GPTRecipe()))
     ("gpus", "message"),
     [
         ((0,), r"error: rank 1 of 2 \(on .+\) found no GPU, but the other ranks did: "),
-        ((), "error: --use-flash-attn needs a GPU, and this run is on cpu: drop it\n"),
+        ((), "error: --use-flash-attn requires a GPU, and this run is on cpu: drop it\n"),
     ],
 )
 def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> None:

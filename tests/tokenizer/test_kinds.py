@@ -318,7 +318,7 @@ def test_unknown_and_missing_kind():
 
 @pytest.mark.parametrize("kind", TOKENIZER_TYPES)
 def test_missing_flags_are_named(kind):
-    with pytest.raises(ConfigError, match=rf"--tokenizer-type {kind} needs --(vocab|token)"):
+    with pytest.raises(ConfigError, match=rf"--tokenizer-type {kind} requires --(vocab|token)"):
         build(kind)
 
 
@@ -326,7 +326,7 @@ def test_both_missing_flags_of_gpt2_are_named():
     with pytest.raises(ConfigError) as error:
         build("GPT2BPETokenizer")
     assert len(error.value.problems) == 2
-    with pytest.raises(ConfigError, match="needs --merge-file: give it"):
+    with pytest.raises(ConfigError, match="requires --merge-file: add it"):
         build("GPT2BPETokenizer", vocab_file="v.json")
 
 

@@ -129,7 +129,7 @@ def test_half_a_tokenizer_is_not_exported(gpt, golden, tmp_path, capsys):
         out = tmp_path / saver
         words = _files(golden)[:2]
         assert convert("megatron", saver, gpt, out, *words) == ConfigError.exit_code
-        assert "needs --merge-file: give it" in capsys.readouterr().err
+        assert "requires --merge-file: add it" in capsys.readouterr().err
         assert not out.exists()
 
 

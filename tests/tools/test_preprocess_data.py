@@ -341,7 +341,7 @@ def test_missing_tokenizer_flag_is_named(tmp_path, capsys):
     path = write_lines(tmp_path / "in.jsonl", [{"text": "x"}])
     flags = ["--input", str(path), "--output-prefix", str(tmp_path / "x")]
     assert preprocess_data.main([*flags, "--tokenizer-type", "BertWordPieceCase"]) == 9
-    assert "needs --vocab-file: give it" in capsys.readouterr().err
+    assert "requires --vocab-file: add it" in capsys.readouterr().err
 
 
 # Bad lines

@@ -190,11 +190,11 @@ def test_what_megatron_cannot_go_on_with_is_told_of_a_conversion(tmp_path, capsy
     assert util.main([*words, str(tmp_path / "whole"), "--keep-optimizer"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "--saver megatron: " in line]
     assert [line.partition(":")[2].split(",")[0] for line in told] == [
-        " Megatron-LM's files have no place for the amaxes of --fp8-recipe delayed: a run that "
-        "goes on from them begins a new history",
-        " Megatron-LM 23.08 knows no --lr-decay-style WSD: there",
+        " Megatron-LM's files cannot store the amax history of --fp8-recipe delayed: a run that "
+        "resumes from them starts a new history",
+        " Megatron-LM 23.08 does not support --lr-decay-style WSD: to resume there",
     ]
-    assert told[1].endswith("go on with --override-opt_param-scheduler and another style")
+    assert told[1].endswith("use --override-opt_param-scheduler and another style")
     assert util.main([*words, str(tmp_path / "weights")]) == 0
     assert "--saver megatron: " not in capsys.readouterr().out
 

@@ -195,7 +195,7 @@ def test_fp32_losses_go_on_after_resharding(tmp_path):
     ("flags", "message"),
     [
         ("--overlap-param-gather", "add --use-distributed-optimizer"),
-        ("--use-distributed-optimizer --zero-stage 0", "exclude each other"),
+        ("--use-distributed-optimizer --zero-stage 0", "cannot be combined"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, message):

@@ -65,9 +65,12 @@ def test_fp16_stays_close():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--use-distributed-optimizer", "--DDP-impl torch shares nothing"),
+        ("--use-distributed-optimizer", "--DDP-impl torch shards nothing"),
         ("--bf16", "--DDP-impl torch sums gradients in the weights' format"),
-        ("--pipeline-model-parallel-size 2", "--DDP-impl torch follows one backward at a time"),
+        (
+            "--pipeline-model-parallel-size 2",
+            "--DDP-impl torch supports one backward pass at a time",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, message):
