@@ -36,7 +36,7 @@ MAY_HAVE_SENTINELS = (
     "PretrainedFromHF",
 )
 
-# Of a corpus, as flags and files of data name them.
+# Splits of a corpus, as named by flags and data files.
 SPLIT_NAMES = ("train", "valid", "test")
 
 

@@ -356,7 +356,7 @@ WITHOUT_TABLE = ("rope", "none")  # kinds of positions that any sequence has, wi
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
-    """Whether a field of the network means nothing to this one, by its kind of positions."""
+    """Return whether a field has no effect with the network's kind of positions."""
     positions = model.position_embedding_type
     if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
         return positions != "rope"
@@ -368,11 +368,11 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
 
 
 def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
-    """Why flash attention does not take heads of this size; empty if it does.
+    """Return why flash attention does not support heads of this size, or "".
 
     Args:
-        size: channels of a head.
-        largest: that the kernels in question take: PyTorch's, where it is not given.
+        size: Channels of a head.
+        largest: The largest head size of the kernels. Default: that of PyTorch's kernels.
     """
     if size % _FLASH_HEAD_STEP or size > largest:
         return f"head size {size} is not a multiple of {_FLASH_HEAD_STEP} up to {largest}"

@@ -136,7 +136,7 @@ class PrecisionConfig:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of weights, and of what layers compute in."""
+        """The format of weights and of the layers' computation."""
         import torch  # which flags alone do without
 
         if self.fp16:
@@ -145,13 +145,13 @@ class PrecisionConfig:
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Of hidden states between layers, as pipeline stages send them."""
+        """The format of hidden states between layers, as pipeline stages send them."""
         import torch
 
         return torch.float32 if self.fp32_residual_connection else self.weight_dtype
 
     def without_fp8(self) -> PrecisionConfig:
-        """The same, multiplying in the weights' own format."""
+        """Return the same settings without FP8, so that products use the weights' format."""
         ours = [field for field in fields(self) if field.name.startswith("fp8_")]
         defaults: dict[str, Any] = {field.name: field.default for field in ours}
         return replace(self, **defaults)

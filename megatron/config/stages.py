@@ -36,9 +36,9 @@ class ModelPart:
     """A run of consecutive layers, with what stands before the first and after the last.
 
     Attributes:
-        layers: global indices.
-        embedding: this part begins the model.
-        head: this part ends it: final normalization, output, loss.
+        layers: Global layer indices.
+        embedding: Whether this part begins the model.
+        head: Whether this part ends the model: final normalization, output, loss.
     """
 
     layers: range
@@ -71,12 +71,12 @@ def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
 def plan_parts(
     num_layers: int, config: ParallelOptions, *, decoder_layers: int = 0
 ) -> list[ModelPart]:
-    """The parts of so many layers, as the flags ask.
+    """Return the parts of the given number of layers, as the flags ask.
 
     Args:
-        num_layers: in all.
-        config: parallelism flags.
-        decoder_layers: so many at the end are a T5's decoder.
+        num_layers: The total number of layers.
+        config: The flags of parallelism.
+        decoder_layers: The number of layers at the end that form a T5's decoder.
 
     Raises:
         ConfigError: the layers do not fit the stages, or leave one with nothing, or the layout

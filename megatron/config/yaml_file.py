@@ -45,10 +45,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: Path) -> Content:
-    """Every value and every mistake of a file.
+    """Return every value and every mistake of a file.
 
     Raises:
-        ConfigError: unreadable, or not YAML.
+        ConfigError: The file cannot be read, or is not YAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -62,12 +62,12 @@ def read(path: Path) -> Content:
 
 
 def dump(config: RunOptions) -> str:
-    """Every value of a run, as text that `read` takes."""
+    """Return every value of a run as text that `read` can parse."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
-    """Sections of plain values, fit for YAML and JSON."""
+    """Return sections of plain values, suitable for YAML and JSON."""
     return {
         name: {
             entry.name: _plain(getattr(getattr(config, name), entry.name))
@@ -78,7 +78,7 @@ def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(data: Any, source: str) -> RunOptions:
-    """The run that `to_dict` took apart.
+    """Return the run that `to_dict` converted.
 
     Raises:
         ConfigError: unknown sections or keys, or values that do not fit; `source` names the file.
