@@ -351,7 +351,10 @@ def test_the_demos_of_other_models_run_small(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--input", "/no/such.jsonl"], "--input /no/such.jsonl: no such file"),
+        (
+            ["--input", "/no/such.jsonl"],
+            "--input /no/such.jsonl: no such file: give the path of a text file",
+        ),
         (["--iters", "0"], "--iters 0: give at least 1"),
     ],
 )

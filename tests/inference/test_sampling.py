@@ -120,7 +120,7 @@ def choices_of(sampling: Sampling, answer: list[int]) -> list[Choice]:
     (sequence,) = plain.sequences
     found = []
     for token in answer:
-        (wish,) = plain.wishes(Row(sequence, len(sequence.tokens) - 1, (0,), (), is_last=True))
+        (wish,) = plain.choices(Row(sequence, len(sequence.tokens) - 1, (0,), (), is_last=True))
         found.append(wish[1])
         sequence.tokens.append(token)
     return found

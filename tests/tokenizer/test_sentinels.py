@@ -107,5 +107,5 @@ def test_sentinels_are_found_up_to_the_first_that_is_missing() -> None:
 
 def test_a_tokenizer_that_takes_none_says_so(tmp_path: Path) -> None:
     t5_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="HuggingFaceTokenizer takes no further entries"):
+    with pytest.raises(ConfigError, match="HuggingFaceTokenizer does not support extra entries"):
         build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path), vocab_extra_ids=100)

@@ -157,7 +157,7 @@ def test_a_conversion_to_megatron_s_files_takes_the_weights_alone(
 ) -> None:
     words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {tmp_path / 'out'}"
     assert util.main([*words.split(), "--keep-optimizer"]) != 0
-    assert "has a --decoupled-lr, which Megatron-LM 23.08 has not" in capsys.readouterr().err
+    assert "has a --decoupled-lr, which Megatron-LM 23.08 does not have" in capsys.readouterr().err
     assert util.main(words.split()) == 0
 
 

@@ -189,7 +189,7 @@ def _timed(layout, folder):
 
 def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):
     first, second = run_distributed(2, _timed, str(tmp_path))
-    assert first == ("another rank asked to leave", False, 3)
+    assert first == ("another rank asked to exit", False, 3)
     assert second == ("--exit-duration-in-mins 1 has elapsed", False, 3)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 

@@ -158,7 +158,10 @@ def test_stages_of_both_halves_are_refused(tmp_path, capsys):
     _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
     for more, message in (
         (["5", "--target-pipeline-parallel-split-rank", "2"], "leaves 2 stage(s) for the 3"),
-        (["1", "--target-pipeline-parallel-split-rank", "1"], "use 1 to one below it"),
+        (
+            ["1", "--target-pipeline-parallel-split-rank", "1"],
+            "use a number from 1 to one less than that",
+        ),
         (["2"], "does not divide"),
     ):
         words = ["--target-pipeline-parallel-size", *more]
