@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.reader import PaddedReader
 from megatron.command import say
@@ -31,7 +32,6 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.checkpointing import save_weights, take_weights
-from megatron.training.loaded_settings import check_network
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch, SampleCounts, Splits

@@ -5,21 +5,22 @@ A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
 it holds, so files do not depend on how the process that reads them splits the model.
 
 The native format, safetensors and JSON:
-    entries     tensors, number types, boxes of indices
-    shard       one safetensors file, hashed while it is written
-    manifest    manifest.json: every file and tensor of a checkpoint with digests
-    plan        which process writes which part of which tensor
-    exchange    JSON messages between processes
-    store       `save`: write a checkpoint collectively; convert any checkpoint to this format
-    background  save while training continues
-    find        which checkpoints a folder holds
-    lock        only one job at a time saves into a folder
-    retention   which older checkpoints are deleted
+    entries        tensors, number types, boxes of indices
+    shard          one safetensors file, hashed while it is written
+    manifest       manifest.json: every file and tensor of a checkpoint with digests
+    plan           which process writes which part of which tensor
+    exchange       JSON messages between processes
+    store          `save`: write a checkpoint collectively; convert any checkpoint to this format
+    background     save while training continues
+    find           which checkpoints a folder holds
+    lock           only one job at a time saves into a folder
+    retention      which older checkpoints are deleted
 Reading:
-    reader      the interface `Reader` of all formats; native checkpoints; `restore` fills tensors
-    loading     open the newest sound checkpoint of a folder, whatever its format
-    inspection  describe and compare checkpoints
+    reader         the interface `Reader` of all formats; the native one; `restore`
+    loading        open the newest sound checkpoint of a folder, whatever its format
+    compatibility  whether a checkpoint is of the run's network and optimizer
+    inspection     describe and compare checkpoints
 Other formats:
-    legacy      Megatron-LM's own files
-    huggingface Hugging Face folders
+    legacy         Megatron-LM's own files
+    huggingface    Hugging Face folders
 """

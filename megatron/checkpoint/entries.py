@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from megatron.errors import CheckpointError
+from megatron.parallel.parameter import spec_of
 
 # Anything that json.dumps accepts: a dict with string keys, list, string, number, bool or None.
 Json = Any
@@ -122,6 +124,16 @@ def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str,
     for name, held in state.items():
         for entry in [held] if isinstance(held, Entry) else held:
             yield name, entry
+
+
+def model_state(parts: Iterable[nn.Module]) -> State:
+    """Return the parameters by their name in a checkpoint."""
+    return {
+        f"model.{name}": Entry(parameter.detach(), spec.global_shape, spec.offset)
+        for part in parts
+        for name, parameter in part.named_parameters()
+        for spec in [spec_of(parameter)]
+    }
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.reader import restore
 from megatron.config.run import ModelRun
 from megatron.device import Device
@@ -22,7 +23,6 @@ from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpointing import model_state
 
 MARK = "[MASK]"
 _LONGEST_RUN = 20  # largest number of tokens with which a T5 fills one place

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.compatibility import check_network
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
@@ -43,8 +45,6 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import PLAIN, RowByRow
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpointing import model_state
-from megatron.training.loaded_settings import check_network
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.background import Saved
-from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten
+from megatron.checkpoint.compatibility import check_network, check_states
+from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten, model_state
 from megatron.checkpoint.legacy.writer import LegacySaver
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.plan import share_of
@@ -30,13 +31,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
-from megatron.training.loaded_settings import (
-    beyond_window,
-    changed_corpus,
-    changed_settings,
-    check_network,
-    check_states,
-)
+from megatron.training.loaded_settings import beyond_window, changed_corpus, changed_settings
 from megatron.training.run import Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
@@ -132,16 +127,6 @@ def state_of(run: Run) -> State:
     if not run.config.checkpoint.no_save_optim:
         state |= optimizer_state(run, copies=False) | _history_state(run)
     return state
-
-
-def model_state(parts: Iterable[nn.Module]) -> State:
-    """Return the parameters by their name in a checkpoint."""
-    return {
-        f"model.{name}": Entry(parameter.detach(), spec.global_shape, spec.offset)
-        for part in parts
-        for name, parameter in part.named_parameters()
-        for spec in [spec_of(parameter)]
-    }
 
 
 def shard_state(

@@ -1,24 +1,16 @@
-"""Compare a run's settings with those of the checkpoint that it loads.
-
-Incompatible settings are errors; changed ones are reported in the log.
-"""
+"""Lines for the log about settings that have changed since the checkpoint was saved."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.reader import Reader
 from megatron.config import RunConfig
-from megatron.config.model import NETWORK_FIELDS, ROTARY_SPEED, WITHOUT_TABLE, is_irrelevant
 from megatron.config.run import field_at, flatten
 from megatron.config.yaml_file import from_dict
-from megatron.errors import CheckpointError
 
-# Settings that optimizer states depend on.
-_OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 _LOST = "samples come in another order, and some that were seen come again"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples")
@@ -48,91 +40,6 @@ _OF_WEIGHT_DECAY = (
     "optimizer.end_weight_decay",
     "optimizer.weight_decay_incr_style",
 )
-
-
-def check_network(
-    config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
-) -> list[str]:
-    """Check that a checkpoint is of the run's network.
-
-    The context length may grow if positions have no weights.
-
-    Args:
-        config: The run's configuration.
-        reader: The checkpoint.
-        flag: The flag that named the checkpoint.
-        finetunes: Allow other rotary frequencies, to which the weights then adapt.
-
-    Returns:
-        One line for the log for each flag that changes the rotary frequencies.
-
-    Raises:
-        CheckpointError: The networks differ. The message lists the flags and values.
-    """
-    saved = reader.meta["config"].get("model", {})
-    may_differ: tuple[str, ...] = ()
-    if config.model.position_embedding_type in WITHOUT_TABLE:
-        may_differ = ("max_position_embeddings",)
-    differing = {
-        name: _difference(f"model.{name}", getattr(config.model, name), saved[name])
-        for name in NETWORK_FIELDS
-        if name in saved
-        and name not in may_differ
-        and saved[name] != getattr(config.model, name)
-        and not is_irrelevant(config.model, name)
-    }
-    speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
-    if finetunes and len(speeds) == len(differing):
-        told = "the rotary frequencies differ from those that the weights were trained with"
-        return [f"  --finetune: {line}: {told}" for line in speeds]
-    if differing:
-        or_else = ""
-        if flag == "--load":
-            or_else = ", or --use-checkpoint-args to take them from the checkpoint"
-            if speeds and not finetunes:
-                or_else += "; --finetune adapts to other rotary frequencies, from iteration 0"
-        raise CheckpointError(
-            f"{flag} {reader.path}: the checkpoint is of another network:\n  "
-            + "\n  ".join(differing.values())
-            + f"\ngive its values{or_else}"
-        )
-    return []
-
-
-def check_states(config: RunConfig, reader: Reader) -> None:
-    """Check that the optimizer states fit the run's optimizer and precision.
-
-    Raises:
-        CheckpointError: The states are of another optimizer or precision.
-    """
-    saved = dict(reader.meta.get("legacy_args") or {})
-    for section in ("precision", "optimizer"):
-        saved |= reader.meta["config"].get(section, {})
-    here = flatten(config)
-    differing = [
-        _difference(path, here[path], saved[name])
-        for path in _OF_STATES
-        for name in (path.partition(".")[2],)
-        if saved.get(name) not in (None, here[path])
-    ]
-    if differing:
-        raise CheckpointError(
-            f"--load {reader.path}: the optimizer's states are of another run:\n  "
-            + "\n  ".join(differing)
-            + "\ngive its values, or --no-load-optim to continue with fresh states (--finetune: "
-            "from iteration 0)"
-        )
-
-
-def _difference(path: str, here: Any, saved: Any) -> str:
-    """Describe how the values of a "section.field" differ, by its flag if it has one."""
-    field = field_at(path)
-    name = field.name
-    flag = field.shown if field.names else name
-    if field.is_switch:
-        here, saved = ("on" if value != field.default else "off" for value in (here, saved))
-    here, saved = ("unset" if value is None else value for value in (here, saved))
-    return f"{flag} is {here} here and {saved} in the checkpoint"
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:

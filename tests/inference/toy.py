@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.resolve import resolve
@@ -24,7 +25,6 @@ from megatron.inference.request import Event, Finished, Prompt, Request, Samplin
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import model_state
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 
 OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, block_size=4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import restore
 from megatron.checkpoint.store import save
@@ -22,7 +23,6 @@ from megatron.models.plan import MicroBatch
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
-from megatron.training.checkpointing import model_state
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import Costs, Pipeline
 from tests.models.small import SEQUENCE, batch, config, plan

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.reader import restore
 from megatron.data.loader import collate
 from megatron.device import Device
@@ -15,7 +16,6 @@ from megatron.models.build import build_model, run_context
 from megatron.models.plan import HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer
-from megatron.training.checkpointing import model_state
 from tasks import finetune_command
 from tasks.classify import Example, TextSamples
 

@@ -136,6 +136,7 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
     """
     import torch
 
+    from megatron.checkpoint.entries import model_state
     from megatron.checkpoint.reader import restore
     from megatron.device import Device
     from megatron.models.bert import BertModel
@@ -143,7 +144,6 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
     from megatron.models.gpt import GPTModel
     from megatron.models.t5 import T5Model
     from megatron.parallel.layout import Layout
-    from megatron.training.checkpointing import model_state
 
     networks: dict[str, type[BertModel] | type[GPTModel] | type[T5Model]] = {
         "bert": BertModel,

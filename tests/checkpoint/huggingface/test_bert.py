@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import PaddedReader, restore
@@ -26,7 +27,7 @@ from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
 from megatron.models.build import build_model, run_context
 from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import model_state, network_of
+from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
 from pretrain_bert import BertRecipe
 from tests.checkpoint.states import read_whole, same_files

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.resolve import resolve
@@ -17,7 +18,6 @@ from megatron.device import Device
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import model_state
 from tests.checkpoint.huggingface.models import (
     CASES,
     LAYERS,

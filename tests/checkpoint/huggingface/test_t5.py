@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.data import DataConfig
@@ -28,7 +29,6 @@ from megatron.errors import CheckpointError
 from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import model_state
 from megatron.training.pretrain import main
 from pretrain_t5 import T5Recipe
 from tests.checkpoint.states import same_files

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.entries import Entry, model_state
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
 from megatron.checkpoint.loading import open_checkpoint, open_found
@@ -19,7 +19,6 @@ from megatron.errors import CheckpointError, StorageError
 from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import model_state
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
