@@ -96,7 +96,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
         if problems:
             raise CheckpointError(
                 f"{root}: no complete checkpoint: " + "; ".join(problems) + ". Restore one from a "
-                "copy, or name an empty folder to start from scratch"
+                "copy, or start from scratch in a new folder"
             )
         return []
     current = next((one for one in found if one.name == named), None)

@@ -69,7 +69,7 @@ def open_checkpoint(
     raise CheckpointError(
         f"{root}: none of its checkpoints can be used:\n  "
         + "\n  ".join(problems)
-        + "\nrestore one from a copy, or name an empty folder to start from scratch"
+        + "\nrestore one from a copy, or start from scratch in a new folder"
     )
 
 

@@ -18,6 +18,7 @@ from megatron.errors import ConfigError
 RANK_ENV = "RANK"
 WORLD_SIZE_ENV = "WORLD_SIZE"
 _GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+_SLURM_TASK_ENV = "SLURM_PROCID"
 _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
 
@@ -53,7 +54,7 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
                 f"--use-mpi: {rank} is not set: start with mpirun, or drop the flag and start with "
                 "torchrun"
             )
-    elif RANK_ENV not in os.environ and WORLD_SIZE_ENV not in os.environ:
+    elif not _is_launched():
         _refuse_bare_slurm()
     launch = Launch(
         rank=whole_number(rank, 0),
@@ -70,13 +71,26 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     return launch
 
 
+def _is_launched() -> bool:
+    return RANK_ENV in os.environ or WORLD_SIZE_ENV in os.environ
+
+
+def slurm_task() -> int:
+    """Return the number of this SLURM task if there is no other launcher, otherwise 0.
+
+    Raises:
+        ConfigError: The variable is not a number.
+    """
+    return 0 if _is_launched() else whole_number(_SLURM_TASK_ENV, 0)
+
+
 def _refuse_bare_slurm() -> None:
     """Refuse to run as one of several SLURM tasks that are not connected.
 
     Each would train alone without notice, and all would save to the same folder. A shell opened by
     `salloc` or `srun --pty` has a single task, or no SLURM_PROCID.
     """
-    task = os.environ.get("SLURM_PROCID")
+    task = os.environ.get(_SLURM_TASK_ENV)
     # `srun` sets the count of its step. A script that `sbatch` runs has the count of the job.
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
     tasks = whole_number(name, 1)

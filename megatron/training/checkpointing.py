@@ -231,7 +231,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """Open the checkpoint under `--load`, or return None if the run starts fresh. Collective.
 
     Raises:
-        ConfigError: The folder does not exist, and it is not `--save`.
+        ConfigError: The folder does not exist or holds no checkpoint, and either it is not `--save`
+            or `--finetune` asks for its weights.
         CheckpointError: There is no checkpoint and `--exit-on-missing-checkpoint` is given, or none
             of the iteration `--ckpt-step`; or the folder is not `--save` and only a folder inside
             it holds checkpoints; or all checkpoints are damaged; or the checkpoint is of another
@@ -246,26 +247,29 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if reader is None:
         # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
         # else is in it: finetuning keeps its best weights in a folder there.
-        save = config.checkpoint.save
-        is_saved_to = save is not None and Path(save).resolve() == root.resolve()
-        below = [] if is_saved_to else checkpoints_below(root)
+        options = config.checkpoint
+        is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
+        is_first_start = is_saved_to and not options.finetune
+        below = [] if is_first_start else checkpoints_below(root)
         if below:
             raise CheckpointError(
                 f"--load {root}: there is no checkpoint in this folder, but {below[0]} in it has "
-                f"one: give --load {root / below[0]}, or an empty folder to start from scratch"
+                f"one: give --load {root / below[0]}, or drop --load to start from scratch"
             )
-        if config.checkpoint.exit_on_missing_checkpoint:
+        if options.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
-        if not (root.exists() or is_saved_to):
+        if not is_first_start:
+            found = f"--load {root} {'holds no checkpoint' if root.exists() else 'does not exist'}"
+            if options.finetune:
+                raise ConfigError(
+                    f"--finetune: {found}: give the folder of the weights to finetune"
+                )
             raise ConfigError(
-                f"--load {root} does not exist: correct the path, or drop --load to start from "
-                "random weights (a run that resumes itself gives the same folder to --save)"
+                f"{found}: correct the path, or drop --load to start from random weights (a run "
+                "that resumes itself gives the same folder to --save)"
             )
         if layout.world.rank == 0:
-            line = f"WARNING: --load {root} holds no checkpoint: nothing is loaded from it"
-            if is_saved_to:
-                line = f"  --load {root} holds no checkpoint yet: this is the run's first start"
-            say(line)
+            say(f"  --load {root} holds no checkpoint yet: this is the run's first start")
         return None
     told = check_network(config, reader, finetunes=config.checkpoint.finetune)
     if layout.world.rank == 0:

@@ -8,7 +8,7 @@ from megatron.errors import ConfigError
 from megatron.processes import groups
 from megatron.processes.ending import report
 from megatron.processes.launch import Launch, check_meeting_place, placed, read_launch
-from megatron.processes.process import processes
+from megatron.processes.process import processes, run_process
 from tests.config.command import parse
 
 
@@ -72,6 +72,17 @@ def test_one_of_several_tasks_of_slurm_does_not_train_alone(monkeypatch, step):
     monkeypatch.setenv("RANK", "5")  # torchrun's, inside a task
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert read_launch() == Launch(5, 8)
+
+
+@pytest.mark.parametrize("task", [0, 1, 3])
+def test_only_the_first_task_of_slurm_prints_the_error(monkeypatch, capsys, task):
+    monkeypatch.setattr("megatron.processes.process._TURN", 0.0)
+    monkeypatch.setenv("SLURM_PROCID", str(task))
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert run_process([], lambda launch: 0) == ConfigError.exit_code
+    said = capsys.readouterr().err
+    assert said.count("error: SLURM started this as task 0 of 4") == (task == 0)
+    assert bool(said) == (task == 0)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_afresh(saved, tmp_pa
 def test_what_a_dead_first_save_left_is_a_fresh_start(saved, tmp_path):
     (tmp_path / "tensorboard").mkdir()
     shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002.tmp-0123456789abcdef")
-    assert _iteration(Layout.single(), "--load", str(tmp_path)) == 0
+    words = ["--load", str(tmp_path), "--save", str(tmp_path), "--save-interval", "9"]
+    assert _iteration(Layout.single(), *words) == 0
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,37 @@ def test_a_load_that_does_not_exist_is_an_error_unless_the_run_saves_there(tmp_p
     assert "WARNING" not in said
 
 
+@pytest.mark.parametrize("files", [[], ["notes.txt"], ["iter_0000001.tmp-0123456789abcdef/a"]])
+def test_a_load_without_a_checkpoint_is_an_error_unless_the_run_saves_there(tmp_path, files):
+    """A wrong path that exists is the same mistake as one that does not."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("no checkpoint")
+    load = ["--load", str(tmp_path)]
+    told = rf"^--load {tmp_path} holds no checkpoint: correct the path, or drop --load to start "
+    with pytest.raises(ConfigError, match=told) as refusal:
+        build_toy(Layout.single(), load)
+    assert refusal.value.exit_code == 9
+    with pytest.raises(ConfigError, match=told):
+        build_toy(
+            Layout.single(), [*load, "--save", str(tmp_path / "other"), "--save-interval", "9"]
+        )
+    save = ["--save", str(tmp_path), "--save-interval", "9"]
+    assert build_toy(Layout.single(), [*load, *save]).progress.iteration == 0
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_there_must_be_weights_to_finetune(tmp_path, name):
+    """The folder of --save is no exception: --finetune asks for weights that are there."""
+    (tmp_path / "empty").mkdir()
+    folder = str(tmp_path / name)
+    words = ["--finetune", "--load", folder]
+    what = "does not exist" if name == "missing" else "holds no checkpoint"
+    for save in ([], ["--save", folder, "--save-interval", "9"]):
+        with pytest.raises(ConfigError, match=rf"^--finetune: --load {folder} {what}: give the "):
+            build_toy(Layout.single(), [*words, *save])
+
+
 def test_another_network_is_refused_by_name(tmp_path):
     save = ["--save", str(tmp_path), "--save-interval", "1"]
     train_toy(Layout.single(), [*save, "--exit-interval", "1"])
