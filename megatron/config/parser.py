@@ -160,6 +160,29 @@ def parse_config(
     return ParsedRun(narrow(config, RunConfig), notices=(*line.notices, *notices), extra=others)
 
 
+def help_if_asked(
+    program: str,
+    extra: Sequence[type] = (),
+    *,
+    trains: bool = True,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Print help and end the process if the command line asks for help.
+
+    Training scripts call this before they import torch, which takes a second.
+
+    Args:
+        program: The program's file.
+        extra: Dataclasses of the program's own flags.
+        trains: Whether the program trains a model, or takes up a trained one.
+        argv: The words after the program's name, or `None` for this process's own.
+    """
+    names = {flag.name for flag in split(sys.argv[1:] if argv is None else argv)}
+    if names & {"-h", "--help", "--help-all"}:
+        show_help(program, extra, trains=trains, everything="--help-all" in names)
+        raise SystemExit(0)
+
+
 def show_help(
     program: str, extra: Sequence[type] = (), *, trains: bool = True, everything: bool = False
 ) -> None:
@@ -259,11 +282,9 @@ def _read_command_line(
     *,
     trains: bool,
 ) -> _CommandLine:
+    help_if_asked(program, extra, trains=trains, argv=argv)
     given = split(argv)
     names = {flag.name for flag in given}
-    if names & {"-h", "--help", "--help-all"}:
-        show_help(program, extra, trains=trains, everything="--help-all" in names)
-        raise SystemExit(0)
     own = {name: field for field in _fields(extra) for name in (*field.names, *field.off_names)}
     fields = {
         name: field

@@ -18,6 +18,7 @@ from megatron.config.parser import asks_for_mpi, parse_config
 from megatron.config.run import RunOptions, sections
 from megatron.errors import CheckpointError, ConfigError
 from tests.config.command import BASE, command, parse, problems
+from tests.repository import ROOT
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,17 @@ def test_help_needs_no_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("word", ["-h", "--help", "--help-all"])
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py"])
+def test_a_training_script_answers_help_before_it_imports_torch(script: str, word: str) -> None:
+    words = [sys.executable, "-X", "importtime", script, "--lr", "1", word]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(f"usage: {script} ")
+    imported = re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE)
+    assert "megatron.config.parser" in imported
+    assert "torch" not in imported
 
 
 def test_flags_of_one_section_for_a_tool() -> None:
