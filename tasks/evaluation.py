@@ -29,8 +29,8 @@ from tasks.results import (
     check_results,
     format_number,
     format_table,
+    report_results,
     results_path,
-    write_results,
 )
 from tasks.table import PROGRAM, flags_elsewhere
 
@@ -87,7 +87,7 @@ def run_evaluation(
     """
     show_notices(parsed.notices, launch)
     if launch.rank == 0:
-        check_results(parsed.extra[0].results, parsed.extra[0].valid_data)
+        check_results(parsed.extra[0], parsed.extra[0].valid_data or ())
     with processes(parsed.config, launch) as (device, layout):
         evaluate(device, layout)
     return EXIT_OK
@@ -129,10 +129,8 @@ def publish(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     try:
-        write_results(path, content)
+        report_results(path, content)
     except StorageError as error:
         if options.results is not None:
             raise
         say(f"WARNING: {error}: the results are not saved: give --results FILE to save them")
-    else:
-        say(f"results written to {path}")

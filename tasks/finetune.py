@@ -39,7 +39,14 @@ from megatron.training.recorded_passes import DirectForward
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from tasks.classify import Epochs, Example, FilledUp, Repeated, TextSamples
-from tasks.results import Numbers, Progress, format_number, results_path, write_results
+from tasks.results import (
+    Numbers,
+    Progress,
+    format_number,
+    report_results,
+    results_path,
+    write_results,
+)
 from tasks.table import PROGRAM
 from tasks.target import Guesses, Target
 
@@ -307,8 +314,9 @@ class Finetuning(Extras):
         if save is not None and (Path(save) / BEST / _RECORD).is_file():
             with storage_errors(Path(save)):
                 content["best"] = json.loads((Path(save) / BEST / _RECORD).read_text())
-        write_results(path, content)
-        say(f"results written to {path}")
+        if save is not None:  # a later run that continues this one may replace the file
+            content["save"] = str(Path(save).resolve())
+        report_results(path, content)
 
 
 class _AtEpochsEnd(Callback):

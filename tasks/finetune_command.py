@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.find import scan
 from megatron.checkpoint.reader import Reader
 from megatron.config import (
     ParsedRun,
@@ -34,7 +36,7 @@ from tasks.finetune import FinetuneRecipe, Finetuning
 from tasks.results import check_results
 from tasks.table import PROGRAM, flags_elsewhere
 from tasks.target import HEADS, Target
-from tasks.texts import find_missing, find_repeated
+from tasks.texts import find_missing, find_mistakes
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # The rules that need the length of the run, which is known after the data was read.
@@ -102,8 +104,19 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         return dry_run(config, recipe, launch)
     if launch.rank == 0:
         options, own = parsed.extra
-        check_results(options.results, (*(own.train_data or ()), *(options.valid_data or ())))
+        data = (*(own.train_data or ()), *(options.valid_data or ()))
+        check_results(options, data, resumed_folder(config))
     return pretrain(config, recipe, launch, started, extras)
+
+
+def resumed_folder(config: RunConfig) -> Path | None:
+    """Return the --save folder if the run continues from a checkpoint in it, otherwise `None`."""
+    options = config.checkpoint
+    if options.save is None or options.load is None or options.finetune:
+        return None
+    save = Path(options.save)
+    is_same = save.resolve() == Path(options.load).resolve()
+    return save if is_same and not config.training.skip_train and scan(save)[0] else None
 
 
 def prepare(
@@ -156,8 +169,7 @@ def parse(
         if options.results is not None and not options.valid_data:
             yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
         yield from find_missing("--train-data", own.train_data)
-        yield from find_missing("--valid-data", options.valid_data)
-        yield from find_repeated("--valid-data", options.valid_data)
+        yield from find_mistakes(options)
 
     parsed = parse_config(
         arguments,

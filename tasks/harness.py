@@ -29,6 +29,7 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.processes.launch import Launch
 from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
 from tasks.results import Numbers, Progress
+from tasks.texts import find_mistakes
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -56,6 +57,7 @@ def parse(
             yield f"--lm-eval-limit {own.lm_eval_limit:g}: must be above 0"
         if options.valid_data:
             yield "--valid-data: --lm-eval-tasks name their own data: drop it"
+        yield from find_mistakes(replace(options, valid_data=None))
         if importlib.util.find_spec("lm_eval") is None:
             yield _INSTALL
 

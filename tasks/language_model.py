@@ -28,8 +28,7 @@ from tasks.results import Numbers, Progress, megatron_line
 from tasks.texts import (
     DETOKENIZERS,
     detokenizer_for,
-    find_missing,
-    find_repeated,
+    find_mistakes,
     read_documents,
     read_text,
 )
@@ -239,8 +238,7 @@ def parse(
                 f"--task {task} reads a single file, but --valid-data names "
                 f"{len(options.valid_data)}: give one"
             )
-        yield from find_missing("--valid-data", options.valid_data)
-        yield from find_repeated("--valid-data", options.valid_data)
+        yield from find_mistakes(options)
         if own.strict_lambada and task != "LAMBADA":
             yield f"--strict-lambada belongs to --task LAMBADA, not {task}: drop it"
         if own.overlapping_eval < 1:

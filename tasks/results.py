@@ -13,7 +13,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from megatron.command import say
-from megatron.durable import replace_file, storage_errors, writing_to
+from megatron.config.tasks import TaskConfig
+from megatron.durable import expect_no_file, replace_file, storage_errors, writing_to
 from megatron.errors import ConfigError
 
 Number = int | float
@@ -58,30 +59,54 @@ def results_path(asked: str | None, folder: str, task: str, iteration: int) -> P
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
-def check_results(asked: str | None, data: Sequence[str] | None) -> None:
+def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None = None) -> None:
     """Check that --results can be written, before any other work.
 
     Args:
-        asked: The value of --results.
+        options: The flags --results and --overwrite.
         data: The files that the task reads.
+        resumed: The --save folder of a run that continues its own checkpoints. Such a run may
+            replace the results that it wrote itself.
 
     Raises:
-        ConfigError: --results is one of the files that the task reads.
+        ConfigError: --results is one of the files that the task reads, or it already exists.
         StorageError: --results cannot be written.
     """
-    if asked is None:
+    if options.results is None:
         return
-    path = Path(asked)
-    if any(path.exists() and path.samefile(file) for file in data or ()):
+    path = Path(options.results)
+    if any(path.exists() and path.samefile(file) for file in data):
         raise ConfigError(
-            f"--results {asked}: this file is also read as data: give another name for the results"
+            f"--results {path}: this file is also read as data: give another name for the results"
         )
     with writing_to("--results", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):  # writing the results creates a file here too
             pass
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), asked)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if resumed is None or _writer_of(path) != str(resumed.resolve()):
+        expect_no_file("--results", [path], overwrite=options.overwrite)
+
+
+def _writer_of(path: Path) -> str | None:
+    """Return the --save folder that a file of results names, or `None` if it names none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content.get("save") if isinstance(content, dict) else None
+
+
+def report_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Write results as `write_results` does, and print where they are.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    note = ", replacing earlier ones" if path.exists() else ""
+    write_results(path, content)
+    say(f"results written to {path}{note}")
 
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.config.tasks import TaskConfig
 from megatron.data.text_input import find_inputs, load_line, read_blocks
 from megatron.errors import DataError
 
@@ -17,14 +18,17 @@ def find_missing(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
             yield f"{flag} {path}: no such file: give the path of an existing file"
 
 
-def find_repeated(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
-    """Yield a line for each path that is given twice, because its samples would count twice."""
+def find_mistakes(options: TaskConfig) -> Iterator[str]:
+    """Yield a line for each error in the flags that all tasks share."""
+    yield from find_missing("--valid-data", options.valid_data)
     seen: set[Path] = set()
-    for path in paths or ():
+    for path in options.valid_data or ():
         place = Path(path).resolve()
-        if place in seen:
-            yield f"{flag} {path}: this file is given twice: give it once"
+        if place in seen:  # its samples would count twice
+            yield f"--valid-data {path}: this file is given twice: give it once"
         seen.add(place)
+    if options.overwrite and options.results is None:
+        yield "--overwrite without --results: there is no file to replace: drop it"
 
 
 def read_text(path: str) -> str:

@@ -20,6 +20,7 @@ class TaskConfig:
         "JSON file for the results. Default: TASK-iter_N.json in a folder `evaluation` next to "
         "the checkpoint.",
     )
+    overwrite: bool = flag(False, "Replace an existing --results file.")
 
 
 @dataclass(frozen=True, kw_only=True)

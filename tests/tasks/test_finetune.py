@@ -60,6 +60,9 @@ def toy(tmp_path_factory):
     return folder, flags
 
 
+PLAIN = ["--no-exit-signal-handler", "--num-workers", "0", "--log-interval", "100"]
+
+
 def _sst(toy, *more):
     folder, flags = toy
     data = ["--train-data", str(folder / "train.tsv"), "--valid-data", str(folder / "dev.tsv")]
@@ -187,6 +190,66 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(toy, tmp_pat
     assert main(["--task", task, *words, "--results", str(data)]) == 9
     assert f"--results {data}: this file is also read as data" in capsys.readouterr().err
     assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize("task", ["SST-2", "LAMBADA"])
+def test_existing_results_are_refused_before_the_work(toy, tmp_path, capsys, task):
+    if task == "SST-2":
+        words = [*_sst(toy, "--epochs", "1"), *PLAIN]
+    else:
+        lines = [json.dumps({"text": f"{i} {i + 1} {i + 2}"}) for i in range(4)]
+        (tmp_path / "data.jsonl").write_text("\n".join(lines))
+        words = ["--valid-data", str(tmp_path / "data.jsonl")]
+        words += ["--load", save_toy(str(tmp_path / "toy"))]
+    results = tmp_path / "out.json"
+    results.write_text("mine")
+    words = ["--task", task, *words, "--results", str(results)]
+    capsys.readouterr()
+    assert main(words) == 9
+    said = capsys.readouterr()
+    assert said.err == (
+        f"error: --results: {results} already exists: choose another name, or give --overwrite to "
+        "replace it\n"
+    )
+    assert said.out == ""  # neither a model nor a panel
+    assert results.read_text() == "mine"
+    assert main([*words, "--overwrite"]) == 0
+    assert f"results written to {results}, replacing earlier ones" in capsys.readouterr().out
+    assert json.loads(results.read_text())["task"] == task
+
+
+def test_a_resumed_run_replaces_its_own_results_alone(toy, tmp_path, capsys):
+    """Those that name its --save folder, and only if it continues from a checkpoint there."""
+    run, other, results = (tmp_path / name for name in ("run", "other", "out.json"))
+    words = ["--task", "SST-2", *_sst(toy, "--results", str(results)), *PLAIN]
+
+    def train(save, *more, epochs="1"):
+        return main([*words, "--save", str(save), "--epochs", epochs, *more])
+
+    def score():
+        return json.loads(results.read_text())["iteration"]
+
+    assert train(run, "--load", str(run)) == 0
+    assert score() == 8
+    assert train(run, "--load", str(run)) == 0  # started again, with nothing left to do
+    longer = ["--load", str(run), "--override-opt_param-scheduler"]
+    assert train(run, *longer, epochs="2") == 0  # with another epoch
+    assert score() == 16
+    capsys.readouterr()
+    given = ["--valid-data", str(toy[0] / "dev.tsv"), "--results", str(results)]
+    refused = [
+        train(run),  # a new training
+        train(run, "--load", str(run), "--finetune"),
+        train(other, "--load", str(run)),
+        train(other, "--load", str(other)),
+        main(["--task", "SST-2", "--load", str(run), "--epochs", "0", "--save", str(run), *given]),
+    ]
+    assert refused == [9] * 5
+    assert capsys.readouterr().err.count(f"--results: {results} already exists") == 5
+    assert score() == 16
+    assert train(other, "--load", str(other), "--overwrite") == 0
+    assert score() == 8
+    assert train(run, "--load", str(run), epochs="2") == 9  # the file is that of another run now
 
 
 def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
@@ -353,6 +416,7 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
             "/other/../no: this file is given twice",
         ),
         (["--epochs", "1", "--results", "x"], "--results x without --valid-data: nothing is"),
+        (["--epochs", "1", "--overwrite"], "--overwrite without --results: there is no file"),
         (["--train-iters", "5"], "--train-iters: --epochs sets the length of training"),
         (["--dataloader-type", "cyclic"], "a task shuffles each epoch anyway"),
         (["--iterations-to-skip", "3"], "this could skip the end of an epoch"),

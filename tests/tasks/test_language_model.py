@@ -235,6 +235,7 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
             ["--fp8-format", "hybrid"],
             "--fp8-format hybrid is for training; a trained model computes in 16 bits",
         ),
+        (["--overwrite"], "--overwrite without --results: there is no file to replace"),
         (["--overlapping-eval", "0"], "--overlapping-eval 0: must be at least 1"),
         (["--strict-lambda"], "unknown flag --strict-lambda: did you mean --strict-lambada?"),
     ],
