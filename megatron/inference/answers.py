@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.inference.request import (
     Beam,
@@ -204,8 +204,30 @@ class PlainAnswer(Answer):
         return events
 
 
+class _Beginning(NamedTuple):
+    """The beginning of an answer in a beam search: a beam, or a continuation of one.
+
+    Attributes:
+        sequence: Sequence of the beam, or of the beam that it continues.
+        tokens: Its tokens, without the prompt.
+        logprobs: Log probability of each token.
+        total: Sum of `logprobs`.
+    """
+
+    sequence: Sequence
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    total: float = 0.0
+
+
 class BeamAnswer(Answer):
-    """An answer with one sequence per beam. A round ends once all beams have been computed."""
+    """An answer with one sequence per beam. A round ends once all beams have been computed.
+
+    Each round considers the most likely continuations of all beams. Among the best `beam_width` of
+    them, those that end become answers; the best that do not end become the next beams. The search
+    is over when every beam has ended at the longest length, or when `beam_width` answers are known
+    and no beam's score, at its present length, beats the worst of them.
+    """
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         """Start with the prompt.
@@ -216,25 +238,21 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        self._search = BeamSearch(
-            sampling.beam_width,
-            length_penalty=sampling.length_penalty,
-            max_new_tokens=sampling.max_new_tokens,
-            ends=lambda answer: ends(sampling, (*request.prompt, *answer)),
-            endings=len(sampling.stop_tokens),
-        )
-        self._tops = min(self._search.candidates, vocab_size)
-        self._nexts: dict[Sequence, Chosen] = {}  # the results of this round so far
+        # Among this many continuations at least `beam_width` go on, even if all that can end do.
+        self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
+        self._tops = min(self._candidates, vocab_size)
+        self._beams = [_Beginning(self._first)]
+        self._nexts: dict[Sequence, TopLogprobs] = {}  # the results of this round so far
+        self._answers: list[Beam] = []  # best first
 
     def finished(self) -> Finished:
         """Return the answer's final event, with the counts so far."""
-        answers = tuple(self._search.answers)
         return Finished(
             self.request.id,
             "stop",
-            new_tokens=len(answers[0].tokens) if answers else 0,
+            new_tokens=len(self._answers[0].tokens) if self._answers else 0,
             cached_tokens=self._first.cached,
-            beams=answers,
+            beams=tuple(self._answers),
         )
 
     def _next_choices(self, row: Row) -> list[PlacedChoice]:
@@ -242,125 +260,64 @@ class BeamAnswer(Answer):
         return [(row.size - 1, Choice(tops=self._tops, banned=banned))]
 
     def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
-        (self._nexts[row.sequence],) = results
+        self._nexts[row.sequence] = results[0].top
         if len(self._nexts) < len(self.sequences):
             return []
-        parents = self.sequences
-        steps = self._search.advance([self._nexts[beam].top for beam in parents])
+        prompt, ways = self.request.prompt, self._continue()
         self._nexts = {}
-        if not steps:
+        if not ways:
             event = self.finished()
-            is_complete = ends(self.request.sampling, self.request.prompt + event.beams[0].tokens)
+            is_complete = ends(self.request.sampling, prompt + event.beams[0].tokens)
             return [event if is_complete else replace(event, reason="length")]
-        # A beam's first continuation keeps its sequence; each further one gets a fork.
-        forks = {
-            place: scheduler.fork(parents[step.parent], [*parents[step.parent].tokens, step.token])
-            for place, step in enumerate(steps)
-            if step.parent in [earlier.parent for earlier in steps[:place]]
-        }
-        self.sequences = []
-        for place, step in enumerate(steps):
-            if place not in forks:
-                parents[step.parent].tokens.append(step.token)
-            self.sequences.append(forks.get(place, parents[step.parent]))
-        for beam in parents:
-            if beam not in self.sequences:
-                scheduler.remove(beam)
+        before, self.sequences, self._beams = self.sequences, [], []
+        for way in ways:
+            sequence = way.sequence
+            # A beam's first continuation keeps its sequence; each further one gets a fork.
+            if sequence in self.sequences:
+                sequence = scheduler.fork(sequence, [*prompt, *way.tokens])
+            else:
+                sequence.tokens.append(way.tokens[-1])
+            self.sequences.append(sequence)
+            self._beams.append(way._replace(sequence=sequence))
+        for sequence in before:
+            if sequence not in self.sequences:
+                scheduler.remove(sequence)
         return []
 
+    def _continue(self) -> list[_Beginning]:
+        """End a round, and return the next one's beams, best first, or none if the search is over.
 
-@dataclass(frozen=True)
-class _Beginning:
-    """The tokens of a beam so far."""
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    total: float = 0.0
-
-    def then(self, token: int, logprob: float) -> _Beginning:
-        """Return this beginning with one more token."""
-        return _Beginning((*self.tokens, token), (*self.logprobs, logprob), self.total + logprob)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A beam of the next round.
-
-    Attributes:
-        parent: The beam of this round that it continues.
-        token: The token that it adds.
-    """
-
-    parent: int
-    token: int
-
-
-class BeamSearch:
-    """A beam search in rounds: the beginnings to continue and the best answers so far, no tensors.
-
-    Each round considers the most likely continuations of all beams. Among the best `width` of them,
-    those that end become answers; the best that do not end become the next beams. The search is
-    over when every beam has ended at the longest length, or when `width` answers are known and no
-    beam's score, at its present length, beats the worst of them.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        length_penalty: float,
-        max_new_tokens: int,
-        ends: Callable[[Many[int]], bool],
-        endings: int,
-    ) -> None:
-        """Start with an empty beginning.
-
-        Args:
-            width: Number of beams, which is also the number of answers.
-            length_penalty: Power of the length by which scores are divided.
-            max_new_tokens: Length of the longest answer, in tokens.
-            ends: Returns whether an answer, without its prompt, is complete.
-            endings: Number of tokens that can end an answer.
+        They still have the sequences of the beams that they continue.
         """
-        # Among this many continuations at least `width` go on, even if all that can end do.
-        self.candidates = max(2, 1 + endings) * width
-        self.answers: list[Beam] = []  # best first
-        self._width = width
-        self._penalty = length_penalty
-        self._longest = max_new_tokens
-        self._ends = ends
-        self._running = [_Beginning()]
-
-    def advance(self, nexts: Many[TopLogprobs]) -> list[Continuation]:
-        """Return the next round's beams, best first. If there are none, the search is over.
-
-        Args:
-            nexts: The most likely `candidates` tokens for each beam of this round.
-        """
+        sampling, answers = self.request.sampling, self._answers
         ways = [
-            (begin.then(token, logprob), Continuation(parent, token))
-            for parent, (begin, top) in enumerate(zip(self._running, nexts, strict=True))
-            for token, logprob in top
+            _Beginning(
+                beam.sequence,
+                (*beam.tokens, token),
+                (*beam.logprobs, logprob),
+                beam.total + logprob,
+            )
+            for beam in self._beams
+            for token, logprob in self._nexts[beam.sequence]
             if logprob > -math.inf  # not banned
         ]
-        ways.sort(key=lambda way: -way[0].total)  # stable: earlier beams first among equals
-        going_on = []
-        for rank, (begin, step) in enumerate(ways[: self.candidates]):
-            if len(begin.tokens) < self._longest and not self._ends(begin.tokens):
-                going_on.append((begin, step))
-            elif rank < self._width:
-                self.answers.append(Beam(begin.tokens, self._score(begin), begin.logprobs))
-                self.answers.sort(key=lambda beam: -beam.score)
-                del self.answers[self._width :]
-        going_on = going_on[: self._width]
-        self._running = [begin for begin, _ in going_on]
-        is_full = len(self.answers) == self._width
-        if is_full and self._running and self._score(self._running[0]) <= self.answers[-1].score:
+        ways.sort(key=lambda way: -way.total)  # stable: earlier beams first among equals
+        beams = []
+        for rank, way in enumerate(ways[: self._candidates]):
+            is_over = len(way.tokens) >= sampling.max_new_tokens
+            if not is_over and not ends(sampling, self.request.prompt + way.tokens):
+                beams.append(way)
+            elif rank < sampling.beam_width:
+                answers.append(Beam(way.tokens, self._score(way), way.logprobs))
+                answers.sort(key=lambda beam: -beam.score)
+                del answers[sampling.beam_width :]
+        is_full = len(answers) == sampling.beam_width
+        if is_full and beams and self._score(beams[0]) <= answers[-1].score:
             return []
-        return [step for _, step in going_on]
+        return beams[: sampling.beam_width]
 
-    def _score(self, begin: _Beginning) -> float:
-        return begin.total / len(begin.tokens) ** self._penalty
+    def _score(self, way: _Beginning) -> float:
+        return way.total / len(way.tokens) ** self.request.sampling.length_penalty
 
 
 def ends(sampling: Sampling, tokens: Many[int]) -> bool:

@@ -19,20 +19,20 @@ from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles, ch
 
 BlockKey = bytes
 
-FIRST_KEY: BlockKey = b""
 
-
-def next_key(previous: BlockKey, tokens: Sequence[int]) -> BlockKey:
-    """Return the key of a full block.
+def next_key(keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int) -> BlockKey:
+    """Return the key of the full block of a sequence that follows the blocks with these keys.
 
     It is a cryptographic hash, so nobody can construct two different prompts that share a key.
 
     Args:
-        previous: Key of the block before it, or `FIRST_KEY` if there is none.
-        tokens: Tokens of this block.
+        keys: Keys of all blocks before it.
+        tokens: Tokens of the sequence.
+        block_size: Number of tokens in a block.
     """
-    text = ",".join(map(str, tokens)).encode()
-    return hashlib.blake2b(previous + text, digest_size=16).digest()
+    start = len(keys) * block_size
+    text = ",".join(map(str, tokens[start : start + block_size])).encode()
+    return hashlib.blake2b((keys[-1] if keys else b"") + text, digest_size=16).digest()
 
 
 class BlockPool:
@@ -49,42 +49,35 @@ class BlockPool:
         self._keys: list[BlockKey | None] = [None] * count
         self._blocks: dict[BlockKey, int] = {}
         self._empty = deque(range(count))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # unused with content, oldest first
+        # Unused blocks with content, and their keys, oldest first.
+        self._kept: OrderedDict[int, BlockKey] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Number of unused blocks."""
         return len(self._empty) + len(self._kept)
 
-    def take(self) -> int | None:
-        """Return a block to write to, or `None` if all blocks are in use."""
+    def take(self) -> int:
+        """Return a block to write to. The caller makes sure that one is available."""
         if self._empty:
             block = self._empty.popleft()
-        elif self._kept:
-            block, _ = self._kept.popitem(last=False)
-            key = self._keys[block]
-            assert key is not None
+        else:
+            block, key = self._kept.popitem(last=False)
             del self._blocks[key]
             self._keys[block] = None
-        else:
-            return None
         self._users[block] = 1
         return block
 
-    def is_known(self, key: BlockKey) -> bool:
-        """Return whether a block has this key, so that `share` can return it."""
-        return key in self._blocks
+    def find(self, key: BlockKey) -> int | None:
+        """Return the block with this key, or `None` if there is none."""
+        return self._blocks.get(key)
 
-    def is_unused(self, key: BlockKey) -> bool:
-        """Return whether the key's block is unused, so that `share` would leave one block fewer."""
-        return self._users[self._blocks[key]] == 0
+    def is_unused(self, block: int) -> bool:
+        """Return whether nobody uses a block, so that `share` makes one block fewer available."""
+        return self._users[block] == 0
 
-    def share(self, key: BlockKey) -> int:
-        """Add a user to the block of a known key, and return the block."""
-        return self.share_block(self._blocks[key])
-
-    def share_block(self, block: int) -> int:
-        """Add a user to a block that is in use or known by a key, and return the block."""
+    def share(self, block: int) -> int:
+        """Add a user to a block that is in use or has a key, and return the block."""
         if self._users[block] == 0:
             del self._kept[block]
         self._users[block] += 1
@@ -102,10 +95,11 @@ class BlockPool:
         self._users[block] -= 1
         if self._users[block]:
             return
-        if self._keys[block] is None:
+        key = self._keys[block]
+        if key is None:
             self._empty.append(block)
         else:
-            self._kept[block] = None
+            self._kept[block] = key
 
 
 class CacheMemory:

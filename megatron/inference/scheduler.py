@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.inference.cache import FIRST_KEY, BlockKey, BlockPool, next_key
+from megatron.inference.cache import BlockKey, BlockPool, next_key
 
 UNKNOWN = -1  # stands for a token that a step under way is choosing
 
@@ -150,7 +150,7 @@ class Scheduler:
             self.add(child)
             return child
         full = parent.computed // size
-        child.blocks = tuple(self.pool.share_block(block) for block in parent.blocks[:full])
+        child.blocks = tuple(map(self.pool.share, parent.blocks[:full]))
         child.keys = parent.keys[:full]
         child.computed = full * size
         self.running.append(child)
@@ -201,10 +201,9 @@ class Scheduler:
             sequence = row.sequence
             # The sequence may have lost its place and begun again since the step began.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt)
-            for index in range(len(sequence.keys), computed // size):
-                previous = sequence.keys[index - 1] if index else FIRST_KEY
-                key = next_key(previous, sequence.tokens[index * size : (index + 1) * size])
-                self.pool.publish(sequence.blocks[index], key)
+            for block in sequence.blocks[len(sequence.keys) : computed // size]:
+                key = next_key(sequence.keys, sequence.tokens, size)
+                self.pool.publish(block, key)
                 sequence.keys.append(key)
 
     def _make_room(self, sequence: Sequence, count: int, step: _OpenPlan) -> bool:
@@ -229,7 +228,7 @@ class Scheduler:
             sequence = self._waiting[0]
             first = None  # key of the first block, if other sequences can reuse it
             if sequence.reuses and len(sequence.tokens) > size:
-                first = next_key(FIRST_KEY, sequence.tokens[:size])
+                first = next_key([], sequence.tokens, size)
             if first in step.coming or not self._begin(sequence):
                 return
             if first is not None and not sequence.computed:
@@ -246,39 +245,30 @@ class Scheduler:
         if needed > self.pool.available:
             return False
         if needed > 0:
-            taken = [self.pool.take() for _ in range(needed)]
-            sequence.blocks += tuple(block for block in taken if block is not None)
+            sequence.blocks += tuple(self.pool.take() for _ in range(needed))
         return True
 
     def _begin(self, sequence: Sequence) -> bool:
         """Give a sequence its computed blocks if there is room for the rest of its tokens too."""
-        known = self._known_keys(sequence)
-        unused = sum(self.pool.is_unused(key) for key in known)
-        needed = self.settings.blocks_for(len(sequence.tokens)) - len(known)
-        if needed > self.pool.available - unused:
+        size, tokens = self.settings.block_size, sequence.tokens
+        blocks: list[int] = []
+        keys: list[BlockKey] = []
+        # The last token is always computed, because the next token is chosen from its logits.
+        while sequence.reuses and (len(keys) + 1) * size < len(tokens):
+            key = next_key(keys, tokens, size)
+            block = self.pool.find(key)
+            if block is None:
+                break
+            blocks.append(block)
+            keys.append(key)
+        needed = self.settings.blocks_for(len(tokens)) - len(blocks)
+        if needed > self.pool.available - sum(map(self.pool.is_unused, blocks)):
             return False
-        sequence.blocks = tuple(self.pool.share(key) for key in known)
-        sequence.keys = known
-        sequence.computed = len(known) * self.settings.block_size
+        sequence.blocks, sequence.keys = tuple(map(self.pool.share, blocks)), keys
+        sequence.computed = len(blocks) * size
         if sequence.is_new:
             sequence.cached, sequence.is_new = sequence.computed, False
         return True
-
-    def _known_keys(self, sequence: Sequence) -> list[BlockKey]:
-        """Return the keys of the cached blocks that a sequence can begin with.
-
-        Its last token is always computed, because the next token is chosen from its logits.
-        """
-        keys: list[BlockKey] = []
-        size = self.settings.block_size
-        most = (len(sequence.tokens) - 1) // size if sequence.reuses else 0
-        for index in range(most):
-            tokens = sequence.tokens[index * size : (index + 1) * size]
-            key = next_key(keys[-1] if keys else FIRST_KEY, tokens)
-            if not self.pool.is_known(key):
-                break
-            keys.append(key)
-        return keys
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

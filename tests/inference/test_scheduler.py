@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron.inference.cache import FIRST_KEY, BlockPool, next_key
+from megatron.inference.cache import BlockPool, next_key
 from megatron.inference.scheduler import Scheduler, SchedulerSettings, Sequence, StepPlan
 
 SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_tokens=8)
@@ -214,8 +214,9 @@ def test_a_block_is_not_released_twice() -> None:
     pool = BlockPool(1)
     block = pool.take()
     assert block == 0
-    assert pool.take() is None
-    pool.publish(block, next_key(FIRST_KEY, [1]))
+    with pytest.raises(KeyError):
+        pool.take()
+    pool.publish(block, next_key([], [1], 1))
     pool.release(block)
     with pytest.raises(AssertionError, match="twice"):
         pool.release(block)
