@@ -20,7 +20,7 @@ from megatron.models.t5 import t5_plan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import WorkQueue
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import shares_weights
 
@@ -52,7 +52,7 @@ def run_context(
     device: Device,
     *,
     exchange: Exchange | None = None,
-    weight_gradients: WorkQueue | None = None,
+    weight_gradients: WeightGradientQueue | None = None,
     registry: LayerRegistry | None = None,
 ) -> BuildContext:
     """Return the context in which the layers of a run are built.

@@ -44,8 +44,8 @@ from megatron.parallel.context.ring import ring_attention, ulysses_attention
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.linear import WorkQueue
 from megatron.parallel.parameter import Init, new_parameter
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Products
 from megatron.parallel.registry import LayerRegistry
 
@@ -106,7 +106,7 @@ class BuildContext:
     kernels: Kernels = Kernels()
     overlap: bool = True
     exchange: Exchange | None = None
-    weight_gradients: WorkQueue | None = None
+    weight_gradients: WeightGradientQueue | None = None
     registry: LayerRegistry = field(default_factory=LayerRegistry)
 
     def new_parameter(

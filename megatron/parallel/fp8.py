@@ -30,7 +30,7 @@ from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication, all_reduce
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.products import Kept, Products
+from megatron.parallel.products import Kept, LinearCall, Products, RowFactors
 
 ROLES = ("input", "weight", "gradient")
 
@@ -276,22 +276,17 @@ class Fp8Products(Products):
         return None if self._form.by_row else self._form.values
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        communication: Communication = ALONE,
-        *,
-        training: bool = True,
+        self, call: LinearCall, communication: Communication = ALONE
     ) -> tuple[Tensor, Kept]:
         """Return the output, and the transposes of weight and input in 8 bits."""
-        arriving = self._start_input(x, communication, records=training)
-        by_out, by_in = self._both_of_weight(weight)  # cast while the input travels
+        x = call.x
+        arriving = self._start_input(x, communication, records=call.training)
+        by_out, by_in = self._both_of_weight(call.weight)  # cast while the input travels
         left, turned = arriving()
         kept: Kept = (by_in.values, by_in.inverse)
         if turned is not None:
             kept += (turned.values, turned.inverse)
-        out = self._product(left, by_out, x.dtype, bias=bias, fast=True)
+        out = self._product(left, by_out, x.dtype, bias=call.bias, fast=True)
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
 
     def _both_of_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
@@ -433,19 +428,11 @@ class Fp8Products(Products):
         """Return the transposes of weight and input."""
         return *weight, *factor[3:]
 
-    def multiply_rows(
-        self,
-        factor: Kept,
-        weight: Kept,
-        bias: Tensor | None,
-        rows: Tensor,
-        into: Tensor,
-        *,
-        backward: bool = False,
-    ) -> None:
+    def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
         """Write the product of some rows, which have the scale of the whole factor."""
-        part = Fp8(rows.view(factor[1].dtype), factor[2])
-        self._product(part, Fp8(*weight[:2]), into.dtype, bias=bias, fast=not backward, into=into)
+        like, weight, bias, backward = factors
+        part, turned = Fp8(rows.view(like[1].dtype), like[2]), Fp8(*weight[:2])
+        self._product(part, turned, into.dtype, bias=bias, fast=not backward, into=into)
 
     def _one(
         self,

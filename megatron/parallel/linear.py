@@ -37,18 +37,8 @@ from torch import Tensor, nn
 
 from megatron.parallel.collectives import ALONE, Communication, Pending
 from megatron.parallel.exchange import Exchange, Use
-from megatron.parallel.products import PLAIN, Kept, Products
-
-
-class WorkQueue(Protocol):
-    """A queue that a zero-bubble pipeline schedule lends to layers; see `weight_gradients`."""
-
-    @property
-    def is_collecting(self) -> bool:
-        """Whether layers must push their weight's gradient rather than compute it."""
-
-    def push(self, work: Callable[[], None], /) -> None:
-        """Run `work` once, later, but before the optimizer's step."""
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
+from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFactors
 
 
 class WeightSlot(Protocol):
@@ -59,19 +49,54 @@ class WeightSlot(Protocol):
 
         When the block ends, this use has added its part.
         """
-        ...
 
 
-class WeightProduct(Protocol):
-    """The weight's gradient, grad^T x, still to be computed; a factor may have to be gathered."""
+class Saved(NamedTuple):
+    """The tensors that forward leaves to backward.
+
+    Attributes:
+        x: The input, if the format keeps it.
+        weight: The weight [out, in].
+        kept: The values that the format keeps.
+    """
+
+    x: Tensor | None
+    weight: Tensor
+    kept: Kept
+
+
+class WeightProduct:
+    """The weight's gradient, grad^T x, still to be computed.
+
+    Both factors are here; in subclasses, the input may still have to be gathered.
+
+    Args:
+        products: The number format.
+        saved: The tensors of forward.
+        grad: The output's gradient, prepared.
+        use: The use of an exchange whose memory holds a factor, if any.
+    """
+
+    def __init__(
+        self, products: Products, saved: Saved, grad: Kept, use: Use | None = None
+    ) -> None:
+        """Keep the factors."""
+        self._products, self._grad, self._use = products, grad, use
+        self._x, _, self._kept = saved
 
     def start(self) -> None:
-        """Begin to gather if only a part was kept; this is then collective."""
-        ...
+        """Begin to gather the input if only a part was kept; this is then collective."""
+
+    def whole_input(self) -> Tensor | None:
+        """Return all of the input, if the format keeps it."""
+        return self._x
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [out, in], or add it."""
-        ...
+        x = self.whole_input()
+        self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
+        if self._use is not None:
+            self._use.close()
 
 
 @dataclass(frozen=True)
@@ -85,7 +110,7 @@ class Owner:
     """
 
     weight: nn.Parameter
-    queue: WorkQueue | None
+    queue: WeightGradientQueue | None
     slot: WeightSlot | None
 
     @property
@@ -136,41 +161,26 @@ Finish = Callable[[], Tensor | None]
 class Transport(Protocol):
     """The way in which the factors of a product get to the ranks that need them."""
 
-    def forward(
-        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
-    ) -> tuple[Tensor, Kept]:
-        """Return the output, and what backward needs besides the input.
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
+        """Return the output, and the tensors that backward needs besides input and weight.
 
         Args:
             products: The number format.
-            x: The input [s, b, in], or this rank's part of the sequence.
-            weight: The weight [out, in].
-            bias: The bias [out].
-            training: Whether statistics of the input may be recorded.
+            call: The arguments; the input is [s, b, in], or this rank's part of the sequence.
         """
-        ...
 
     def backward(
-        self,
-        products: Products,
-        grad: Tensor,
-        x: Tensor | None,
-        weight: Tensor,
-        kept: Kept,
-        wanted: Wanted,
+        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Begin the input's gradient; return the weight's product and a function to finish.
 
         Args:
             products: The number format.
             grad: The gradient of the output.
-            x: The input, if the format keeps it.
-            weight: The weight [out, in].
-            kept: The values that forward kept.
+            saved: The tensors of forward.
             wanted: The gradients that are needed. The weight's product is started unless it is put
                 off or not needed.
         """
-        ...
 
 
 def parallel_linear(
@@ -178,7 +188,7 @@ def parallel_linear(
     weight: nn.Parameter,
     bias: Tensor | None,
     transport: Transport | None = None,
-    queue: WorkQueue | None = None,
+    queue: WeightGradientQueue | None = None,
     slot: WeightSlot | None = None,
     products: Products = PLAIN,
     *,
@@ -227,7 +237,7 @@ class _Product(torch.autograd.Function):
         owner: Owner | None,
         training: bool,
     ) -> Tensor:
-        out, kept = transport.forward(products, x, weight, bias, training=training)
+        out, kept = transport.forward(products, LinearCall(x, weight, bias, training))
         ctx.save_for_backward(x if products.keeps_input else None, weight, *kept)
         ctx.transport, ctx.products, ctx.owner = transport, products, owner
         return out
@@ -240,8 +250,8 @@ class _Product(torch.autograd.Function):
         waits = False
         if owner is not None:
             needs_weight, waits = owner.weight.requires_grad, owner.waits
-        wanted = Wanted(needs_input, needs_weight, waits)
-        product, finish = ctx.transport.backward(ctx.products, grad, x, weight, tuple(kept), wanted)
+        wanted, saved = Wanted(needs_input, needs_weight, waits), Saved(x, weight, tuple(kept))
+        product, finish = ctx.transport.backward(ctx.products, grad, saved, wanted)
         weight_grad = None
         if needs_weight and owner is not None:
             owner.take(product)
@@ -263,29 +273,21 @@ class Whole:
         """Choose the collectives."""
         self._communication = communication
 
-    def forward(
-        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return the output, and the values that the format keeps."""
-        return products.forward(x, weight, bias, self._communication, training=training)
+        return products.forward(call, self._communication)
 
     def backward(
-        self,
-        products: Products,
-        grad: Tensor,
-        x: Tensor | None,
-        weight: Tensor,
-        kept: Kept,
-        wanted: Wanted,
+        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Gather the input, multiply, and begin to sum the input's gradient."""
         prepared = products.prepare(grad)
-        product = _WholeWeightProduct(products, self._communication, x, kept, prepared)
+        product = _GatheredInput(products, saved, prepared, self._communication)
         if wanted.weight and not wanted.later:
             product.start()
         if not wanted.input:
             return product, lambda: None
-        input_grad = products.input_gradient(prepared, kept)
+        input_grad = products.input_gradient(prepared, saved.kept)
         summing = self._communication.start_sum(input_grad.view(*grad.shape[:-1], -1))
         return product, summing.wait
 
@@ -298,28 +300,22 @@ def around(communication: Communication) -> Transport | None:
     return None if communication.axis.size == 1 else Whole(communication)
 
 
-class _WholeWeightProduct:
-    """The `WeightProduct` of an input that may be this rank's part."""
+class _GatheredInput(WeightProduct):
+    """A `WeightProduct` whose input may be this rank's part, to be gathered by a collective."""
 
     def __init__(
-        self,
-        products: Products,
-        communication: Communication,
-        x: Tensor | None,
-        kept: Kept,
-        grad: Kept,
+        self, products: Products, saved: Saved, grad: Kept, communication: Communication
     ) -> None:
-        self._products, self._communication = products, communication
-        self._x, self._kept, self._grad = x, kept, grad
+        super().__init__(products, saved, grad)
+        self._communication = communication
         self._gathering: Pending | None = None
 
     def start(self) -> None:
         if self._x is not None:
             self._gathering = self._communication.start_gather(self._x)
 
-    def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        x = None if self._gathering is None else self._gathering.wait()
-        self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
+    def whole_input(self) -> Tensor | None:
+        return None if self._gathering is None else self._gathering.wait()
 
 
 Multiply = Callable[[Tensor, Tensor], None]
@@ -376,24 +372,25 @@ class ScatteredProduct:
         """Multiply, and send the rows that other ranks need."""
         self._axis = axis = exchange.axis
         parts = rows.unflatten(0, (axis.size, -1))
-        self._use: Use | None = None
-        for step in range(1, axis.size):
+
+        def product(step: int) -> Tensor:
             part = rows.new_empty(parts.shape[1], width, dtype=dtype)
             multiply(parts[(axis.rank + step) % axis.size], part)
-            if self._use is None:
-                before_sending()
-                self._use = exchange.open(part)
-            else:
-                self._use.computing()
+            return part
+
+        part = product(1)
+        before_sending()
+        self._use = exchange.open(part)
+        self._use.send(1, part)
+        for step in range(2, axis.size):
+            part = product(step)
+            self._use.computing()
             self._use.send(step, part)
-        self._own = rows.new_empty(parts.shape[1], width, dtype=dtype)
-        multiply(parts[axis.rank], self._own)
-        assert self._use is not None
+        self._own = product(0)
         self._use.computing()
 
     def finish(self) -> Tensor:
         """Return this rank's part of the sum, [m, out]."""
-        assert self._use is not None
         steps = range(1, self._axis.size)
         if len(steps) == 1:
             self._own += self._use.receive(1)
@@ -418,15 +415,14 @@ class CutColumn:
         """Choose the exchange."""
         self._exchange = exchange
 
-    def forward(
-        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return the output [s, b, out] from this rank's part [s/t, b, in] of the input."""
+        x, weight, bias, training = call
         rows, axis = x.flatten(0, -2).contiguous(), self._exchange.axis
         by_out, by_in = products.weight_factors(weight)
         factor = products.prepare_input(rows, axis, training=training)
         out = rows.new_empty(axis.size * rows.shape[0], weight.shape[0])
-        multiply = partial(products.multiply_rows, factor, by_out, bias)
+        multiply = partial(products.multiply_rows, RowFactors(factor, by_out, bias))
         own = products.rows_of(factor)
         use = gathered_product(own, multiply, out, self._exchange)
         if not products.keeps_input:
@@ -436,44 +432,31 @@ class CutColumn:
         return out.view(shape), products.keep(by_in, factor)
 
     def backward(
-        self,
-        products: Products,
-        grad: Tensor,
-        x: Tensor | None,
-        weight: Tensor,
-        kept: Kept,
-        wanted: Wanted,
+        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Scatter the input's gradient while the others' rows of the input arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         factor = products.prepare(rows)
-        product = _ArrivingInput(products, exchange, x, kept, factor)
+        product = _ArrivingInput(products, saved, factor, exchange)
         if wanted.weight and not wanted.later:
             product.start()
         if not wanted.input:
             return product, lambda: None
-        multiply = partial(products.multiply_rows, factor, kept, None, backward=True)
-        scattered = ScatteredProduct(
-            products.rows_of(factor),
-            multiply,
-            weight.shape[1],
-            exchange,
-            grad.dtype,
-            before_sending=product.arrive,
-        )
+        factors = RowFactors(factor, saved.kept, backward=True)
+        multiply, width = partial(products.multiply_rows, factors), saved.weight.shape[1]
+        own = products.rows_of(factor)
+        scattered = ScatteredProduct(own, multiply, width, exchange, grad.dtype, product.arrive)
         shape = (grad.shape[0] // exchange.axis.size, *grad.shape[1:-1], -1)
         return product, lambda: scattered.finish().view(shape)
 
 
-class _ArrivingInput:
+class _ArrivingInput(WeightProduct):
     """A `WeightProduct` for which the other ranks' input rows travel during another product."""
 
-    def __init__(
-        self, products: Products, exchange: Exchange, x: Tensor | None, kept: Kept, grad: Kept
-    ) -> None:
-        self._products, self._exchange, self._kept, self._grad = products, exchange, kept, grad
-        self._rows = None if x is None else x.flatten(0, -2)
-        self._use: Use | None = None
+    def __init__(self, products: Products, saved: Saved, grad: Kept, exchange: Exchange) -> None:
+        super().__init__(products, saved, grad)
+        self._exchange = exchange
+        self._rows = None if self._x is None else self._x.flatten(0, -2)
         self._has_arrived = False
 
     def start(self) -> None:
@@ -491,15 +474,12 @@ class _ArrivingInput:
             self._use.receive(step)
         self._has_arrived = True
 
-    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+    def whole_input(self) -> Tensor | None:
         self.arrive()
-        x = None
-        if self._rows is not None:
-            assert self._use is not None, "compute before start"
-            x = self._use.whole(self._rows)
-        self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
-        if self._use is not None:
-            self._use.close()
+        if self._rows is None:
+            return None
+        assert self._use is not None, "compute before start"
+        return self._use.whole(self._rows)
 
 
 class CutRow:
@@ -513,75 +493,40 @@ class CutRow:
         """Choose the exchange."""
         self._exchange = exchange
 
-    def forward(
-        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return this rank's part [s/t, b, out] of the output, from the input [s, b, in]."""
+        x, weight, bias, training = call
         assert bias is None, "it would be added on every rank"
         exchange = self._exchange
         by_out, by_in = products.weight_factors(weight)
         factor = products.prepare_input(x.flatten(0, -2).contiguous(), None, training=training)
-        multiply = partial(products.multiply_rows, factor, by_out, None)
+        multiply = partial(products.multiply_rows, RowFactors(factor, by_out))
         rows, width = products.rows_of(factor), weight.shape[0]
         part = ScatteredProduct(rows, multiply, width, exchange, x.dtype).finish()
         shape = (x.shape[0] // exchange.axis.size, *x.shape[1:-1], -1)
         return part.view(shape), products.keep(by_in, factor)
 
     def backward(
-        self,
-        products: Products,
-        grad: Tensor,
-        x: Tensor | None,
-        weight: Tensor,
-        kept: Kept,
-        wanted: Wanted,
+        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Gather the output's gradient and multiply its parts as they arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         factor = products.prepare(rows, exchange.axis)
-        multiply: Multiply = _multiply_nothing
-        if wanted.input:
-            multiply = partial(products.multiply_rows, factor, kept, None, backward=True)
-        size, width = exchange.axis.size, weight.shape[1] if wanted.input else 0
+        factors = RowFactors(factor, saved.kept, backward=True)
+
+        def multiply(part: Tensor, into: Tensor) -> None:
+            if wanted.input:
+                products.multiply_rows(factors, part, into)
+
+        size, width = exchange.axis.size, saved.weight.shape[1] if wanted.input else 0
         input_grad = rows.new_empty(size * rows.shape[0], width)
         own = products.rows_of(factor)
         use = gathered_product(own, multiply, input_grad, exchange)
-        reading: Use | None = use
         if wanted.weight:
             factor = products.with_all_rows(factor, use.whole(own), copy=wanted.later)
-        if wanted.later or not wanted.weight:
+        reads_later = wanted.weight and not wanted.later
+        if not reads_later:
             use.close()
-            reading = None
         result = input_grad.view(size * grad.shape[0], *grad.shape[1:-1], -1)
-        product = _ArrivedGradient(products, x, kept, factor, reading)
+        product = WeightProduct(products, saved, factor, use if reads_later else None)
         return product, lambda: result if wanted.input else None
-
-
-def _multiply_nothing(rows: Tensor, into: Tensor) -> None:
-    """Skip the product for a gradient that is not needed."""
-
-
-class _ArrivedGradient:
-    """A `WeightProduct` whose gradient rows already arrived for another product.
-
-    Args:
-        products: The number format.
-        x: The input [s, b, in], if the format keeps it.
-        kept: The values that forward kept.
-        grad: The gradient of all rows.
-        use: The use whose memory may hold the gradient.
-    """
-
-    def __init__(
-        self, products: Products, x: Tensor | None, kept: Kept, grad: Kept, use: Use | None
-    ) -> None:
-        self._products, self._x, self._kept, self._grad = products, x, kept, grad
-        self._use = use
-
-    def start(self) -> None:
-        pass
-
-    def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        self._products.weight_gradient(self._grad, self._kept, self._x, into, accumulate=accumulate)
-        if self._use is not None:
-            self._use.close()

@@ -11,7 +11,7 @@ factors get to the processes that need them is a separate choice, made in `linea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,38 @@ if TYPE_CHECKING:
     from megatron.parallel.fp8 import Fp8Products
 
 Kept = tuple[Tensor, ...]
+
+
+class LinearCall(NamedTuple):
+    """The arguments of one call of a linear layer.
+
+    Attributes:
+        x: The input [s, ..., in], or a part along dimension 0, which is gathered.
+        weight: The weight [out, in].
+        bias: The bias [out].
+        training: Whether statistics of the input may be recorded.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    training: bool = True
+
+
+class RowFactors(NamedTuple):
+    """The factors of a product that is computed some rows at a time.
+
+    Attributes:
+        rows: The prepared factor that the rows belong to.
+        weight: One of `Products.weight_factors`, or the factor that backward keeps.
+        bias: The bias to add.
+        backward: Whether this is the input gradient's product.
+    """
+
+    rows: Kept
+    weight: Kept
+    bias: Tensor | None = None
+    backward: bool = False
 
 
 class Products:
@@ -46,24 +78,16 @@ class Products:
     can_be_cut = True
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        communication: Communication = ALONE,
-        *,
-        training: bool = True,
+        self, call: LinearCall, communication: Communication = ALONE
     ) -> tuple[Tensor, Kept]:
         """Return the output [s, ..., out], and the tensors to keep for backward.
 
         Args:
-            x: The input [s, ..., in], or a part along dimension 0, which is gathered.
-            weight: The weight [out, in].
-            bias: The bias [out].
+            call: The arguments.
             communication: The communication that gathers the input.
-            training: Whether statistics of the input may be recorded.
         """
-        return self._multiply(communication.start_gather(x).wait(), weight, bias), (weight,)
+        x = communication.start_gather(call.x).wait()
+        return self._multiply(x, call.weight, call.bias), (call.weight,)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return forward's product of the whole input."""
@@ -126,30 +150,18 @@ class Products:
         """Return `forward`'s kept tensors: the weight's second factor and the prepared input."""
         return weight
 
-    def multiply_rows(
-        self,
-        factor: Kept,
-        weight: Kept,
-        bias: Tensor | None,
-        rows: Tensor,
-        into: Tensor,
-        *,
-        backward: bool = False,
-    ) -> None:
+    def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
         """Write the product of some rows: the output's or the input gradient's.
 
         Args:
-            factor: The prepared factor that the rows belong to.
-            weight: One of `weight_factors`, or the factor that backward keeps.
-            bias: The bias to add.
+            factors: The factors of the product of all rows.
             rows: The rows in the form in which they travel.
             into: The memory for the result, [rows, out] or [rows, in].
-            backward: Whether this is the input gradient's product.
         """
-        if bias is None:
-            torch.mm(rows, weight[0], out=into)
+        if factors.bias is None:
+            torch.mm(rows, factors.weight[0], out=into)
         else:
-            torch.addmm(bias, rows, weight[0], out=into)
+            torch.addmm(factors.bias, rows, factors.weight[0], out=into)
 
 
 PLAIN = Products()

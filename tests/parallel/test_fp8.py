@@ -14,6 +14,7 @@ from megatron.parallel.fp8 import AmaxHistory, DelayedScaling, Fp8Format, Fp8Pro
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS
+from megatron.parallel.products import LinearCall
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def _delayed(form):
 
 
 def _use(products, x, weight, grad):
-    out, kept = products.forward(x, weight, None)
+    out, kept = products.forward(LinearCall(x, weight))
     prepared = products.prepare(grad)
     into = torch.empty(weight.shape, device=weight.device)
     products.weight_gradient(
@@ -185,7 +186,7 @@ def test_evaluation_leaves_no_trace_and_hides_nothing():
         products, history = _delayed(FORMS[0])
         for iteration in (1, 2):
             if evaluates:
-                products.forward(x * 8, weight, None, training=False)
+                products.forward(LinearCall(x * 8, weight, training=False))
                 assert products.slots.input.found == 0
             _use(products, x, weight, grad)
             history.update(iteration)

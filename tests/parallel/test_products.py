@@ -16,7 +16,7 @@ from megatron.parallel.fp8 import DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, initialize
-from megatron.parallel.products import IN_FP32, Products
+from megatron.parallel.products import IN_FP32, LinearCall, Products
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 
@@ -35,7 +35,7 @@ def _error(out, expected):
 
 def _products(form, x, weight, grad):
     products = Fp8Products(form, Fp8Casts())
-    out, kept = products.forward(x, weight, None)
+    out, kept = products.forward(LinearCall(x, weight))
     prepared = products.prepare(grad)
     kept_input = x if products.keeps_input else None
     total = torch.full(weight.shape, 3.0)
@@ -67,7 +67,7 @@ def test_a_row_of_large_values_spoils_others_only_where_they_share_a_scale():
     x[0] *= 1e6
     weight = torch.randn(16, 32, dtype=torch.bfloat16)
     for by_row in (False, True):
-        out, _ = Fp8Products(Fp8Format(by_row=by_row), Fp8Casts()).forward(x, weight, None)
+        out, _ = Fp8Products(Fp8Format(by_row=by_row), Fp8Casts()).forward(LinearCall(x, weight))
         error = _error(out[1:], x[1:].double() @ weight.double().t())
         assert error < 0.05 if by_row else error > 0.9
 
@@ -179,9 +179,8 @@ def test_split_layers_agree(sequence):
 class _GatheredFirst(Fp8Products):
     """Gathers inputs in 16 bits, then casts."""
 
-    def forward(self, x, weight, bias, communication=ALONE, *, training=True):
-        whole = communication.start_gather(x).wait()
-        return super().forward(whole, weight, bias, training=training)
+    def forward(self, call, communication=ALONE):
+        return super().forward(call._replace(x=communication.start_gather(call.x).wait()))
 
 
 def _column(layout, kind, form, delayed, overlap):
@@ -272,7 +271,7 @@ def test_the_gpu_multiplies_as_the_cpu_does(form):
     products = Fp8Products(form, choose_fp8_casts(library))
     reference = _products(form, *tensors)
     x, weight, grad = (tensor.to(device) for tensor in tensors)
-    out, kept = products.forward(x, weight, None)
+    out, kept = products.forward(LinearCall(x, weight))
     prepared = products.prepare(grad)
     into = torch.empty(48, 96, device=device)
     products.weight_gradient(
