@@ -1,19 +1,21 @@
 """Read a checkpoint's pickle into plain records.
 
-This is the only module that may use `pickle.Unpickler`. There are two gates. First the byte code is
-scanned without running it. It is refused if it holds an instruction that checkpoints do not use, or
-a length or memo index that does not fit its size. Then the unpickler runs with a `find_class` that
-never imports: a name is looked up in a table of our own stand-ins, and every other name is refused.
-So nothing that a file names is imported or called. Stand-ins are plain data without behavior, and
-each refuses `__setstate__`, through which a pickle could otherwise change it.
+Nothing here uses the `pickle` module. A small machine runs the byte code itself: it knows the
+instructions that checkpoints use, builds only dicts, lists, tuples, scalars and the records below,
+and refuses everything else. A name in the file is looked up in a table of our own functions, and
+nothing that a file names is imported or called.
+
+A hostile file cannot hang or crash the reader either. The work is bounded: bytes, instructions, the
+sizes of integers, and the items that calls copy. Dict keys are strings and small integers, or flat
+tuples of them, because hashing nested tuples takes time exponential in their depth. A finished tree
+is neither endless nor deep, nor larger than its file when code walks it, which shared parts make
+possible. So code that walks the tree may use recursion.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +24,12 @@ import torch
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
+MAX_INSTRUCTIONS = 2_000_000  # takes about five seconds; a tensor takes about 60
+MAX_INTEGER_BITS = 128  # random states hold up to 64
+MAX_ITEMS = 8_000_000  # values of the tree when shared parts count each time
+MAX_DEPTH = 100
+MAX_DIMENSIONS = 32
 
-_OPCODES = frozenset(
-    "PROTO STOP FRAME MARK POP POP_MARK NONE NEWTRUE NEWFALSE "
-    "BININT BININT1 BININT2 LONG1 BINFLOAT "
-    "BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES "
-    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS "
-    "EMPTY_DICT DICT SETITEM SETITEMS EMPTY_SET ADDITEMS "
-    "BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE "
-    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID ".split()
-)
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -60,37 +58,23 @@ def show(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-class _Fixed:
-    """An object that a pickle can build but not change."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        """Refuse the change."""
-        raise RefusedError(f"a {type(self).__name__} does not change")
-
-
 @dataclass(frozen=True)
-class Factory(_Fixed):
+class Factory:
     """A stand-in for a global name that the file calls: one of our own functions."""
 
     name: str
     call: Callable[..., Any]
 
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return self.call(*args)
-
 
 @dataclass(frozen=True)
-class StorageType(_Fixed):
+class StorageType:
     """The element type of a storage."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class StorageRef(_Fixed):
+class StorageRef:
     """A storage in the container: its record's key and the number of elements that it claims."""
 
     dtype: torch.dtype
@@ -99,7 +83,7 @@ class StorageRef(_Fixed):
 
 
 @dataclass(frozen=True)
-class TensorRef(_Fixed):
+class TensorRef:
     """A tensor as a window into a storage; its bytes are not read."""
 
     storage: StorageRef
@@ -109,7 +93,7 @@ class TensorRef(_Fixed):
 
 
 @dataclass(frozen=True)
-class Opaque(_Fixed):
+class Opaque:
     """A value of a class that we do not have, such as an enum member."""
 
     name: str
@@ -119,36 +103,17 @@ class Opaque(_Fixed):
 class Namespace:
     """A stand-in for argparse.Namespace: the command line of the run that wrote the file."""
 
-    __slots__ = ("fields",)
-    fields: dict[str, Any]
-
-    def __new__(cls) -> Namespace:
-        """Create an empty namespace. A pickle creates one without calling `__init__`."""
-        made = super().__new__(cls)
-        made.fields = {}
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        """Set the fields. This is allowed only once."""
-        if type(state) is not dict or self.fields:
-            raise RefusedError("a Namespace is filled once, from a dict")
-        self.fields = state
+    def __init__(self) -> None:
+        """Create an empty namespace, which the file fills once."""
+        self.fields: dict[str, Any] = {}
 
 
 class StateDict(dict[Any, Any]):
     """A stand-in for OrderedDict."""
 
-    def __setstate__(self, state: Any) -> None:
-        """Ignore the attributes that PyTorch adds (`_metadata`)."""
-
 
 class Array:
-    """A stand-in for a numpy array. Only random states are numpy arrays."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        """Ignore the content."""
+    """A stand-in for a numpy array, without its content. Only random states are numpy arrays."""
 
 
 def read_pickle(data: bytes, source: str) -> Any:
@@ -164,50 +129,220 @@ def read_pickle(data: bytes, source: str) -> Any:
     try:
         if len(data) > MAX_BYTES:
             raise RefusedError(f"{len(data):,} bytes of structure")
-        _check_opcodes(data)
-        return _RestrictedUnpickler(io.BytesIO(data)).load()
+        tree = _Machine().run(data)
+        _check_extent(tree)
+        return tree
     except RefusedError as error:
         raise CheckpointError(f"{source}: refused, nothing in it was run: {error}") from None
     except Exception as error:
-        # A broken pickle can make the unpickler fail in any way, as can one that calls our
-        # stand-ins with unsuitable arguments.
+        # A broken pickle can make the machine fail in any way, for example on an empty stack, as
+        # can one that calls our functions with unsuitable arguments.
         raise CheckpointError(
-            f"{source}: refused, nothing in it was run: {type(error).__name__}: {error}"
+            f"{source}: refused, nothing in it was run: {type(error).__name__}: {str(error)[:200]}"
         ) from None
 
 
-def _check_opcodes(data: bytes) -> None:
-    """Check every instruction. `genops` itself checks lengths against the data."""
-    for opcode, argument, position in pickletools.genops(data):
-        if opcode.name not in _OPCODES:
-            raise RefusedError(f"instruction {opcode.name} at byte {position}")
-        # The memo is an array: a large index would allocate everything before it.
-        if opcode.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-            raise RefusedError(f"memo index {argument} at byte {position}")
+class _Machine:
+    """The stack and the memo of a pickle that is being read."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._copied = 0
+
+    def run(self, data: bytes) -> Any:
+        """Return the value that the pickle builds."""
+        # `genops` compares the lengths of texts and numbers with the data.
+        for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
+            if count >= MAX_INSTRUCTIONS:
+                raise RefusedError(f"more than {MAX_INSTRUCTIONS:,} instructions")
+            if opcode.name == "STOP":
+                return self.pop()
+            if opcode.name not in _INSTRUCTIONS:
+                raise RefusedError(f"instruction {opcode.name} at byte {position}")
+            _INSTRUCTIONS[opcode.name](self, argument)
+        raise RefusedError("it has no end")
+
+    def start(self, version: int) -> None:
+        if version > 5:
+            raise RefusedError(f"pickle protocol {version}, where 5 is the last")
+
+    def push(self, value: Any) -> None:
+        if type(value) is int and value.bit_length() > MAX_INTEGER_BITS:
+            raise RefusedError(f"an integer of {value.bit_length():,} bits")
+        self._stack.append(value)
+
+    def pop(self) -> Any:
+        return self._stack.pop()
+
+    def mark(self) -> None:
+        self._marks.append(len(self._stack))
+
+    def take(self, count: int | None = None) -> list[Any]:
+        """Remove the last values of the stack, or those since the last mark, and return them."""
+        start = self._marks.pop() if count is None else len(self._stack) - count
+        if not 0 <= start <= len(self._stack):
+            raise RefusedError("an empty stack")
+        taken = self._stack[start:]
+        del self._stack[start:]
+        return taken
+
+    def remember(self, index: int | None = None) -> None:
+        index = len(self._memo) if index is None else index
+        if index > MAX_INSTRUCTIONS:
+            raise RefusedError(f"memo index {index:,}")
+        self._memo[index] = self._stack[-1]
+
+    def recall(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    def append(self, values: list[Any]) -> None:
+        """Extend the list on the stack."""
+        if type(self._stack[-1]) is not list:
+            raise RefusedError(f"an item for {show(self._stack[-1])}")
+        self._stack[-1].extend(values)
+
+    def set_items(self, flat: list[Any]) -> None:
+        """Set items of the dict on the stack from key, value, key, value, ..."""
+        if type(self._stack[-1]) not in (dict, StateDict):
+            raise RefusedError(f"an item for {show(self._stack[-1])}")
+        self._stack[-1].update(_checked_items(zip(flat[::2], flat[1::2], strict=True)))
+
+    def call(self) -> None:
+        """Call one of our functions with a tuple of arguments."""
+        target, args = self.take(2)
+        if type(target) is not Factory or type(args) is not tuple:
+            raise RefusedError(f"a call of {show(target)}")
+        # Each call may copy its arguments, and a short loop can repeat it with the same long ones.
+        self._copied += sum(len(one) for one in args if isinstance(one, str | list | tuple))
+        if self._copied > MAX_ITEMS:
+            raise RefusedError(f"calls with more than {MAX_ITEMS:,} items")
+        self._stack.append(target.call(*args))
+
+    def make_object(self) -> None:
+        if self._stack[-2] is not _NAMESPACE:
+            raise RefusedError(f"a new object of {show(self._stack[-2])}")
+        self.call()
+
+    def set_state(self) -> None:
+        state, target = self.pop(), self._stack[-1]
+        if type(target) in (StateDict, Array):
+            return  # attributes that PyTorch adds (`_metadata`), and the content of an array
+        if type(target) is not Namespace:
+            raise RefusedError(f"{show(target)} does not change")
+        if type(state) is not dict or target.fields or not all(type(key) is str for key in state):
+            raise RefusedError("a Namespace is filled once, from a dict with names as keys")
+        target.fields = state
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Return our stand-in for a global name in the file."""
-        if module in ("torch", "torch.cuda") and name in STORAGES:
-            return StorageType(STORAGES[name])
-        # Use vars(): getattr on torch imports some modules when asked for their name.
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return f"torch.{name}"
-        # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
-        if module.partition(".")[0] == "megatron" and name.isidentifier():
-            return Factory(name, lambda *args: Opaque(name, args))
-        if (module, name) in _STAND_INS:
-            return _STAND_INS[module, name]
-        raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+_SCALARS = (
+    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING "
+    "BINBYTES SHORT_BINBYTES".split()
+)
+_INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": lambda machine, version: machine.start(version),
+    "FRAME": lambda machine, _: None,
+    **dict.fromkeys(_SCALARS, _Machine.push),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.take(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.take(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.take(3))),
+    "MARK": lambda machine, _: machine.mark(),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.take())),
+    "APPEND": lambda machine, _: machine.append(machine.take(1)),
+    "APPENDS": lambda machine, _: machine.append(machine.take()),
+    "SETITEM": lambda machine, _: machine.set_items(machine.take(2)),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.take()),
+    "POP": lambda machine, _: machine.pop(),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    "GLOBAL": lambda machine, name: machine.push(_find(*name.split(" ", 1))),
+    "STACK_GLOBAL": lambda machine, _: machine.push(_find(*machine.take(2))),
+    "BINPERSID": lambda machine, _: machine.push(_storage(machine.pop())),
+    "REDUCE": lambda machine, _: machine.call(),
+    "NEWOBJ": lambda machine, _: machine.make_object(),
+    "BUILD": lambda machine, _: machine.set_state(),
+}
 
-    def persistent_load(self, pid: Any) -> StorageRef:
-        """Return the storage to which a reference points."""
-        if type(pid) is tuple and len(pid) == 5:
-            word, kind, key, _location, numel = pid
-            if word == "storage" and type(kind) is StorageType and type(key) is str:
-                return StorageRef(kind.dtype, key, _size(numel))
-        raise RefusedError("a reference that is not a storage")
+
+def _checked_items(pairs: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    for key, value in pairs:
+        parts = key if type(key) is tuple and len(key) <= 4 else (key,)
+        for part in parts:
+            is_small = type(part) is int and part.bit_length() < 32
+            if type(part) is not str and not is_small:
+                raise RefusedError(f"{show(key)} as a dict's key")
+        yield key, value
+
+
+def _find(module: Any, name: Any) -> Any:
+    """Return our stand-in for a global name in the file."""
+    if type(module) is not str or type(name) is not str:
+        raise RefusedError("a name that is not a text")
+    if module in ("torch", "torch.cuda") and name in STORAGES:
+        return StorageType(STORAGES[name])
+    # Use vars(): getattr on torch imports some modules when asked for their name.
+    if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+        return f"torch.{name}"
+    # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
+    if module.partition(".")[0] == "megatron" and name.isidentifier():
+        return Factory(name, lambda *args: Opaque(name, args))
+    if (module, name) in _STAND_INS:
+        return _STAND_INS[module, name]
+    raise RefusedError(f"it names {f'{module}.{name}'[:200]}, which no checkpoint needs")
+
+
+def _storage(reference: Any) -> StorageRef:
+    """Return the storage to which a reference points."""
+    if type(reference) is tuple and len(reference) == 5:
+        word, kind, key, _location, numel = reference
+        if word == "storage" and type(kind) is StorageType and type(key) is str:
+            return StorageRef(kind.dtype, key, _size(numel))
+    raise RefusedError("a reference that is not a storage")
+
+
+def _check_extent(tree: Any) -> None:
+    """Refuse a tree that contains itself, or is too deep or too large when it is walked."""
+    extents: dict[int, tuple[int, int]] = {}  # of each container: its depth and number of values
+    entered: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        node = waiting[-1]
+        inner = [child for child in _children(node) if type(child) in _CONTAINERS]
+        if id(node) in extents or type(node) not in _CONTAINERS:
+            waiting.pop()
+        elif id(node) not in entered:
+            entered.add(id(node))
+            waiting += inner
+        elif not all(id(child) in extents for child in inner):
+            raise RefusedError("a container that contains itself")
+        else:
+            parts = [extents[id(child)] for child in inner]
+            depth = 1 + max((part[0] for part in parts), default=0)
+            items = 1 + len(_children(node)) + sum(part[1] for part in parts)
+            if depth > MAX_DEPTH or items > MAX_ITEMS:
+                raise RefusedError(f"a tree of more than {MAX_DEPTH} levels or {MAX_ITEMS:,} items")
+            extents[id(node)] = depth, items
+            waiting.pop()
+
+
+_CONTAINERS = (dict, StateDict, list, tuple, Namespace, Opaque)
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    if isinstance(node, Namespace):
+        return list(node.fields.values())
+    if isinstance(node, Opaque):
+        return list(node.args)
+    return list(node) if isinstance(node, list | tuple) else []
 
 
 def _size(value: Any) -> int:
@@ -219,6 +354,8 @@ def _size(value: Any) -> int:
 def _sizes(value: Any) -> tuple[int, ...]:
     if type(value) not in (tuple, list):
         raise RefusedError("a shape that is not a tuple")
+    if len(value) > MAX_DIMENSIONS:
+        raise RefusedError(f"a tensor of {len(value):,} dimensions")
     return tuple(_size(one) for one in value)
 
 
@@ -246,7 +383,7 @@ def _parameter(tensor: Any, *_: Any) -> TensorRef:
 def _ordered_dict(*args: Any) -> StateDict:
     if len(args) > 1 or any(type(pairs) is not list for pairs in args):
         raise RefusedError("an OrderedDict that is not made from a list")
-    return StateDict((key, value) for pairs in args for key, value in pairs)
+    return StateDict(_checked_items(pair for pairs in args for pair in pairs))
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
@@ -263,6 +400,7 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 
 _ARRAY = Factory("ndarray", lambda *_: Array())
+_NAMESPACE = Factory("Namespace", Namespace)
 _STAND_INS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Factory("tensor", _tensor),
@@ -270,7 +408,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): Factory("size", _tuple),
     ("torch", "device"): Factory("device", lambda *args: Opaque("device", args)),
     ("collections", "OrderedDict"): Factory("OrderedDict", _ordered_dict),
-    ("argparse", "Namespace"): Namespace,
+    ("argparse", "Namespace"): _NAMESPACE,
     ("pathlib", "PosixPath"): Factory("path", lambda *args: Opaque("path", args)),
     ("_codecs", "encode"): Factory("encode", _encode),
     ("numpy", "ndarray"): _ARRAY,

@@ -6,6 +6,7 @@ import pickle
 import resource
 import struct
 import sys
+import time
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 from megatron.checkpoint.legacy import unpickler
-from megatron.checkpoint.legacy.arguments import plain_arguments
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import read_pickle
 from megatron.checkpoint.loading import open_checkpoint
@@ -192,18 +192,64 @@ def test_the_name_asked_for_is_told():
         read_pickle(CORPUS["os.system"], "file")
 
 
-def test_a_tree_as_deep_as_it_is_long_ends():
-    assert type(read_pickle(_code(b"]" * 100_000 + b"a" * 99_999), "file")) is list
-
-
-def test_a_small_pickle_with_2_to_60_leaves_ends():
-    doubled = (
-        b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) + b"0" for i in range(60)
+def _doubled(levels):
+    """Return code of a value with 2^levels leaves: each level is a pair of the level below."""
+    return (
+        b"K\x01q\x000"
+        + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(levels))
+        + b"h%c" % levels
     )
-    bomb = b"K\x01q\x000" + b"".join(doubled) + b"h\x3c"
-    fields = b"}" + _text("bomb") + bomb + b"s" + _text("n") + b"K\x02s"
-    args = read_pickle(_code(_global("argparse", "Namespace") + b")\x81" + fields + b"b"), "file")
-    assert plain_arguments(args) == {"n": 2}
+
+
+def _repeated_call(call, size):
+    """Return code that makes one long list, and calls a function with it again and again."""
+    many = b"(" + b"K\x01" * size + b"tq\x000"
+    return many + call + b"q\x010" + b"]" + b"h\x01h\x00\x85Ra" * size
+
+
+EXHAUSTING = {
+    "a tree as deep as it is long": b"]" * 100_000 + b"a" * 99_999,
+    "30 MB of nested lists": b"]" * 15_000_000 + b"a" * 14_999_999,
+    "30 MB of nested tuples": b")" + b"\x85" * 30_000_000,
+    "2^60 leaves": _doubled(60),
+    "a hash that takes 2^60 steps": b"}" + _doubled(60) + b"Ns",
+    "the same in an OrderedDict": _global("collections", "OrderedDict")
+    + b"(]("
+    + _doubled(60)
+    + b"NteatR",
+    "nested tuples as a key": b"})" + b"\x85" * 1_000_000 + b"Ns",
+    "a list that contains itself": b"]q\x00h\x00a",
+    "a dict in its own values": b"}q\x00" + _text("a") + b"h\x00s",
+    "an integer of 200 bytes": b"\x8a\xc8" + b"\x7f" * 200,
+    "an integer of 60 MB": b"\x8b" + struct.pack("<i", 60_000_000) + b"\x7f" * 60_000_000,
+    "a large integer as a key": b"}" + _long(1 << 61) + b"Ns",
+    "a number as a key": b"}G" + bytes(8) + b"Ns",
+    "truth as a key": b"}\x88Ns",
+    "one list copied a hundred thousand times": _repeated_call(_global("torch", "Size"), 100_000),
+    "a tensor of 100,000 dimensions": _tensor(
+        shape=b"(" + b"K\x01" * 100_000 + b"t", stride=b"(" + b"K\x01" * 100_000 + b"t"
+    ),
+    "too many instructions": b"N0" * 2_000_000 + b"N",
+    "too many bytes": b"N" * (65 << 20),
+    "a set": b"\x8f",
+    "a name of 60 MB": _global("x" * 60_000_000, "y"),
+}
+
+
+@pytest.mark.parametrize("body", EXHAUSTING.values(), ids=EXHAUSTING.keys())
+def test_a_pickle_that_exhausts_is_refused_soon(body):
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="nothing in it was run") as caught:
+        read_pickle(_code(body), "file")
+    assert time.monotonic() - started < 30  # the machine may be busy; alone each takes at most 6 s
+    assert len(str(caught.value)) < 400
+
+
+def test_a_tuple_of_names_is_a_key():
+    """Megatron Core keys the buffers of its distributed optimizer by a pair of dtypes."""
+    pair = _global("torch", "bfloat16") + _global("torch", "float32") + b"\x86"
+    tree = read_pickle(_code(b"}" + pair + b"K\x01s"), "file")
+    assert tree == {("torch.bfloat16", "torch.float32"): 1}
 
 
 def test_a_whole_file_with_a_payload_is_refused(tmp_path):
