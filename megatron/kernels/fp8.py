@@ -10,7 +10,7 @@ Sizes are multiples of 16, as fp8 products need them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ FP8_CODES = {E4M3: 0, E5M2: 1}  # fp8.cu has the same
 SMALLEST = 1e-12  # amax of a tensor of zeros
 
 
-@dataclass(frozen=True)
-class Fp8:
+class Fp8(NamedTuple):
     """A matrix in fp8.
 
     Attributes:

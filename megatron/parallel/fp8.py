@@ -17,8 +17,9 @@ losses, and so its gradients, by the number of its micro-batches. None of this w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ from megatron.parallel.collectives import ALONE, Communication, all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.products import Kept, LinearCall, Products, RowFactors
 
-ROLES = ("input", "weight", "gradient")
+Role = Literal["input", "weight", "gradient"]
+"""The three tensors of a layer that are cast: its input, its weight, and its output's gradient."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,8 @@ class AmaxSlot:
     has_begun: Callable[[], bool]
 
 
-@dataclass(frozen=True)
-class LayerSlots:
-    """The slots of one layer; with `None`, casts scale by their tensors' own amaxes."""
-
-    input: AmaxSlot | None = None
-    weight: AmaxSlot | None = None
-    gradient: AmaxSlot | None = None
+LayerSlots = Mapping[Role, AmaxSlot]
+"""The slots of one layer; if it is empty, casts scale by their tensors' own amaxes."""
 
 
 class AmaxHistory:
@@ -131,12 +129,10 @@ class AmaxHistory:
     def slots(self, layer: str) -> LayerSlots:
         """Return the slots of a layer."""
         place = self._layers[layer]
-        return LayerSlots(
-            *(
-                AmaxSlot(held, found, lambda: self._has_begun)
-                for held, found in zip(self._held[place], self._found[place], strict=True)
-            )
-        )
+        return {
+            role: AmaxSlot(held, found, lambda: self._has_begun)
+            for role, held, found in zip(ROLES, self._held[place], self._found[place], strict=True)
+        }
 
     @torch.no_grad()
     def update(self, iteration: int) -> None:
@@ -236,6 +232,7 @@ class Fp8Products(Products):
         slots: The slots for delayed scaling; without them, casts scale by their tensors' own
             amaxes.
         arriving: The weight if it arrives in 8 bits; `None` if it is cast here.
+        casts: The casts.
     """
 
     is_autograds = False
@@ -244,10 +241,11 @@ class Fp8Products(Products):
         self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
     ) -> None:
         """Begin with current scaling and a weight that is cast here."""
-        self.slots = LayerSlots()
+        self.slots: LayerSlots = {}
         self.arriving: ArrivingWeight | None = None
         self._form = form
-        self._casts = casts
+        self._formats = dict(zip(ROLES, (form.values, form.values, form.gradients), strict=True))
+        self.casts = casts
         self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
         self.keeps_input = not form.weight_gradient
@@ -263,12 +261,9 @@ class Fp8Products(Products):
         self.arriving = weight
 
     @property
-    def largest(self) -> tuple[float, float, float]:
+    def largest(self) -> list[float]:
         """The largest numbers of the formats of input, weight and gradient."""
-        values, gradients = (
-            torch.finfo(kind).max for kind in (self._form.values, self._form.gradients)
-        )
-        return values, values, gradients
+        return [torch.finfo(fp8).max for fp8 in self._formats.values()]
 
     @property
     def weight_format(self) -> torch.dtype | None:
@@ -281,39 +276,31 @@ class Fp8Products(Products):
         """Return the output, and the transposes of weight and input in 8 bits."""
         x = call.x
         arriving = self._start_input(x, communication, records=call.training)
-        by_out, by_in = self._both_of_weight(call.weight)  # cast while the input travels
+        by_out, by_in = self.weight_factors(call.weight)  # cast while the input travels
         left, turned = arriving()
-        kept: Kept = (by_in.values, by_in.inverse)
-        if turned is not None:
-            kept += (turned.values, turned.inverse)
+        kept: Kept = by_in if turned is None else (*by_in, *turned)
         out = self._product(left, by_out, x.dtype, bias=call.bias, fast=True)
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
 
-    def _both_of_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        """Return [out, in] and its transpose, cast once an update."""
+    def weight_factors(self, weight: Tensor) -> tuple[Fp8, Fp8]:
+        """Return the weight in 8 bits and its transpose, cast once an update."""
         if self._weight is None:
             self._weight = self._cast_weight(weight)
         return self._weight
 
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
         # Evaluation may be the first to cast it; it finds the same weight as training would.
-        fp8, slot = self._form.values, self.slots.weight
         if self.arriving is None:
-            return self._both(weight, fp8, slot)
+            return self._both(weight, "weight")
         whole = self.arriving.fp8
         if not self.arriving.is_there():  # reuse its memory: a separate cast would take more
-            amax, found = self._amax(weight, slot, ALONE), slot.found if slot else None
-            whole = self._casts.cast(weight, amax, fp8, found=found, into=whole.values)
-        return whole, self._casts.transpose(whole)
+            whole = self._one(weight, "weight", into=whole.values)
+        return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
         """Return the amax that casts of the weight scale by, fp32 []; `None` for its own."""
-        slot = self.slots.weight
+        slot = self.slots.get("weight")
         return slot.held if slot is not None and slot.has_begun() else None
-
-    def measure_part(self, part: Tensor) -> Tensor:
-        """Return the largest magnitude in some elements [n] of the weight: fp32 []."""
-        return self._casts.amax(part)
 
     def cast_part(self, part: Tensor, amax: Tensor, into: Tensor) -> None:
         """Write some elements of the weight in 8 bits.
@@ -323,9 +310,9 @@ class Fp8Products(Products):
             amax: The amax that the whole weight scales by.
             into: The memory for the result, [n].
         """
-        rows, slot = part.view(-1, 16), self.slots.weight
+        rows, slot = part.view(-1, 16), self.slots.get("weight")
         found = None if slot is None else slot.found
-        self._casts.cast(rows, amax, self._form.values, found=found, into=into.view(-1, 16))
+        self.casts.cast(rows, amax, self._form.values, found=found, into=into.view(-1, 16))
 
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool
@@ -336,51 +323,42 @@ class Fp8Products(Products):
             A function that waits for the whole input, and for its transpose if the weight's
             gradient needs it.
         """
-        fp8, slot, in_16_bits = self._form.values, self.slots.input, self.keeps_input
         # A transpose with its own scales is another matrix, which would have to travel too.
-        if not communication.gathers or (self._form.by_row and not in_16_bits):
+        if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
-            if in_16_bits:
-                whole = self._one(rows, fp8, slot, records=records)
+            if self.keeps_input:
+                whole = self._one(rows, "input", records=records)
                 return lambda: (whole, None)
-            both = self._both(rows, fp8, slot, records=records)
+            both = self._both(rows, "input", records=records)
             return lambda: both
         rows = x.flatten(0, -2).contiguous()
-        part = self._one(rows, fp8, slot, communication, records=records)
+        part = self._one(rows, "input", communication, records=records)
         values = communication.start_gather(part.values.view(torch.uint8))  # gloo knows no fp8
         scales = communication.start_gather(part.inverse) if self._form.by_row else None
 
         def arrived() -> tuple[Fp8, Fp8 | None]:
             inverse = part.inverse if scales is None else scales.wait()
-            whole = Fp8(values.wait().view(fp8), inverse)
-            return whole, None if in_16_bits else self._casts.transpose(whole)
+            whole = Fp8(values.wait().view(part.values.dtype), inverse)
+            return whole, None if self.keeps_input else self.casts.transpose(whole)
 
         return arrived
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
         """Return the gradient in 8 bits, and its transpose if all rows are here."""
-        rows = grad.flatten(0, -2).contiguous()
-        fp8, slot = self._form.gradients, self.slots.gradient
-        if self.keeps_input:
-            left = self._one(rows, fp8, slot)
-            return rows, left.values, left.inverse
-        return self._factor(rows, fp8, slot, axis, records=True)
+        return self._factor(grad.flatten(0, -2).contiguous(), "gradient", axis)
 
-    def _factor(
-        self,
-        rows: Tensor,
-        fp8: torch.dtype,
-        slot: AmaxSlot | None,
-        axis: Axis | None,
-        records: bool,
-    ) -> Kept:
-        # The first tensor tells the format of the result.
-        if axis is not None:
-            everyone = Communication(axis, along_sequence=True)
-            left = self._one(rows, fp8, slot, everyone, records=records)
-            return rows.new_empty(0), left.values, left.inverse
-        left, turned = self._both(rows, fp8, slot, records=records)
-        return rows.new_empty(0), left.values, left.inverse, turned.values, turned.inverse
+    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
+        """Return the input in 8 bits, and its transpose if all rows are here."""
+        return self._factor(x, "input", axis, records=training)
+
+    def _factor(self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True) -> Kept:
+        # The first tensor tells the format of the result; the weight's gradient may read it.
+        like = rows if self.keeps_input else rows.new_empty(0)
+        if axis is None and not self.keeps_input:
+            left, turned = self._both(rows, role, records=records)
+            return like, *left, *turned
+        everyone = ALONE if axis is None else Communication(axis, along_sequence=True)
+        return like, *self._one(rows, role, everyone, records=records)
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
         """Return grad W, [m, in]."""
@@ -399,20 +377,11 @@ class Fp8Products(Products):
     def forget(self) -> None:
         """Drop the cast weight and the casts' memory."""
         self._weight = None
-        self._casts.forget()
+        self.casts.forget()
 
     def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
         """Add the weight to those that are multiplied in 8 bits."""
         in_8_bits[weight] = self
-
-    def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
-        """Return the weight in 8 bits and its transpose."""
-        by_out, by_in = self._both_of_weight(weight)
-        return (by_out.values, by_out.inverse), (by_in.values, by_in.inverse)
-
-    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
-        """Return the input in 8 bits, and its transpose if all rows are here."""
-        return self._factor(x, self._form.values, self.slots.input, axis, records=training)
 
     def rows_of(self, factor: Kept) -> Tensor:
         """Return the rows as bytes: gloo knows no fp8."""
@@ -421,8 +390,8 @@ class Fp8Products(Products):
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
         """Return the factor with the transpose of all rows."""
         like, values, inverse = factor
-        turned = self._casts.transpose(Fp8(rows.view(values.dtype), inverse))
-        return like, values, inverse, turned.values, turned.inverse
+        whole = Fp8(rows.view(values.dtype), inverse)
+        return like, values, inverse, *self.casts.transpose(whole)
 
     def keep(self, weight: Kept, factor: Kept) -> Kept:
         """Return the transposes of weight and input."""
@@ -437,29 +406,31 @@ class Fp8Products(Products):
     def _one(
         self,
         x: Tensor,
-        fp8: torch.dtype,
-        slot: AmaxSlot | None,
+        role: Role,
         communication: Communication = ALONE,
         *,
         records: bool = True,
+        into: Tensor | None = None,
     ) -> Fp8:
         """Cast a matrix [m, k], or a part of its rows with the scale of the whole."""
         if self._form.by_row:
-            return self._casts.cast_rows(x, fp8)
-        amax = self._amax(x, slot, communication)
-        return self._casts.cast(x, amax, fp8, found=slot.found if slot and records else None)
+            return self.casts.cast_rows(x, self._formats[role])
+        amax, found = self._amaxes(x, role, communication, records)
+        return self.casts.cast(x, amax, self._formats[role], found=found, into=into)
 
-    def _both(
-        self, x: Tensor, fp8: torch.dtype, slot: AmaxSlot | None, *, records: bool = True
-    ) -> tuple[Fp8, Fp8]:
+    def _both(self, x: Tensor, role: Role, *, records: bool = True) -> tuple[Fp8, Fp8]:
         """Cast [m, k] and its transpose [k, m]."""
         if self._form.by_row:
-            return self._casts.cast_transpose_rows(x, fp8)
-        amax, found = self._amax(x, slot, ALONE), slot.found if slot and records else None
-        return self._casts.cast_transpose(x, amax, fp8, found=found)
+            return self.casts.cast_transpose_rows(x, self._formats[role])
+        amax, found = self._amaxes(x, role, ALONE, records)
+        return self.casts.cast_transpose(x, amax, self._formats[role], found=found)
 
-    def _amax(self, x: Tensor, slot: AmaxSlot | None, communication: Communication) -> Tensor:
-        """Return the amax to scale by."""
+    def _amaxes(
+        self, x: Tensor, role: Role, communication: Communication, records: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the amax to scale by, and the tensor in which to record that of `x`."""
+        slot = self.slots.get(role)
+        found = slot.found if slot is not None and records else None
         if slot is not None and slot.has_begun():
-            return slot.held
-        return communication.start_max(self._casts.amax(x)).wait()
+            return slot.held, found
+        return communication.start_max(self.casts.amax(x)).wait(), found

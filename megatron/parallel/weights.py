@@ -250,7 +250,7 @@ class Fp8Weights:
         for place, (parameter, slot) in enumerate(flat.members):
             whole = values[slot.start : slot.end].view(-1, parameter.shape[-1])
             cast = Fp8(whole, self._inverses[place])
-            self._products[place].arriving = ArrivingWeight(cast, lambda: self._is_there)
+            self._products[place].receive_weight(ArrivingWeight(cast, lambda: self._is_there))
             for span, _ in flat.regions:
                 own = slot.intersect(span)
                 if own is not None:
@@ -280,7 +280,7 @@ class Fp8Weights:
             return torch.stack(held)
         found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
         for piece in self._pieces:
-            found[piece.place] = self._products[piece.place].measure_part(piece.values)
+            found[piece.place] = self._products[piece.place].casts.amax(piece.values)
         # No backend specifies the maximum of values that include nan; inf makes the weight nan as
         # well.
         amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
