@@ -48,11 +48,11 @@ def _supported() -> Iterator[str]:
 
 
 def _spellings(field: Field) -> str:
-    return ", ".join(f"`{name}`" for name in (*field.names, *field.info.off))
+    return ", ".join(f"`{name}`" for name in field.shown_names)
 
 
 def _meaning(field: Field) -> str:
-    facts = [field.info.help]
+    facts = [field.help]
     if field.info.choices:
         facts.append("One of " + ", ".join(f"`{choice}`" for choice in field.info.choices) + ".")
     if field.info.unit:

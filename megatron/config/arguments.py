@@ -185,7 +185,7 @@ def add_flag(add: Callable[..., Any], field: Field) -> None:
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     help_text = _help(field)
     if field.is_switch:
-        shown = field.names + field.info.off
+        shown = field.shown_names
         hidden = tuple(name for name in field.off_names if name not in shown)
         add(*shown, action=_Switch, off=field.off_names, help=help_text, **options)
         if hidden:
@@ -228,7 +228,7 @@ def _help(field: Field) -> str:
     if default_text(field) != "unset":
         facts.append(f"default: {default_text(field)}")
     shown = f" ({'; '.join(facts)})" if facts else ""
-    return f"{field.info.help}{shown}".replace("%", "%%")
+    return f"{field.help}{shown}".replace("%", "%%")
 
 
 def default_text(field: Field) -> str:

@@ -32,84 +32,59 @@ _SAVES = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """Checkpoints.
 
-    save: str | None = flag(
-        None, "Folder to write checkpoints to. By default none are written.", is_common=True
-    )
+    Attributes:
+        save: Folder to write checkpoints to. By default none are written.
+        save_interval: Iterations between checkpoints.
+        ckpt_format: Format of written checkpoints: native, or legacy for files that Megatron-LM
+            23.08 can load. Both formats can be read.
+        save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
+            written whenever either is due.
+        async_save: Write checkpoints in the background. Training only waits until its state is
+            copied to host memory.
+        keep_latest: Keep only this many of the newest checkpoints in --save.
+        save_retain_interval: Keep checkpoints at multiples of this number, which must be a multiple
+            of --save-interval. Others are deleted once the next checkpoint is written, or according
+            to --keep-latest.
+        mean_hours_between_failures: Mean time between failures of the whole job, used to suggest
+            how often to save. Default: 50,000 GPU hours, as in Llama 3's training.
+        no_save_optim: Leave the optimizer out of checkpoints.
+        no_save_rng: Leave random states out of checkpoints.
+        load: Folder to load the newest checkpoint from.
+        ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
+        no_load_optim: Start with a fresh optimizer.
+        no_load_rng: Start with fresh random states.
+        finetune: Load weights only and start at iteration 0 with a fresh optimizer.
+        use_checkpoint_args: Take the network's shape from the checkpoint in --load. It overrides
+            flags and YAML.
+        exit_on_missing_checkpoint: Exit with an error if --load holds no checkpoint, instead of
+            starting fresh.
+    """
+
+    save: str | None = flag(None, is_common=True)
     save_interval: int | None = flag(
         None,
-        "Iterations between checkpoints.",
         unit="iterations",
-        names=("--save-interval", "--persistent-save-interval"),
+        names="--save-interval --persistent-save-interval",
         is_common=True,
         at_least=1,
         needs=_SAVES,
     )
     ckpt_format: str = flag(
-        "native",
-        "Format of written checkpoints: native, or legacy for files that Megatron-LM 23.08 can "
-        "load. Both formats can be read.",
-        choices=("native", "legacy"),
-        convert=_written_format,
-        needs=_SAVES,
+        "native", choices=("native", "legacy"), convert=_written_format, needs=_SAVES
     )
-    save_interval_in_mins: float | None = flag(
-        None,
-        "Time between checkpoints. With --save-interval, a checkpoint is written whenever either "
-        "is due.",
-        unit="minutes",
-        above=0,
-        needs=_SAVES,
-    )
-    async_save: bool = flag(
-        False,
-        "Write checkpoints in the background. Training only waits until its state is copied to "
-        "host memory.",
-        needs=_SAVES,
-    )
-    keep_latest: int | None = flag(
-        None,
-        "Keep only this many of the newest checkpoints in --save.",
-        unit="checkpoints",
-        at_least=1,
-        needs=_SAVES,
-    )
-    save_retain_interval: int | None = flag(
-        None,
-        "Keep checkpoints at multiples of this number, which must be a multiple of "
-        "--save-interval. Others are deleted once the next checkpoint is written, or according "
-        "to --keep-latest.",
-        unit="iterations",
-        at_least=1,
-        needs=_SAVES,
-    )
-    mean_hours_between_failures: float | None = flag(
-        None,
-        "Mean time between failures of the whole job, used to suggest how often to save. "
-        "Default: 50,000 GPU hours, as in Llama 3's training.",
-        unit="hours",
-        above=0,
-        needs=_SAVES,
-    )
-    no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.", needs=_SAVES)
-    no_save_rng: bool = flag(False, "Leave random states out of checkpoints.", needs=_SAVES)
-    load: str | None = flag(None, "Folder to load the newest checkpoint from.", is_common=True)
-    ckpt_step: int | None = flag(
-        None,
-        "Load the checkpoint of this iteration from --load instead of the newest.",
-        unit="iterations",
-        at_least=0,
-    )
-    no_load_optim: bool = flag(False, "Start with a fresh optimizer.", needs=_LOADS)
-    no_load_rng: bool = flag(False, "Start with fresh random states.", needs=_LOADS)
-    finetune: bool = flag(
-        False, "Load weights only and start at iteration 0 with a fresh optimizer.", needs=_LOADS
-    )
-    use_checkpoint_args: bool = flag(
-        False,
-        "Take the network's shape from the checkpoint in --load. It overrides flags and YAML.",
-    )
-    exit_on_missing_checkpoint: bool = flag(
-        False, "Exit with an error if --load holds no checkpoint, instead of starting fresh."
-    )
+    save_interval_in_mins: float | None = flag(None, unit="minutes", above=0, needs=_SAVES)
+    async_save: bool = flag(False, needs=_SAVES)
+    keep_latest: int | None = flag(None, unit="checkpoints", at_least=1, needs=_SAVES)
+    save_retain_interval: int | None = flag(None, unit="iterations", at_least=1, needs=_SAVES)
+    mean_hours_between_failures: float | None = flag(None, unit="hours", above=0, needs=_SAVES)
+    no_save_optim: bool = flag(False, needs=_SAVES)
+    no_save_rng: bool = flag(False, needs=_SAVES)
+    load: str | None = flag(None, is_common=True)
+    ckpt_step: int | None = flag(None, unit="iterations", at_least=0)
+    no_load_optim: bool = flag(False, needs=_LOADS)
+    no_load_rng: bool = flag(False, needs=_LOADS)
+    finetune: bool = flag(False, needs=_LOADS)
+    use_checkpoint_args: bool = False
+    exit_on_missing_checkpoint: bool = False

@@ -55,158 +55,103 @@ _CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "without --data
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Tokenizer."""
+    """Tokenizer.
 
-    tokenizer_type: str | None = flag(
-        None,
-        "Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT, "
-        "BertWordPieceLowerCase for BERT and T5.",
-        choices=TOKENIZER_TYPES,
-        is_common=True,
-        required="required",
-    )
-    tokenizer_model: str | None = flag(
-        None,
-        "Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder), or tiktoken "
-        "ranks.",
-        is_common=True,
-    )
-    vocab_file: str | None = flag(
-        None, "Vocabulary file (GPT-2 JSON or WordPiece text).", is_common=True
-    )
-    merge_file: str | None = flag(None, "GPT-2 BPE merges file.")
-    vocab_size: int | None = flag(
-        None,
-        "Vocabulary size of NullTokenizer, or of a TikTokenizer .json.",
-        unit="entries",
-        at_least=1,
-        at_most=MOST_IDS,
-    )
-    vocab_extra_ids: int = flag(
-        0,
-        "Additional sentinel entries at the end of the vocabulary.",
-        unit="entries",
-        at_least=0,
-        at_most=2**20,
-        needs=_APPENDS,
-    )
+    Attributes:
+        tokenizer_type: Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT,
+            BertWordPieceLowerCase for BERT and T5.
+        tokenizer_model: Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder),
+            or tiktoken ranks.
+        vocab_file: Vocabulary file (GPT-2 JSON or WordPiece text).
+        merge_file: GPT-2 BPE merges file.
+        vocab_size: Vocabulary size of NullTokenizer, or of a TikTokenizer .json.
+        vocab_extra_ids: Additional sentinel entries at the end of the vocabulary.
+        tiktoken_pattern: How TikTokenizer splits text into words: v1 and v2 as in Megatron, gpt2,
+            or cl100k. Default: v2 for .json, by file name for OpenAI's files, otherwise cl100k.
+        tiktoken_num_special_tokens: Number of ids reserved for special tokens in a TikTokenizer
+            .json.
+        tokenizer_special_tokens: Special tokens for TikTokenizer. Default: <unk> <s> </s> for
+            .json, otherwise <|endoftext|>.
+    """
+
+    tokenizer_type: str | None = flag(None, choices=TOKENIZER_TYPES, required="required")
+    tokenizer_model: str | None = flag(None, is_common=True)
+    vocab_file: str | None = flag(None, is_common=True)
+    merge_file: str | None = None
+    vocab_size: int | None = flag(None, unit="entries", at_least=1, at_most=MOST_IDS)
+    vocab_extra_ids: int = flag(0, unit="entries", at_least=0, at_most=2**20, needs=_APPENDS)
     tiktoken_pattern: str | None = flag(
-        None,
-        "How TikTokenizer splits text into words: v1 and v2 as in Megatron, gpt2, or cl100k. "
-        "Default: v2 for .json, by file name for OpenAI's files, otherwise cl100k.",
-        choices=("v1", "v2", "gpt2", "cl100k"),
-        needs=_TIKTOKEN,
+        None, choices=("v1", "v2", "gpt2", "cl100k"), needs=_TIKTOKEN
     )
-    tiktoken_num_special_tokens: int = flag(
-        1000,
-        "Number of ids reserved for special tokens in a TikTokenizer .json.",
-        unit="entries",
-        at_most=2**20,
-        needs=_TIKTOKEN,
-    )
+    tiktoken_num_special_tokens: int = flag(1000, unit="entries", at_most=2**20, needs=_TIKTOKEN)
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
-        None,
-        "Special tokens for TikTokenizer. Default: <unk> <s> </s> for .json, otherwise "
-        "<|endoftext|>.",
-        names=("--tokenizer-special-tokens", "--tiktoken-special-tokens"),
-        many=True,
-        needs=_TIKTOKEN,
+        None, names="--tokenizer-special-tokens --tiktoken-special-tokens", needs=_TIKTOKEN
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Data."""
+    """Data.
 
-    data_path: tuple[str, ...] | None = flag(
-        None,
-        "Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ...",
-        many=True,
-        is_common=True,
-        required="required unless --mock-data is given",
-    )
-    split: str = flag(
-        "969, 30, 1",
-        "Relative shares of the documents in --data-path for training, validation and test.",
-        is_common=True,
-        needs=_WHOLE_CORPUS,
-    )
-    train_data_path: tuple[str, ...] | None = flag(
-        None, "Training data, in the format of --data-path.", many=True
-    )
-    valid_data_path: tuple[str, ...] | None = flag(
-        None, "Validation data, in the format of --data-path.", many=True
-    )
-    test_data_path: tuple[str, ...] | None = flag(
-        None, "Test data, in the format of --data-path.", many=True
-    )
-    data_args_path: str | None = flag(
-        None, "Text file with the words of --data-path, for blends too long for a command line."
-    )
-    per_split_data_args_path: str | None = flag(
-        None,
-        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path "
-        "under the keys train, valid and test. Each value is a list, a string, or null for no "
-        "data.",
-    )
-    data_cache_path: str | None = flag(
-        None, "Folder for index caches. Default: next to the dataset."
-    )
-    mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.", is_common=True)
+    Attributes:
+        data_path: Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ...
+        split: Relative shares of the documents in --data-path for training, validation and test.
+        train_data_path: Training data, in the format of --data-path.
+        valid_data_path: Validation data, in the format of --data-path.
+        test_data_path: Test data, in the format of --data-path.
+        data_args_path: Text file with the words of --data-path, for blends too long for a command
+            line.
+        per_split_data_args_path: JSON file with the words of --train-data-path, --valid-data-path
+            and --test-data-path under the keys train, valid and test. Each value is a list, a
+            string, or null for no data.
+        data_cache_path: Folder for index caches. Default: next to the dataset.
+        mock_data: Train on generated tokens instead of a corpus.
+        seq_length: Sequence length.
+        decoder_seq_length: Sequence length of the T5 decoder.
+        mmap_warmup: Read the data files once at startup to warm the page cache.
+        num_workers: Data loader processes per rank. 0 loads in the training process.
+        data_impl: Dataset format. Both values read memory-mapped .bin and .idx files.
+        dataloader_type: Sample order: single reads one global stream, cyclic reshuffles every
+            epoch. Default: single.
+        data_sharding: With --dataloader-type cyclic, let each process shuffle its own share of the
+            data.
+        reset_position_ids: Restart position ids after each end-of-document token.
+        reset_attention_mask: Prevent attention across document boundaries.
+        eod_mask_loss: Exclude end-of-document tokens from the loss.
+        mask_prob: Fraction of tokens to mask for BERT and T5.
+        short_seq_prob: Fraction of BERT and T5 samples that are shortened.
+        log_sample_ids: Append each iteration's sample ids to samples.jsonl in the --save folder.
+    """
+
+    data_path: tuple[str, ...] | None = flag(None, required="required unless --mock-data is given")
+    split: str = flag("969, 30, 1", is_common=True, needs=_WHOLE_CORPUS)
+    train_data_path: tuple[str, ...] | None = None
+    valid_data_path: tuple[str, ...] | None = None
+    test_data_path: tuple[str, ...] | None = None
+    data_args_path: str | None = None
+    per_split_data_args_path: str | None = None
+    data_cache_path: str | None = None
+    mock_data: bool = flag(False, is_common=True)
     seq_length: int | None = flag(
         None,
-        "Sequence length.",
         unit="tokens",
-        names=("--seq-length", "--encoder-seq-length"),
-        is_common=True,
+        names="--seq-length --encoder-seq-length",
         required="required",
         at_least=1,
         at_most=MOST_IDS,
     )
-    decoder_seq_length: int | None = flag(
-        None, "Sequence length of the T5 decoder.", unit="tokens", at_least=1, at_most=MOST_IDS
-    )
-    mmap_warmup: bool = flag(False, "Read the data files once at startup to warm the page cache.")
-    num_workers: int = flag(
-        2,
-        "Data loader processes per rank. 0 loads in the training process.",
-        unit="processes",
-        at_least=0,
-        at_most=1024,
-    )
-    data_impl: str = flag(
-        "infer",
-        "Dataset format. Both values read memory-mapped .bin and .idx files.",
-        choices=("mmap", "infer"),
-    )
-    dataloader_type: str | None = flag(
-        None,
-        "Sample order: single reads one global stream, cyclic reshuffles every epoch. Default: "
-        "single.",
-        choices=("single", "cyclic"),
-    )
-    data_sharding: bool = flag(
-        True,
-        "With --dataloader-type cyclic, let each process shuffle its own share of the data.",
-        off="--no-data-sharding",
-        needs=_CYCLIC,
-    )
-    reset_position_ids: bool = flag(False, "Restart position ids after each end-of-document token.")
-    reset_attention_mask: bool = flag(False, "Prevent attention across document boundaries.")
-    eod_mask_loss: bool = flag(False, "Exclude end-of-document tokens from the loss.")
-    mask_prob: float = flag(
-        0.15, "Fraction of tokens to mask for BERT and T5.", unit="0 to 1", at_least=0, at_most=1
-    )
-    short_seq_prob: float = flag(
-        0.1,
-        "Fraction of BERT and T5 samples that are shortened.",
-        unit="0 to 1",
-        at_least=0,
-        at_most=1,
-    )
-    log_sample_ids: bool = flag(
-        False, "Append each iteration's sample ids to samples.jsonl in the --save folder."
-    )
+    decoder_seq_length: int | None = flag(None, unit="tokens", at_least=1, at_most=MOST_IDS)
+    mmap_warmup: bool = False
+    num_workers: int = flag(2, unit="processes", at_least=0, at_most=1024)
+    data_impl: str = flag("infer", choices=("mmap", "infer"))
+    dataloader_type: str | None = flag(None, choices=("single", "cyclic"))
+    data_sharding: bool = flag(True, needs=_CYCLIC)
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    mask_prob: float = flag(0.15, unit="0 to 1", at_least=0, at_most=1)
+    short_seq_prob: float = flag(0.1, unit="0 to 1", at_least=0, at_most=1)
+    log_sample_ids: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _TRUE_WORDS = ("true", "yes", "on", "1")
@@ -38,12 +40,11 @@ class FlagInfo:
     """What the parser, `--help`, YAML and the documentation need beyond name, type and default.
 
     Attributes:
-        help: One sentence, which names the off value if there is one.
         unit: What the number counts, for example "tokens" or "minutes".
-        names: Flag spellings, the preferred one first. Empty for `--` and the field's name.
-        off: Spellings that turn a field with default True off, for example `--no-x`.
+        names: Flag spellings separated by spaces, the preferred one first. Empty for `--` and the
+            field's name.
+        off: Spellings that turn a switch off. Empty for `--no-` and the preferred spelling.
         choices: The accepted values.
-        many: Whether the flag takes any number of values (the field is a tuple).
         convert: Text to value, if the annotation's own type would not do.
         notice: Printed once if the value is not the default, for a flag that is accepted although
             there is nothing here for it to change.
@@ -53,16 +54,15 @@ class FlagInfo:
         at_most: The largest value.
         needs: What the flag changes nothing without.
         is_common: Whether `--help` shows the flag, and not only `--help-all`.
-        required: What `--help` says of a flag that must be given.
-        is_flag: False for what only the YAML file holds, as `setting` makes it.
+        required: What `--help` says of a flag that must be given. `--help` shows it.
+        is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
+            keeps it.
     """
 
-    help: str
-    unit: str | None = None
-    names: tuple[str, ...] = ()
-    off: tuple[str, ...] = ()
+    unit: str = ""
+    names: str = ""
+    off: str = ""
     choices: tuple[Any, ...] | None = None
-    many: bool = False
     convert: Callable[[str], Any] | None = None
     notice: str | None = None
     at_least: float | None = None
@@ -75,36 +75,13 @@ class FlagInfo:
     is_flag: bool = True
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    names: str | Sequence[str] = (),
-    off: str | Sequence[str] = (),
-    choices: Sequence[Any] | None = None,
-    **info: Any,
-) -> Any:
-    """Return a dataclass field with a default that is also a command-line flag.
+def flag(default: Any, **info: Any) -> Any:
+    """Return a dataclass field with a default and with attributes of `FlagInfo`.
 
-    Args:
-        default: The value if nothing is asked for.
-        help: One sentence.
-        names: One or several spellings.
-        off: One or several spellings that turn a switch off.
-        choices: The accepted values.
-        info: Further attributes of `FlagInfo`.
+    A field that needs none of them is a flag too, with a plain default. The help of all fields
+    stands in the docstring of their class, under `Attributes:`.
     """
-    words = ((given,) if isinstance(given, str) else tuple(given) for given in (names, off))
-    spelled, turned_off = words
-    accepted = None if choices is None else tuple(choices)
-    whole = FlagInfo(help=help, names=spelled, off=turned_off, choices=accepted, **info)
-    return dataclasses.field(default=default, metadata={"flag": whole})
-
-
-def setting(default: Any, help: str, *, choices: Sequence[Any]) -> Any:
-    """Return a field that the program sets and the YAML file keeps, without a flag."""
-    info = FlagInfo(help=help, choices=tuple(choices), is_flag=False)
-    return dataclasses.field(default=default, metadata={"flag": info})
+    return dataclasses.field(default=default, metadata={"flag": FlagInfo(**info)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +89,13 @@ class Field:
     """One field of a configuration dataclass.
 
     Attributes:
-        name: The attribute, the argparse destination and the key in YAML.
+        name: The attribute, the key in YAML, and the destination of the flag.
         kind: The type of the value, or of each of `many` values: int, float, str or bool.
         optional: Whether None is a value too.
-        many: Whether the value is a tuple.
+        many: Whether the value is a tuple, and the flag takes any number of values.
         default: The value if nothing is asked for.
-        info: Help, unit, spellings, bounds and the like.
+        info: Unit, spellings, bounds and the like.
+        help: A few sentences, which name the off value if there is one.
     """
 
     name: str
@@ -126,6 +104,7 @@ class Field:
     many: bool
     default: Any
     info: FlagInfo
+    help: str
 
     @property
     def is_switch(self) -> bool:
@@ -134,19 +113,24 @@ class Field:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Spellings that give a value, or turn a switch on. A `setting` has none."""
+        """Spellings that give a value or turn a switch on; none if there is no flag."""
         if not self.info.is_flag:
             return ()
-        return self.info.names or ("--" + self.name.replace("_", "-"),)
+        return tuple(self.info.names.split()) or ("--" + self.name.replace("_", "-"),)
 
     @property
     def off_names(self) -> tuple[str, ...]:
         """Spellings that turn a switch off: Megatron's own, or `--no-` and the name."""
         if self.info.off:
-            return self.info.off
+            return tuple(self.info.off.split())
         if self.is_switch and not self.name.startswith("no_"):
             return ("--no-" + self.names[0].removeprefix("--"),)
         return ()
+
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """Spellings that help and documentation list: with those of "off" if the default is on."""
+        return self.names + (self.off_names if self.default is True else ())
 
     @property
     def shown(self) -> str:
@@ -185,25 +169,37 @@ class Field:
 
 @functools.cache
 def fields_of(config_type: type) -> tuple[Field, ...]:
-    """Return the flags of a dataclass whose fields are made by `flag()`.
-
-    Of two forms of a section it takes the options, not what narrows their types.
-    """
+    """Return the fields of a configuration dataclass, with their help."""
     hints = typing.get_type_hints(config_type)
-    return tuple(_field(entry, hints[entry.name]) for entry in dataclasses.fields(config_type))
+    helps: dict[str, str] = {}
+    for owner in reversed(config_type.__mro__):
+        helps |= _attributes(owner.__doc__ or "")
+    return tuple(
+        _field(entry, hints[entry.name], helps.get(entry.name, ""))
+        for entry in dataclasses.fields(config_type)
+    )
 
 
-def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
+def _attributes(docstring: str) -> dict[str, str]:
+    """Return what a docstring says of each name under `Attributes:`."""
+    entries = inspect.cleandoc(docstring).partition("\nAttributes:\n")[2]
+    return {
+        name: " ".join(text.split())
+        for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", entries, re.MULTILINE)
+    }
+
+
+def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:
     optional = False
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
         optional = True
     many = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if many else hint
-    info = entry.metadata["flag"]
     assert kind in _EXPECTED, f"{entry.name}: no flag for values of type {kind}"
-    assert many == info.many, f"{entry.name}: many goes with a tuple"
-    return Field(entry.name, kind, optional, many, entry.default, info)
+    assert help, f"{entry.name}: its class's docstring does not describe it under Attributes:"
+    info = entry.metadata.get("flag", FlagInfo())
+    return Field(entry.name, kind, optional, many, entry.default, info, help)
 
 
 def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:

@@ -25,88 +25,50 @@ def bounds_problems(config: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Text generation server."""
+    """Text generation server.
 
-    host: str = flag(
-        "127.0.0.1",
-        "Address to listen on. Any address other than the loopback 127.0.0.1 requires "
-        "--auth-token-file.",
-    )
-    port: int = flag(
-        5000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535
-    )
-    auth_token_file: str | None = flag(
-        None,
-        "File with a token that clients must send. By default only clients on this machine are "
-        "served.",
-    )
-    served_model_name: str | None = flag(
-        None,
-        "Model name for clients of the OpenAI-compatible API. Default: the name of the --load "
-        "folder.",
-    )
-    chat_template: str | None = flag(
-        None, "File with a Jinja chat template. Default: the one next to the tokenizer."
-    )
-    legacy_status_codes: bool = flag(
-        False,
-        "Answer most invalid PUT /api requests as Megatron-LM does, with status 200 and a string.",
-    )
-    temperature: float = flag(
-        1.0, "Default temperature for requests that do not set one.", above=0, at_most=100
-    )
-    top_k: int = flag(
-        0,
-        "Default top_k for requests that set neither top_k nor top_p.",
-        names=("--top_k", "--top-k"),
-        at_least=0,
-        at_most=1000,
-    )
-    top_p: float = flag(
-        0.0,
-        "Default top_p for requests that set neither top_k nor top_p.",
-        names=("--top_p", "--top-p"),
-        at_least=0,
-        at_most=1,
-    )
-    out_seq_length: int | None = flag(
-        None,
-        "Maximum length of prompt and answer together. Default: the model's context length.",
-        unit="tokens",
-        at_least=1,
-    )
-    max_tokens_to_oom: int = flag(
-        12000,
-        "Limit on a request's number of prompts x (longest prompt + tokens to generate).",
-        unit="tokens",
-        at_least=1,
-    )
-    max_batch_size: int = flag(
-        256,
-        "Maximum number of sequences computed at once. Others wait.",
-        unit="sequences",
-        at_least=1,
-        at_most=MOST_SEQUENCES,
-    )
-    max_queued_requests: int = flag(
-        1024,
-        "Maximum number of running and waiting sequences. Further requests get status 429.",
-        unit="sequences",
-        at_least=1,
-    )
-    cache_tokens: int | None = flag(
-        None,
-        "Size of the KV cache. Default: as much as fits in memory and can be used.",
-        unit="tokens",
-        at_least=1,
-    )
-    max_body_bytes: int = flag(
-        1 << 20,
-        "Maximum size of a request body. Larger requests are refused.",
-        unit="bytes",
-        at_least=1,
-    )
-    request_timeout: float = flag(600.0, "Time limit for a single answer.", unit="seconds", above=0)
+    Attributes:
+        host: Address to listen on. Any address other than the loopback 127.0.0.1 requires
+            --auth-token-file.
+        port: Port to listen on. 0 picks a free port and prints it.
+        auth_token_file: File with a token that clients must send. By default only clients on this
+            machine are served.
+        served_model_name: Model name for clients of the OpenAI-compatible API. Default: the name of
+            the --load folder.
+        chat_template: File with a Jinja chat template. Default: the one next to the tokenizer.
+        legacy_status_codes: Answer most invalid PUT /api requests as Megatron-LM does, with status
+            200 and a string.
+        temperature: Default temperature for requests that do not set one.
+        top_k: Default top_k for requests that set neither top_k nor top_p.
+        top_p: Default top_p for requests that set neither top_k nor top_p.
+        out_seq_length: Maximum length of prompt and answer together. Default: the model's context
+            length.
+        max_tokens_to_oom: Limit on a request's number of prompts x (longest prompt + tokens to
+            generate).
+        max_batch_size: Maximum number of sequences computed at once. Others wait.
+        max_queued_requests: Maximum number of running and waiting sequences. Further requests get
+            status 429.
+        cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used.
+        max_body_bytes: Maximum size of a request body. Larger requests are refused.
+        request_timeout: Time limit for a single answer.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = flag(5000, at_least=0, at_most=65535)
+    auth_token_file: str | None = None
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    legacy_status_codes: bool = False
+    temperature: float = flag(1.0, above=0, at_most=100)
+    top_k: int = flag(0, names="--top_k --top-k", at_least=0, at_most=1000)
+    top_p: float = flag(0.0, names="--top_p --top-p", at_least=0, at_most=1)
+    out_seq_length: int | None = flag(None, unit="tokens", at_least=1)
+    max_tokens_to_oom: int = flag(12000, unit="tokens", at_least=1)
+    max_batch_size: int = flag(256, unit="sequences", at_least=1, at_most=MOST_SEQUENCES)
+    max_queued_requests: int = flag(1024, unit="sequences", at_least=1)
+    cache_tokens: int | None = flag(None, unit="tokens", at_least=1)
+    max_body_bytes: int = flag(1 << 20, unit="bytes", at_least=1)
+    request_timeout: float = flag(600.0, unit="seconds", above=0)
 
 
 def server_problems(server: ServerConfig) -> list[str]:
@@ -122,71 +84,42 @@ def server_problems(server: ServerConfig) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """Samples."""
+    """Samples.
 
-    prompt: str | None = flag(None, "Prompt to continue; the result is printed.")
-    sample_input_file: str | None = flag(
-        None,
-        'File with one prompt per line. In a *.jsonl file, the "prompt" of each object, or its '
-        '"text" if there is no prompt.',
-    )
-    sample_output_file: str | None = flag(
-        None,
-        "JSON Lines file for the generated texts. An existing file is continued. Default: the "
-        "input file's name with .out appended.",
-    )
-    num_samples: int = flag(
-        0,
-        "Number of texts to generate without a prompt, or for --prompt (where 0 means 1).",
-        unit="texts",
-        at_least=0,
-        at_most=_MOST_SAMPLES,
-    )
-    genfile: str | None = flag(
-        None,
-        "JSON Lines file for texts generated without a prompt, in the format of "
-        "--sample-output-file. By default they are printed.",
-    )
-    out_seq_length: int = flag(
-        1024,
-        "Maximum length of an answer. Prompt and answer together are also limited by the model's "
-        "context length.",
-        unit="tokens",
-        at_least=1,
-    )
-    greedy: bool = flag(False, "Always choose the most likely token.")
-    temperature: float = flag(
-        1.0,
-        "Sampling temperature: logits are divided by it. 0 selects greedy decoding.",
-        at_least=0,
-        at_most=100,
-    )
-    top_k: int = flag(
-        0,
-        "Sample from the k most likely tokens. 0 disables the limit.",
-        names=("--top_k", "--top-k"),
-        at_least=0,
-    )
-    top_p: float = flag(
-        0.0,
-        "Sample from the most likely tokens that together have this probability. 0 disables the "
-        "limit.",
-        names=("--top_p", "--top-p"),
-        at_least=0,
-        at_most=1,
-    )
-    recompute: bool = flag(
-        False,
-        "Accepted for compatibility; no effect. The KV cache is always used and gives the same "
-        "results.",
-    )
-    max_batch_size: int = flag(
-        64,
-        "Maximum number of texts computed at once.",
-        unit="texts",
-        at_least=1,
-        at_most=MOST_SEQUENCES,
-    )
+    Attributes:
+        prompt: Prompt to continue; the result is printed.
+        sample_input_file: File with one prompt per line. In a *.jsonl file, the "prompt" of each
+            object, or its "text" if there is no prompt.
+        sample_output_file: JSON Lines file for the generated texts. An existing file is continued.
+            Default: the input file's name with .out appended.
+        num_samples: Number of texts to generate without a prompt, or for --prompt (where 0 means
+            1).
+        genfile: JSON Lines file for texts generated without a prompt, in the format of
+            --sample-output-file. By default they are printed.
+        out_seq_length: Maximum length of an answer. Prompt and answer together are also limited by
+            the model's context length.
+        greedy: Always choose the most likely token.
+        temperature: Sampling temperature: logits are divided by it. 0 selects greedy decoding.
+        top_k: Sample from the k most likely tokens. 0 disables the limit.
+        top_p: Sample from the most likely tokens that together have this probability. 0 disables
+            the limit.
+        recompute: Accepted for compatibility; no effect. The KV cache is always used and gives the
+            same results.
+        max_batch_size: Maximum number of texts computed at once.
+    """
+
+    prompt: str | None = None
+    sample_input_file: str | None = None
+    sample_output_file: str | None = None
+    num_samples: int = flag(0, unit="texts", at_least=0, at_most=_MOST_SAMPLES)
+    genfile: str | None = None
+    out_seq_length: int = flag(1024, unit="tokens", at_least=1)
+    greedy: bool = False
+    temperature: float = flag(1.0, at_least=0, at_most=100)
+    top_k: int = flag(0, names="--top_k --top-k", at_least=0)
+    top_p: float = flag(0.0, names="--top_p --top-p", at_least=0, at_most=1)
+    recompute: bool = False
+    max_batch_size: int = flag(64, unit="texts", at_least=1, at_most=MOST_SEQUENCES)
 
 
 def sample_problems(samples: SamplesConfig) -> list[str]:

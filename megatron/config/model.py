@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag, setting
+from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 
 ARCHITECTURES = ("gpt", "bert", "t5")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
@@ -28,228 +28,140 @@ _PLAIN_SCORES = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Network."""
+    """Network.
 
-    architecture: str = setting(
-        "gpt", "Network architecture, set by the script that trains it.", choices=ARCHITECTURES
-    )
+    Attributes:
+        architecture: Network architecture, set by the script that trains it.
+        num_layers: Transformer layers.
+        decoder_num_layers: Layers of the T5 decoder. Default: --num-layers.
+        hidden_size: Width of the residual stream.
+        ffn_hidden_size: Inner width of the MLP. Default: 4 x --hidden-size; with --swiglu or
+            --geglu, 8/3 x --hidden-size rounded down to a multiple of 64.
+        num_attention_heads: Query heads.
+        kv_channels: Size of an attention head. Default: --hidden-size / --num-attention-heads.
+        group_query_attention: Share keys and values among groups of query heads.
+        num_query_groups: Key-value heads with --group-query-attention.
+        max_position_embeddings: Longest sequence the position embedding covers. Default:
+            --seq-length.
+        position_embedding_type: How the network encodes positions. relative adds biases to the
+            attention scores (T5 only).
+        relative_attention_num_buckets: Distance buckets of --position-embedding-type relative. Each
+            has one bias per head.
+        relative_attention_max_distance: Distance from which all relative positions share one
+            bucket.
+        rotary_percent: Fraction of each head that is rotated with --position-embedding-type rope.
+        rotary_base: Base of the rotary frequencies.
+        rotary_seq_len_interpolation_factor: Divide positions by this factor before rotating.
+            Default: 1.
+        use_rope_scaling: Slow the rotary frequencies down as Llama 3.1 does (original context
+            length 8192).
+        rope_scaling_factor: Factor by which --use-rope-scaling slows the lowest frequencies down.
+        make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times the
+            tensor-parallel size.
+        normalization: Normalization before each block.
+        norm_epsilon: Constant added to the variance in normalization layers.
+        apply_layernorm_1p: Store LayerNorm weights as offsets from one.
+        apply_residual_connection_post_layernorm: Take the residual after the normalization
+            (original BERT order).
+        openai_gelu: Use OpenAI's tanh form of GeLU.
+        squared_relu: Use squared ReLU instead of GeLU.
+        relu: Use ReLU instead of GeLU (original T5).
+        swiglu: Use gated SiLU (SwiGLU) instead of GeLU.
+        geglu: Use gated GeLU in its tanh form (T5 1.1) instead of GeLU.
+        onnx_safe: Use the exact (erf) GeLU, the form that ONNX exports.
+        bias_gelu_fusion: Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with
+            PyTorch's operations.
+        untie_embeddings_and_output_weights: Give the output layer its own weights instead of the
+            word embeddings.
+        scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
+            --hidden-size (original T5).
+        add_output_bias: Add a bias for every vocabulary entry in the T5 output layer.
+        softmax_scale: Factor of the attention scores of a T5 (Google's models: 1.0). Default: 1 /
+            square root of --kv-channels.
+        add_bias_linear: Add biases to the linear layers.
+        add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
+        qk_layernorm: Normalize each head's query and key with --normalization before the attention
+            scores.
+        bert_binary_head: Train BERT to predict whether two segments are in order. Off: train on
+            masked tokens only, without token types and pooler.
+        attention_dropout: Dropout on attention probabilities.
+        hidden_dropout: Dropout on block outputs and embeddings.
+        init_method_std: Standard deviation of the initial weights.
+        init_method_xavier_uniform: Draw the initial weights from the Xavier uniform distribution.
+        perform_initialization: Draw initial weights. Turn it off to save time when --load
+            overwrites them.
+        use_flash_attn: Require attention kernels that never store all scores (GPU, fp16 or bf16):
+            FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1, no
+            dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.
+        masked_softmax_fusion: Allow a fused attention kernel. Off: compute scores, mask and softmax
+            separately.
+        apply_rope_fusion: Split queries, keys and values and rotate them in one kernel. Off: use
+            PyTorch's operations.
+        bias_dropout_fusion: Apply bias, hidden dropout and residual in one kernel with its own
+            random masks. Off: use PyTorch's operations.
+        no_persist_layer_norm: Accepted for compatibility; no effect.
+    """
+
+    architecture: str = flag("gpt", choices=ARCHITECTURES, is_flag=False)
     num_layers: int | None = flag(
         None,
-        "Transformer layers.",
         unit="layers",
-        names=("--num-layers", "--encoder-num-layers"),
-        is_common=True,
+        names="--num-layers --encoder-num-layers",
         required="required",
         at_least=1,
         at_most=MAX_LAYERS,
     )
-    decoder_num_layers: int | None = flag(
-        None,
-        "Layers of the T5 decoder. Default: --num-layers.",
-        unit="layers",
-        at_least=1,
-        at_most=MAX_LAYERS,
-    )
-    hidden_size: int | None = flag(
-        None,
-        "Width of the residual stream.",
-        is_common=True,
-        required="required",
-        at_least=1,
-        at_most=MOST_WIDTH,
-    )
-    ffn_hidden_size: int | None = flag(
-        None,
-        "Inner width of the MLP. Default: 4 x --hidden-size; with --swiglu or --geglu, 8/3 x "
-        "--hidden-size rounded down to a multiple of 64.",
-        at_least=1,
-        at_most=MOST_WIDTH,
-    )
+    decoder_num_layers: int | None = flag(None, unit="layers", at_least=1, at_most=MAX_LAYERS)
+    hidden_size: int | None = flag(None, required="required", at_least=1, at_most=MOST_WIDTH)
+    ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH)
     num_attention_heads: int | None = flag(
-        None,
-        "Query heads.",
-        unit="heads",
-        is_common=True,
-        required="required",
-        at_least=1,
-        at_most=2**16,
+        None, unit="heads", required="required", at_least=1, at_most=2**16
     )
-    kv_channels: int | None = flag(
-        None,
-        "Size of an attention head. Default: --hidden-size / --num-attention-heads.",
-        at_least=1,
-        at_most=2**16,
-    )
-    group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
-    num_query_groups: int = flag(
-        1,
-        "Key-value heads with --group-query-attention.",
-        unit="groups",
-        at_least=1,
-        at_most=2**16,
-        needs=_GROUPED,
-    )
-    max_position_embeddings: int | None = flag(
-        None,
-        "Longest sequence the position embedding covers. Default: --seq-length.",
-        unit="tokens",
-        at_least=1,
-        at_most=MOST_IDS,
-    )
+    kv_channels: int | None = flag(None, at_least=1, at_most=2**16)
+    group_query_attention: bool = False
+    num_query_groups: int = flag(1, unit="groups", at_least=1, at_most=2**16, needs=_GROUPED)
+    max_position_embeddings: int | None = flag(None, unit="tokens", at_least=1, at_most=MOST_IDS)
     position_embedding_type: str = flag(
-        "learned_absolute",
-        "How the network encodes positions. relative adds biases to the attention scores (T5 "
-        "only).",
-        choices=("learned_absolute", "rope", "relative", "none"),
+        "learned_absolute", choices=("learned_absolute", "rope", "relative", "none")
     )
-    relative_attention_num_buckets: int = flag(
-        32,
-        "Distance buckets of --position-embedding-type relative. Each has one bias per head.",
-        unit="buckets",
-        at_most=MOST_WIDTH,
-    )
-    relative_attention_max_distance: int = flag(
-        128,
-        "Distance from which all relative positions share one bucket.",
-        unit="tokens",
-        at_least=1,
-    )
-    rotary_percent: float = flag(
-        1.0,
-        "Fraction of each head that is rotated with --position-embedding-type rope.",
-        unit="0 to 1",
-        above=0,
-        at_most=1,
-        needs=_ROTARY,
-    )
-    rotary_base: float = flag(10000.0, "Base of the rotary frequencies.", above=0, needs=_ROTARY)
-    rotary_seq_len_interpolation_factor: int | None = flag(
-        None,
-        "Divide positions by this factor before rotating. Default: 1.",
-        at_least=1,
-        needs=_ROTARY,
-    )
-    use_rope_scaling: bool = flag(
-        False, "Slow the rotary frequencies down as Llama 3.1 does (original context length 8192)."
-    )
-    rope_scaling_factor: float = flag(
-        8.0,
-        "Factor by which --use-rope-scaling slows the lowest frequencies down.",
-        above=0,
-        needs=_SCALED,
-    )
-    make_vocab_size_divisible_by: int = flag(
-        128,
-        "Pad the vocabulary to a multiple of this times the tensor-parallel size.",
-        unit="entries",
-        at_least=1,
-        at_most=MOST_IDS,
-    )
-    normalization: str = flag(
-        "LayerNorm", "Normalization before each block.", choices=("LayerNorm", "RMSNorm")
-    )
-    norm_epsilon: float = flag(
-        1e-5,
-        "Constant added to the variance in normalization layers.",
-        names=("--norm-epsilon", "--layernorm-epsilon"),
-        above=0,
-    )
-    apply_layernorm_1p: bool = flag(False, "Store LayerNorm weights as offsets from one.")
-    apply_residual_connection_post_layernorm: bool = flag(
-        False, "Take the residual after the normalization (original BERT order)."
-    )
-    openai_gelu: bool = flag(False, "Use OpenAI's tanh form of GeLU.")
-    squared_relu: bool = flag(False, "Use squared ReLU instead of GeLU.")
-    relu: bool = flag(False, "Use ReLU instead of GeLU (original T5).")
-    swiglu: bool = flag(False, "Use gated SiLU (SwiGLU) instead of GeLU.")
-    geglu: bool = flag(False, "Use gated GeLU in its tanh form (T5 1.1) instead of GeLU.")
-    onnx_safe: bool | None = flag(None, "Use the exact (erf) GeLU, the form that ONNX exports.")
-    bias_gelu_fusion: bool = flag(
-        True,
-        "Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with PyTorch's "
-        "operations.",
-        off="--no-bias-gelu-fusion",
-    )
-    untie_embeddings_and_output_weights: bool = flag(
-        False, "Give the output layer its own weights instead of the word embeddings."
-    )
-    scale_decoder_outputs: bool = flag(
-        False,
-        "Divide the input of the T5 output layer by the square root of --hidden-size (original "
-        "T5).",
-    )
-    add_output_bias: bool = flag(
-        True,
-        "Add a bias for every vocabulary entry in the T5 output layer.",
-        off="--disable-output-bias",
-    )
-    softmax_scale: float | None = flag(
-        None,
-        "Factor of the attention scores of a T5 (Google's models: 1.0). Default: 1 / square root "
-        "of --kv-channels.",
-        above=0,
-    )
-    add_bias_linear: bool = flag(
-        True, "Add biases to the linear layers.", off="--disable-bias-linear"
-    )
-    add_qkv_bias: bool = flag(
-        False,
-        "Add biases to queries, keys and values, even with --disable-bias-linear.",
-        needs=_UNBIASED,
-    )
-    qk_layernorm: bool = flag(
-        False,
-        "Normalize each head's query and key with --normalization before the attention scores.",
-    )
-    bert_binary_head: bool = flag(
-        True,
-        "Train BERT to predict whether two segments are in order. Off: train on masked tokens "
-        "only, without token types and pooler.",
-        off="--bert-no-binary-head",
-    )
-    attention_dropout: float = flag(
-        0.1, "Dropout on attention probabilities.", unit="0 to 1", at_least=0, below=1
-    )
-    hidden_dropout: float = flag(
-        0.1, "Dropout on block outputs and embeddings.", unit="0 to 1", at_least=0, below=1
-    )
-    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", at_least=0)
-    init_method_xavier_uniform: bool = flag(
-        False, "Draw the initial weights from the Xavier uniform distribution."
-    )
-    perform_initialization: bool = flag(
-        True,
-        "Draw initial weights. Turn it off to save time when --load overwrites them.",
-        off="--no-initialization",
-    )
-    use_flash_attn: bool = flag(
-        False,
-        "Require attention kernels that never store all scores (GPU, fp16 or bf16): "
-        "FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1, no "
-        "dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.",
-    )
-    masked_softmax_fusion: bool = flag(
-        True,
-        "Allow a fused attention kernel. Off: compute scores, mask and softmax separately.",
-        off="--no-masked-softmax-fusion",
-        needs=_PLAIN_SCORES,
-    )
-    apply_rope_fusion: bool = flag(
-        True,
-        "Split queries, keys and values and rotate them in one kernel. Off: use PyTorch's "
-        "operations.",
-        off="--no-rope-fusion",
-    )
-    bias_dropout_fusion: bool = flag(
-        True,
-        "Apply bias, hidden dropout and residual in one kernel with its own random masks. Off: "
-        "use PyTorch's operations.",
-        off="--no-bias-dropout-fusion",
-    )
+    relative_attention_num_buckets: int = flag(32, unit="buckets", at_most=MOST_WIDTH)
+    relative_attention_max_distance: int = flag(128, unit="tokens", at_least=1)
+    rotary_percent: float = flag(1.0, unit="0 to 1", above=0, at_most=1, needs=_ROTARY)
+    rotary_base: float = flag(10000.0, above=0, needs=_ROTARY)
+    rotary_seq_len_interpolation_factor: int | None = flag(None, at_least=1, needs=_ROTARY)
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
+    make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MOST_IDS)
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
+    apply_layernorm_1p: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    openai_gelu: bool = False
+    squared_relu: bool = False
+    relu: bool = False
+    swiglu: bool = False
+    geglu: bool = False
+    onnx_safe: bool | None = None
+    bias_gelu_fusion: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    scale_decoder_outputs: bool = False
+    add_output_bias: bool = flag(True, off="--disable-output-bias")
+    softmax_scale: float | None = flag(None, above=0)
+    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, needs=_UNBIASED)
+    qk_layernorm: bool = False
+    bert_binary_head: bool = flag(True, off="--bert-no-binary-head")
+    attention_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
+    hidden_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
+    init_method_std: float = flag(0.02, at_least=0)
+    init_method_xavier_uniform: bool = False
+    perform_initialization: bool = flag(True, off="--no-initialization")
+    use_flash_attn: bool = False
+    masked_softmax_fusion: bool = flag(True, needs=_PLAIN_SCORES)
+    apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
+    bias_dropout_fusion: bool = True
     no_persist_layer_norm: bool = flag(
-        False,
-        "Accepted for compatibility; no effect.",
-        notice="there is a single LayerNorm kernel, for rows of every length",
+        False, notice="there is a single LayerNorm kernel, for rows of every length"
     )
 
     @property
@@ -304,43 +216,25 @@ class ModelConfig(ModelOptions):
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
+# How weights start, how they are computed with, and how they are padded.
+_NOT_OF_THE_NETWORK = {
+    "make_vocab_size_divisible_by",
+    "onnx_safe",
+    "bias_gelu_fusion",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "init_method_xavier_uniform",
+    "perform_initialization",
+    "use_flash_attn",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "bias_dropout_fusion",
+    "no_persist_layer_norm",
+}
 # What gives the weights their shape and meaning: with other values it is another network.
-NETWORK_FIELDS = (
-    "architecture",
-    "num_layers",
-    "decoder_num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "rotary_percent",
-    "rotary_base",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "normalization",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "openai_gelu",
-    "squared_relu",
-    "relu",
-    "swiglu",
-    "geglu",
-    "untie_embeddings_and_output_weights",
-    "scale_decoder_outputs",
-    "add_output_bias",
-    "softmax_scale",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "bert_binary_head",
+NETWORK_FIELDS = tuple(
+    entry.name for entry in fields(ModelOptions) if entry.name not in _NOT_OF_THE_NETWORK
 )
 
 

@@ -23,98 +23,87 @@ _LOADS = Need(lambda run: run.checkpoint.load is not None, "without --load")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer."""
+    """Optimizer.
 
-    optimizer: str = flag("adam", "Optimizer (adam is AdamW).", choices=("adam", "sgd"))
-    weight_decay: float = flag(
-        0.01, "Weight decay. It is decoupled with adam and added to gradients with sgd.", at_least=0
-    )
-    start_weight_decay: float | None = flag(
-        None, "Weight decay at the start of the ramp.", at_least=0
-    )
-    end_weight_decay: float | None = flag(None, "Weight decay at the end of the ramp.", at_least=0)
-    weight_decay_incr_style: str = flag(
-        "constant", "Shape of the weight-decay ramp.", choices=("constant", "linear", "cosine")
-    )
-    clip_grad: float = flag(1.0, "Maximum global gradient norm. 0 disables clipping.", at_least=0)
-    adam_beta1: float = flag(
-        0.9, "Decay rate of Adam's first moment.", at_least=0, below=1, needs=_ADAM
-    )
-    adam_beta2: float = flag(
-        0.999, "Decay rate of Adam's second moment.", at_least=0, below=1, needs=_ADAM
-    )
-    adam_eps: float = flag(1e-8, "Constant added to Adam's denominator.", above=0, needs=_ADAM)
-    sgd_momentum: float = flag(0.9, "Momentum of --optimizer sgd.", at_least=0, below=1, needs=_SGD)
-    optimizer_cpu_offload: bool = flag(
-        False, "Keep fp32 weights and optimizer states in host memory and compute the update there."
-    )
+    Attributes:
+        optimizer: Optimizer (adam is AdamW).
+        weight_decay: Weight decay. It is decoupled with adam and added to gradients with sgd.
+        start_weight_decay: Weight decay at the start of the ramp.
+        end_weight_decay: Weight decay at the end of the ramp.
+        weight_decay_incr_style: Shape of the weight-decay ramp.
+        clip_grad: Maximum global gradient norm. 0 disables clipping.
+        adam_beta1: Decay rate of Adam's first moment.
+        adam_beta2: Decay rate of Adam's second moment.
+        adam_eps: Constant added to Adam's denominator.
+        sgd_momentum: Momentum of --optimizer sgd.
+        optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
+            update there.
+    """
+
+    optimizer: str = flag("adam", choices=("adam", "sgd"))
+    weight_decay: float = flag(0.01, at_least=0)
+    start_weight_decay: float | None = flag(None, at_least=0)
+    end_weight_decay: float | None = flag(None, at_least=0)
+    weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
+    clip_grad: float = flag(1.0, at_least=0)
+    adam_beta1: float = flag(0.9, at_least=0, below=1, needs=_ADAM)
+    adam_beta2: float = flag(0.999, at_least=0, below=1, needs=_ADAM)
+    adam_eps: float = flag(1e-8, above=0, needs=_ADAM)
+    sgd_momentum: float = flag(0.9, at_least=0, below=1, needs=_SGD)
+    optimizer_cpu_offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate."""
+    """Learning rate.
 
-    lr: float | None = flag(
-        None, "Peak learning rate.", is_common=True, required="required", at_least=0
-    )
+    Attributes:
+        lr: Peak learning rate.
+        lr_decay_style: Shape of the learning-rate decay.
+        lr_wsd_decay_style: With --lr-decay-style WSD (warm-up, stable, decay): shape of the decay
+            at the end.
+        lr_wsd_decay_iters: With --lr-decay-style WSD: length of the decay at the end.
+        lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
+        lr_decay_iters: Length of the decay. Default: the whole run.
+        lr_decay_samples: Length of the decay. Default: the whole run.
+        lr_warmup_fraction: Linear warm-up as a share of the decay length.
+        lr_warmup_iters: Linear warm-up.
+        lr_warmup_samples: Linear warm-up.
+        lr_warmup_init: Learning rate at the start of the warm-up.
+        min_lr: Minimum learning rate of the decay.
+        decoupled_lr: Peak learning rate of the word embeddings and the output layer. Default: --lr.
+        decoupled_min_lr: Minimum learning rate of the decay of --decoupled-lr. Default: --min-lr.
+        override_opt_param_scheduler: On resuming, take the learning-rate and weight-decay schedule
+            from the flags.
+        use_checkpoint_opt_param_scheduler: On resuming, take the learning-rate and weight-decay
+            schedule from the checkpoint.
+    """
+
+    lr: float | None = flag(None, required="required", at_least=0)
     lr_decay_style: str = flag(
         "linear",
-        "Shape of the learning-rate decay.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         is_common=True,
     )
     lr_wsd_decay_style: str = flag(
-        "exponential",
-        "With --lr-decay-style WSD (warm-up, stable, decay): shape of the decay at the end.",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None,
-        "With --lr-decay-style WSD: length of the decay at the end.",
-        unit="iterations",
-        at_least=1,
-    )
-    lr_wsd_decay_samples: int | None = flag(
-        None,
-        "With --lr-decay-style WSD: length of the decay at the end.",
-        unit="samples",
-        at_least=1,
-    )
-    lr_decay_iters: int | None = flag(
-        None, "Length of the decay. Default: the whole run.", unit="iterations", at_least=1
-    )
-    lr_decay_samples: int | None = flag(
-        None, "Length of the decay. Default: the whole run.", unit="samples", at_least=1
-    )
-    lr_warmup_fraction: float | None = flag(
-        None, "Linear warm-up as a share of the decay length.", unit="0 to 1", at_least=0, below=1
-    )
-    lr_warmup_iters: int = flag(0, "Linear warm-up.", unit="iterations", is_common=True, at_least=0)
-    lr_warmup_samples: int = flag(0, "Linear warm-up.", unit="samples", at_least=0)
-    lr_warmup_init: float = flag(
-        0.0, "Learning rate at the start of the warm-up.", at_least=0, needs=_WARMS_UP
-    )
-    min_lr: float = flag(0.0, "Minimum learning rate of the decay.", is_common=True, at_least=0)
-    decoupled_lr: float | None = flag(
-        None,
-        "Peak learning rate of the word embeddings and the output layer. Default: --lr.",
-        at_least=0,
-    )
-    decoupled_min_lr: float | None = flag(
-        None,
-        "Minimum learning rate of the decay of --decoupled-lr. Default: --min-lr.",
-        at_least=0,
-        needs=_DECOUPLED,
-    )
+    lr_wsd_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
+    lr_wsd_decay_samples: int | None = flag(None, unit="samples", at_least=1)
+    lr_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
+    lr_decay_samples: int | None = flag(None, unit="samples", at_least=1)
+    lr_warmup_fraction: float | None = flag(None, unit="0 to 1", at_least=0, below=1)
+    lr_warmup_iters: int = flag(0, unit="iterations", is_common=True, at_least=0)
+    lr_warmup_samples: int = flag(0, unit="samples", at_least=0)
+    lr_warmup_init: float = flag(0.0, at_least=0, needs=_WARMS_UP)
+    min_lr: float = flag(0.0, is_common=True, at_least=0)
+    decoupled_lr: float | None = flag(None, at_least=0)
+    decoupled_min_lr: float | None = flag(None, at_least=0, needs=_DECOUPLED)
     override_opt_param_scheduler: bool = flag(
-        False,
-        "On resuming, take the learning-rate and weight-decay schedule from the flags.",
-        names=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
-        needs=_LOADS,
+        False, names="--override-opt_param-scheduler --override-opt-param-scheduler", needs=_LOADS
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "On resuming, take the learning-rate and weight-decay schedule from the checkpoint.",
-        names=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        names="--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler",
         needs=_LOADS,
     )

@@ -216,7 +216,7 @@ def show_help(
         group = parser.add_argument_group("Used most")
         for section in sections().values():
             for field in fields_of(section):
-                if trains and field.info.is_common:
+                if trains and (field.info.is_common or field.info.required):
                     add_flag(group.add_argument, field)
                 elif not trains and field.name in _COMMON_WITH_A_MODEL:
                     info = dataclasses.replace(field.info, required="")
@@ -246,10 +246,8 @@ def build_parser(
             options: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS}
             parser.add_argument(flag.name, action="store_true", **options)
         else:
-            info = FlagInfo(
-                help=flag.reason, names=(flag.name,), choices=flag.choices, many=flag.many
-            )
-            field = Field(flag.name, flag.kind, True, flag.many, flag.default, info)
+            info = FlagInfo(names=flag.name, choices=flag.choices)
+            field = Field(flag.name, flag.kind, True, flag.many, flag.default, info, flag.reason)
             add_flag(parser.add_argument, field)
     return parser
 

@@ -21,118 +21,76 @@ _HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "without --fp
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Precision."""
+    """Precision.
 
-    fp16: bool = flag(False, "Use fp16 weights with a loss scale.")
-    bf16: bool = flag(False, "Use bf16 weights and accumulate gradients in fp32.", is_common=True)
-    loss_scale: float | None = flag(
-        None, "Fixed loss scale. Default: dynamic with fp16, otherwise 1.", above=0, needs=_HALF
-    )
-    initial_loss_scale: float = flag(
-        2.0**32, "Initial dynamic loss scale.", above=0, needs=_DYNAMIC_SCALE
-    )
-    min_loss_scale: float = flag(1.0, "Minimum dynamic loss scale.", above=0, needs=_DYNAMIC_SCALE)
-    loss_scale_window: float = flag(
-        1000.0,
-        "Iterations without overflow before the loss scale doubles.",
-        unit="iterations",
-        at_least=1,
-        needs=_DYNAMIC_SCALE,
-    )
-    hysteresis: int = flag(
-        2,
-        "Overflows before the loss scale halves.",
-        unit="iterations",
-        at_least=1,
-        needs=_DYNAMIC_SCALE,
-    )
-    fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
-    apply_query_key_layer_scaling: bool = flag(
-        True,
-        "Divide attention scores by the layer number and multiply back in fp32 to avoid overflow "
-        "in fp16. Fused attention always keeps scores in fp32.",
-        off="--no-query-key-layer-scaling",
-    )
-    attention_softmax_in_fp32: bool = flag(
-        False, "Compute the attention softmax in fp32 (fused attention always does)."
-    )
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "Accumulate and reduce gradients in fp32 (always on with --bf16)."
-    )
-    fp16_lm_cross_entropy: bool = flag(False, "Compute the loss in the model's 16-bit format.")
-    embedding_weights_in_fp32: bool = flag(
-        False,
-        "Use an fp32 copy of the word embeddings for look-ups, so that gradients of frequent "
-        "words are summed in fp32.",
-    )
-    fp8_format: str | None = flag(
-        None,
-        "FP8 training of the linear layers of attention and MLP: e4m3 everywhere, or hybrid with "
-        "e5m2 for gradients. The output head stays in 16 bits.",
-        choices=("e4m3", "hybrid"),
-    )
-    fp8_recipe: str = flag(
-        "tensorwise",
-        "How FP8 scales are chosen: per matrix (tensorwise) or per row (rowwise) from current "
-        "values, or per matrix from the values of earlier updates (delayed).",
-        choices=("tensorwise", "rowwise", "delayed"),
-    )
-    fp8_margin: int = flag(
-        0,
-        "With --fp8-recipe delayed, the margin by which scales stay below what the history allows.",
-        unit="powers of 2",
-        at_least=0,
-    )
-    fp8_interval: int = flag(
-        1,
-        "With --fp8-recipe delayed, iterations between updates of the scales.",
-        unit="iterations",
-        at_least=1,
-    )
-    fp8_amax_history_len: int = flag(
-        1,
-        "With --fp8-recipe delayed, the length of the history of each matrix's largest "
-        "magnitudes (Transformer Engine's own default is 1024).",
-        unit="iterations",
-        at_least=1,
-    )
-    fp8_amax_compute_algo: str = flag(
-        "most_recent",
-        "With --fp8-recipe delayed, scale by the latest magnitude in the history of "
-        "--fp8-amax-history-len (most_recent) or by the largest (max).",
-        choices=("most_recent", "max"),
-    )
-    fp8_wgrad: bool = flag(
-        True,
-        "Compute weight gradients in 8 bits too. Off: in 16 bits.",
-        off=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
-    )
-    fp8_param_gather: bool = flag(
-        False,
-        "Gather the updated weights of FP8 layers in 8 bits, which halves the traffic. They are "
-        "gathered in 16 bits only when something else reads them (a checkpoint, "
-        "--log-params-norm). Requires --fp8-format, and --use-distributed-optimizer or "
-        "--zero-stage 1 or 2.",
-    )
-    gradient_accumulation_fusion: bool = flag(
-        True,
-        "Add weight gradients to the fp32 buffer within the matrix product. Off: compute a "
-        "16-bit product and add it afterwards.",
-        off="--no-gradient-accumulation-fusion",
-    )
-    cross_entropy_loss_fusion: bool = flag(
-        True,
-        "Fuse the loss as chosen by --cross-entropy-fusion-impl. Off: use PyTorch's operations "
-        "on a few fp32 rows at a time.",
-        off="--no-cross-entropy-loss-fusion",
-    )
-    cross_entropy_fusion_impl: str = flag(
-        "native",
-        "Fused loss. native and te: one kernel each for forward and backward over the 16-bit "
-        "logits, which the gradient overwrites (Transformer Engine is not needed). linear: also "
-        "fuses the output product and its gradients, one chunk of logits at a time.",
-        choices=("native", "te", "linear"),
-    )
+    Attributes:
+        fp16: Use fp16 weights with a loss scale.
+        bf16: Use bf16 weights and accumulate gradients in fp32.
+        loss_scale: Fixed loss scale. Default: dynamic with fp16, otherwise 1.
+        initial_loss_scale: Initial dynamic loss scale.
+        min_loss_scale: Minimum dynamic loss scale.
+        loss_scale_window: Iterations without overflow before the loss scale doubles.
+        hysteresis: Overflows before the loss scale halves.
+        fp32_residual_connection: Keep the residual stream in fp32.
+        apply_query_key_layer_scaling: Divide attention scores by the layer number and multiply back
+            in fp32 to avoid overflow in fp16. Fused attention always keeps scores in fp32.
+        attention_softmax_in_fp32: Compute the attention softmax in fp32 (fused attention always
+            does).
+        accumulate_allreduce_grads_in_fp32: Accumulate and reduce gradients in fp32 (always on with
+            --bf16).
+        fp16_lm_cross_entropy: Compute the loss in the model's 16-bit format.
+        embedding_weights_in_fp32: Use an fp32 copy of the word embeddings for look-ups, so that
+            gradients of frequent words are summed in fp32.
+        fp8_format: FP8 training of the linear layers of attention and MLP: e4m3 everywhere, or
+            hybrid with e5m2 for gradients. The output head stays in 16 bits.
+        fp8_recipe: How FP8 scales are chosen: per matrix (tensorwise) or per row (rowwise) from
+            current values, or per matrix from the values of earlier updates (delayed).
+        fp8_margin: With --fp8-recipe delayed, the margin by which scales stay below what the
+            history allows.
+        fp8_interval: With --fp8-recipe delayed, iterations between updates of the scales.
+        fp8_amax_history_len: With --fp8-recipe delayed, the length of the history of each matrix's
+            largest magnitudes (Transformer Engine's own default is 1024).
+        fp8_amax_compute_algo: With --fp8-recipe delayed, scale by the latest magnitude in the
+            history of --fp8-amax-history-len (most_recent) or by the largest (max).
+        fp8_wgrad: Compute weight gradients in 8 bits too. Off: in 16 bits.
+        fp8_param_gather: Gather the updated weights of FP8 layers in 8 bits, which halves the
+            traffic. They are gathered in 16 bits only when something else reads them (a checkpoint,
+            --log-params-norm). Requires --fp8-format, and --use-distributed-optimizer or
+            --zero-stage 1 or 2.
+        gradient_accumulation_fusion: Add weight gradients to the fp32 buffer within the matrix
+            product. Off: compute a 16-bit product and add it afterwards.
+        cross_entropy_loss_fusion: Fuse the loss as chosen by --cross-entropy-fusion-impl. Off: use
+            PyTorch's operations on a few fp32 rows at a time.
+        cross_entropy_fusion_impl: Fused loss. native and te: one kernel each for forward and
+            backward over the 16-bit logits, which the gradient overwrites (Transformer Engine is
+            not needed). linear: also fuses the output product and its gradients, one chunk of
+            logits at a time.
+    """
+
+    fp16: bool = False
+    bf16: bool = flag(False, is_common=True)
+    loss_scale: float | None = flag(None, above=0, needs=_HALF)
+    initial_loss_scale: float = flag(2.0**32, above=0, needs=_DYNAMIC_SCALE)
+    min_loss_scale: float = flag(1.0, above=0, needs=_DYNAMIC_SCALE)
+    loss_scale_window: float = flag(1000.0, unit="iterations", at_least=1, needs=_DYNAMIC_SCALE)
+    hysteresis: int = flag(2, unit="iterations", at_least=1, needs=_DYNAMIC_SCALE)
+    fp32_residual_connection: bool = False
+    apply_query_key_layer_scaling: bool = flag(True, off="--no-query-key-layer-scaling")
+    attention_softmax_in_fp32: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = False
+    fp16_lm_cross_entropy: bool = False
+    embedding_weights_in_fp32: bool = False
+    fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
+    fp8_recipe: str = flag("tensorwise", choices=("tensorwise", "rowwise", "delayed"))
+    fp8_margin: int = flag(0, unit="powers of 2", at_least=0)
+    fp8_interval: int = flag(1, unit="iterations", at_least=1)
+    fp8_amax_history_len: int = flag(1, unit="iterations", at_least=1)
+    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
+    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad --disable-fp8-wgrad")
+    fp8_param_gather: bool = False
+    gradient_accumulation_fusion: bool = True
+    cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te", "linear"))
 
     @property
     def weight_dtype(self) -> torch.dtype:

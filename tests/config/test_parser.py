@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import pytest
 
-from megatron.config.arguments import add_flags, from_namespace
+from megatron.config.arguments import add_flags, from_namespace, title_of
 from megatron.config.data import TokenizerConfig
-from megatron.config.fields import fields_of, flag
+from megatron.config.fields import fields_of
 from megatron.config.parser import asks_for_mpi, parse_config
 from megatron.config.run import RunOptions, sections
 from megatron.errors import CheckpointError, ConfigError
@@ -118,7 +118,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
     words = " ".join(text.split())
     assert left.value.code == 0
     for section in sections().values():
-        assert f"\n{section.__doc__.rstrip('.')}:\n" in text
+        assert f"\n{title_of(section)}:\n" in text
         for field in fields_of(section):
             if not field.names:  # of the YAML file only
                 assert field.name not in text
@@ -197,10 +197,15 @@ def test_a_tool_says_what_was_expected(capsys: pytest.CaptureFixture[str]) -> No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TaskConfig:
-    """Task."""
+    """Task.
 
-    task: str | None = flag(None, "What to do.")
-    keep_last: bool = flag(False, "Keep the last batch.")
+    Attributes:
+        task: What to do.
+        keep_last: Keep the last batch.
+    """
+
+    task: str | None = None
+    keep_last: bool = False
 
 
 def test_a_program_may_add_flags() -> None:
