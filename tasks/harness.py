@@ -21,7 +21,7 @@ from megatron.config.run import RunOptions
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.inference.build import EngineOptions, engine_of
+from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.request import Event, Finished, Request, Sampling, Token
 from megatron.inference.score import Sample, Scorer
@@ -238,7 +238,7 @@ class Generator:
         self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
         self._tokenizer = loaded.tokenizer
         self._window = loaded.config.data.seq_length
-        self._engine = engine_of(
+        self._engine = build_engine(
             loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
         )
 

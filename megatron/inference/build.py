@@ -7,21 +7,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.inference.cache import CacheMemory
 from megatron.inference.engine import BatchEngine
 from megatron.inference.executor import DecodeGraphs, Executor
 from megatron.inference.load import Loaded
+from megatron.inference.request import EngineLimits
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.kernels.library import find_library
 from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention, describe_chunks
 from megatron.kernels.row_product import choose_row_product
-from megatron.models.gpt import GPTModel
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.layout import Axis
 from megatron.parallel.pipeline.p2p import PipelineChannel
 
 _CPU_CACHE_BYTES = 2**30
@@ -67,52 +66,15 @@ class EngineOptions:
             raise ConfigError(problems)
 
 
-def engine_of(
-    loaded: Loaded,
-    device: Device,
-    options: EngineOptions | None = None,
-    *,
-    copy: Axis | None = None,
-) -> BatchEngine:
-    """Return an engine for a checkpoint that `load_gpt` has read. Collective over its layout.
-
-    Args:
-        loaded: The checkpoint's model.
-        device: Device that the model is on.
-        options: Options of the engine. `None` uses the defaults.
-        copy: Ranks of this copy of the model, as for `build_engine`.
-    """
-    return build_engine(
-        loaded.model,
-        loaded.config,
-        loaded.layout,
-        device,
-        vocab_size=loaded.tokenizer.vocab_size,
-        options=options,
-        copy=copy,
-    )
-
-
 def build_engine(
-    model: GPTModel,
-    config: RunConfig,
-    layout: Layout,
-    device: Device,
-    *,
-    vocab_size: int,
-    options: EngineOptions | None = None,
-    copy: Axis | None = None,
+    loaded: Loaded, device: Device, options: EngineOptions, *, copy: Axis | None = None
 ) -> BatchEngine:
-    """Return an engine for a model in memory. Collective over `layout`.
+    """Return an engine for a model in memory. Collective over its layout.
 
     Args:
-        model: This process's part of the model, built in a `serving_context`.
-        config: Configuration that the model was built from.
-        layout: This process's tensor and pipeline ranks.
+        loaded: The model, built in a `serving_context`.
         device: Device that the model is on.
-        vocab_size: Number of vocabulary entries that can be chosen. Entries after these are
-            padding.
-        options: Options of the engine. `None` uses the defaults.
+        options: Options of the engine.
         copy: Ranks of this copy of the model, stage by stage, if there are several data-parallel
             copies. Each copy has an engine of its own. `None` means that all ranks hold a single
             copy.
@@ -120,96 +82,66 @@ def build_engine(
     Raises:
         ConfigError: No sequence fits in memory.
     """
-    options = options or EngineOptions()
+    layout, model, precision = loaded.layout, loaded.model.eval(), loaded.config.precision
     if copy is None:
         ranks = layout.tensor.size * layout.pipeline.size
         assert ranks == layout.world.size, "load.RULES: a single copy of the model"
         assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
     copy = copy or layout.world
-    where, dtype = device.torch_device, config.precision.weight_dtype
-    plan = model.plan
+    where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
     head_size = plan.attention.head_size
-    by_rows = choose_row_product(where) is not None
     library = find_library(where)
     paged = choose_paged_attention(library.library, head_size, dtype)
-    memory = _make_cache(model, options, paged, layout, device, dtype)
+    memory = _make_cache(loaded, options, paged, device)
     without = ""  # why there are no graphs
     if not options.graphs:
         without = "turned off"
-    elif not records_on(device):
+    elif not is_asynchronous(device):
         without = f"not available on {device.type}"
     elif not paged.can_capture:
         without = "the attention kernels cannot be recorded"
     elif copy.size > 1:
         without = f"the model is split over {copy.size} processes"
-    graphs = None
-    if not without:
-        graphs = DecodeGraphs(
-            model,
-            memory,
-            device,
-            max_sequences=options.max_sequences,
-            max_length=plan.positions,
-        )
-    stream_dtype = config.precision.stream_dtype
-    channel = PipelineChannel.create(layout, ring=False, device=where, dtype=stream_dtype, shape=())
-    executor = Executor(
-        model.eval(),
-        layout,
-        memory,
-        device,
-        lambda tokens: channel.with_shape((tokens, 1, plan.hidden)),
-        copy=copy,
-        graphs=graphs,
-        vocab_size=vocab_size,
+    graphs = None if without else DecodeGraphs(model, memory, device, options.max_sequences)
+    channel = PipelineChannel.create(
+        layout, ring=False, device=where, dtype=precision.stream_dtype, shape=()
     )
-    settings = SchedulerSettings(
-        blocks=memory.blocks,
-        block_size=options.block_size,
-        max_sequences=options.max_sequences,
-        max_tokens=options.max_step_tokens,
-    )
-    size, blocks = options.block_size, memory.blocks
-    tokens = f"{blocks * size:,} tokens, {blocks:,} blocks of {size}"
+    vocab_size, size = loaded.tokenizer.vocab_size, options.block_size
+    cache_tokens = memory.blocks * size
     each = " on rank 0" if copy.size > 1 else ""
+    in_gb = f"{memory.size_bytes / 1e9:.3g} GB{each}"
+    by_rows = choose_row_product(where) is not None
     chunks = describe_chunks(head_size, dtype, where)
     return BatchEngine(
-        executor,
-        settings,
-        vocab_size=vocab_size,
-        max_length=plan.positions,
+        Executor(model, layout, memory, device, channel, copy, graphs, vocab_size),
+        SchedulerSettings(memory.blocks, size, options.max_sequences, options.max_step_tokens),
+        EngineLimits(vocab_size, plan.positions, cache_tokens, options.max_sequences),
         seed=options.seed,
-        looks_ahead=queues_on(device),
+        looks_ahead=is_asynchronous(device),
         choices=[
             ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
             ("products", "cuBLASLt, independent of the batch" if by_rows else "PyTorch"),
             ("other kernels", str(library)),
             ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
-            ("cache", f"{tokens}: {memory.size_bytes / 1e9:.3g} GB{each}"),
+            ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {in_gb}"),
             ("batch", f"up to {options.max_sequences:,} sequences"),
         ],
     )
 
 
-def queues_on(device: Device) -> bool:
-    """Return whether the device computes while this process prepares more work."""
-    return device.is_gpu
+def is_asynchronous(device: Device) -> bool:
+    """Return whether the device computes while this process prepares more work.
 
-
-def records_on(device: Device) -> bool:
-    """Return whether the device can record kernels and run them again."""
+    Such a device can also record its work and run it again.
+    """
     return device.is_gpu
 
 
 def _make_cache(
-    model: GPTModel,
-    options: EngineOptions,
-    paged: PagedAttention,
-    layout: Layout,
-    device: Device,
-    dtype: torch.dtype,
+    loaded: Loaded, options: EngineOptions, paged: PagedAttention, device: Device
 ) -> CacheMemory:
     """Return a cache with as many blocks as every rank has memory for. Collective."""
+    model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes = {}  # number of KV heads in this process, and channels of each, by layer
     for index in model.part.layers:
         mixer = model.plan.layers[index].mixer
@@ -229,11 +161,4 @@ def _make_cache(
             f"the KV cache has room for {tokens} tokens, less than one block of "
             f"{options.block_size}: give it more memory, or split the model over more GPUs"
         )
-    return CacheMemory(
-        shapes,
-        paged,
-        blocks=count,
-        block_size=options.block_size,
-        device=device.torch_device,
-        dtype=dtype,
-    )
+    return CacheMemory(shapes, paged, count, options.block_size, device.torch_device, dtype)

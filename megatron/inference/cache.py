@@ -109,7 +109,6 @@ class CacheMemory:
         self,
         shapes: Mapping[int, tuple[int, int]],
         paged: PagedAttention,
-        *,
         blocks: int,
         block_size: int,
         device: torch.device,

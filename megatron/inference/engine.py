@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.command import PanelRow
 from megatron.inference.answers import Answer, BeamAnswer, PlainAnswer
-from megatron.inference.executor import Executor, StepUnderWay, WantedLogits
+from megatron.inference.executor import Executor, WantedLogits
 from megatron.inference.request import (
     EngineLimits,
     Event,
@@ -27,16 +28,23 @@ from megatron.inference.request import (
     Stats,
     Token,
 )
+from megatron.inference.sampling import Chosen
 from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step under way, and the number of results that each of its rows will have."""
+    """A step under way.
+
+    Attributes:
+        plan: The step.
+        counts: Number of results that each of its rows will have.
+        wait: Waits for the device, and returns the results.
+    """
 
     plan: StepPlan
     counts: list[int]
-    step: StepUnderWay
+    wait: Callable[[], list[Chosen]]
 
 
 class BatchEngine:
@@ -45,45 +53,37 @@ class BatchEngine:
     All ranks make the same calls in the same order.
 
     Attributes:
-        choices: Names and descriptions of what it runs on, for the start-up panel.
         limits: Limits of the requests that `add` accepts.
+        choices: Names and descriptions of what it runs on, for the start-up panel.
     """
 
     def __init__(
         self,
         executor: Executor,
         settings: SchedulerSettings,
+        limits: EngineLimits,
         *,
-        vocab_size: int,
-        max_length: int,
-        seed: int = 0,
-        looks_ahead: bool = False,
-        choices: Sequence[tuple[str, str]] = (),
+        seed: int,
+        looks_ahead: bool,
+        choices: Sequence[PanelRow],
     ) -> None:
         """Start without requests.
 
         Args:
             executor: Executor that runs the model.
             settings: Sizes of steps and of the cache.
-            vocab_size: Number of vocabulary entries that can be chosen.
-            max_length: Largest number of tokens in a prompt and its answer together, which the
-                model's positions set.
+            limits: Limits of the requests to accept.
             seed: Seed for requests that have none of their own.
             looks_ahead: Whether to queue a step before the previous step's results are read.
             choices: Rows for the start-up panel.
         """
+        self.limits = limits
         self.choices = tuple(choices)
         self._executor = executor
         self._looks_ahead = looks_ahead
         self._flight: _Flight | None = None
         self._scheduler = Scheduler(settings)
         self._seed = seed
-        self.limits = EngineLimits(
-            vocab_size=vocab_size,
-            max_length=max_length,
-            cache_tokens=settings.blocks * settings.block_size,
-            max_beams=settings.max_sequences,
-        )
         self._answers: dict[str, Answer] = {}
         # Beam searches run one after another: the beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
@@ -170,9 +170,9 @@ class BatchEngine:
             for index, row_choices in enumerate(choices)
             for place, choice in row_choices
         ]
-        step = self._executor.begin(plan, wanted)
+        wait = self._executor.begin(plan, wanted)
         self._scheduler.begun(plan)
-        return _Flight(plan, [len(row_choices) for row_choices in choices], step)
+        return _Flight(plan, [len(row_choices) for row_choices in choices], wait)
 
     def _expects(self, flight: _Flight) -> bool:
         """Return whether the next step can be planned already.
@@ -192,7 +192,7 @@ class BatchEngine:
 
     def _land(self, flight: _Flight) -> list[Event]:
         """Hand a step's results to their answers, and return the events to report."""
-        chosen = iter(flight.step.wait())
+        chosen = iter(flight.wait())
         self._scheduler.done(flight.plan)
         events: list[Event] = []
         for row, count in zip(flight.plan, flight.counts, strict=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.device import Device, Reading
+from megatron.device import Device
 from megatron.inference.cache import CacheMemory, StepCache
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import UNKNOWN, Row, Sequence, StepPlan
@@ -51,67 +52,41 @@ class WantedLogits(NamedTuple):
     choice: Choice
 
 
-class StepUnderWay(NamedTuple):
-    """A step under way.
+@dataclass
+class Executor:
+    """The part of each step that this process computes.
 
     Attributes:
-        reading: Result of `sampling.choose` on its way from the device, or `None` if the step
-            chooses nothing.
-        choices: What to choose for each row of the result.
+        model: This process's part of the model, in evaluation mode.
+        layout: This process's place in the parallel layout.
+        memory: The cache for the part's layers.
+        device: Device of the model and the cache.
+        channel: Connection to the neighboring stages.
+        copy: Ranks of the model's copy that this process is part of, stage by stage.
+        graphs: Recordings of steps in which every sequence adds one token. `None` runs them like
+            any other step.
+        vocab_size: Number of vocabulary entries that can be chosen. Entries after these are
+            padding.
     """
 
-    reading: Reading | None
-    choices: Many[Choice]
+    model: GPTModel
+    layout: Layout
+    memory: CacheMemory
+    device: Device
+    channel: PipelineChannel
+    copy: Axis
+    graphs: DecodeGraphs | None
+    vocab_size: int
 
-    def wait(self) -> list[Chosen]:
-        """Wait until the device has finished, and return what was chosen."""
-        return [] if self.reading is None else unpack(self.reading.wait(), self.choices)
-
-
-class Executor:
-    """The part of each step that this process computes."""
-
-    def __init__(
-        self,
-        model: GPTModel,
-        layout: Layout,
-        memory: CacheMemory,
-        device: Device,
-        channel: Callable[[int], PipelineChannel],
-        *,
-        copy: Axis,
-        graphs: DecodeGraphs | None = None,
-        vocab_size: int,
-    ) -> None:
-        """Join the parts.
-
-        Args:
-            model: This process's part of the model, in evaluation mode.
-            layout: This process's place in the parallel layout.
-            memory: The cache for the part's layers.
-            device: Device of the model and the cache.
-            channel: Returns the channel to the neighboring stages for a number of tokens.
-            copy: Ranks of the model's copy that this process is part of, stage by stage.
-            graphs: Recordings of steps in which every sequence adds one token. `None` runs them
-                like any other step.
-            vocab_size: Number of vocabulary entries that can be chosen. Entries after these are
-                padding.
-        """
-        self._model = model
-        self._layout = layout
-        self._memory = memory
-        self._device = device
-        self._channel = channel
-        self._copy = copy
-        self._graphs = graphs
-        self._vocab_size = vocab_size
+    def __post_init__(self) -> None:
+        """Start without a step."""
         self._arrays: WeakKeyDictionary[Sequence, tuple[tuple[int, ...], Integers]]
         self._arrays = WeakKeyDictionary()
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
         self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
 
     @torch.no_grad()
-    def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> StepUnderWay:
+    def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> Callable[[], list[Chosen]]:
         """Queue the work of a plan. Collective.
 
         Its tokens may be `UNKNOWN` if the previous step chooses them: they then pass from step to
@@ -120,27 +95,28 @@ class Executor:
         Args:
             plan: The step to compute.
             wanted: The tokens whose logits are needed.
+
+        Returns:
+            A function that waits for the device, and returns what was chosen for each of `wanted`.
         """
-        logits = None
+        blocks, logits = [self._blocks(row) for row in plan], None
         # Every sequence adds one token and chooses the next.
-        if self._graphs is not None and len(wanted) == len(plan) and plan[-1].goes_on:
-            blocks = [self._blocks(row) for row in plan]
-            logits = self._graphs.run(plan, blocks, self._sources(plan), self._chosen)
+        if self.graphs is not None and len(wanted) == len(plan) and plan[-1].goes_on:
+            logits = self.graphs.run(plan, blocks, self._sources(plan), self._chosen)
         if logits is None:
-            logits = self._through_stages(*self._inputs(plan, wanted))
+            logits = self._through_stages(*self._inputs(plan, blocks, wanted))
         if not wanted:
-            return StepUnderWay(None, [])
+            return list
         choices = [each.choice for each in wanted]
-        if self._layout.pipeline.is_last:
-            logits = gather_to(logits[0], self._layout.tensor)[:, : self._vocab_size]
+        if self.layout.pipeline.is_last:
+            logits = gather_to(logits[0], self.layout.tensor)[:, : self.vocab_size]
             result = choose(logits, choices)
         else:
-            width = result_width(choices)
-            device = self._device.torch_device
-            result = torch.empty(len(choices), width, dtype=torch.float64, device=device)
-        copy = self._copy
+            shape, device = (len(choices), result_width(choices)), self.device.torch_device
+            result = torch.empty(shape, dtype=torch.float64, device=device)
+        copy = self.copy
         if copy.size > 1:  # all use the result of the last stage's first rank, so that none differs
-            source = copy.ranks[copy.size - self._layout.tensor.size]
+            source = copy.ranks[copy.size - self.layout.tensor.size]
             work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
             copy.transfer("broadcast", work).wait()
         # The next step reads the tokens chosen now from here, at most one for each sequence. Prompt
@@ -148,20 +124,21 @@ class Executor:
         tokens = result[:, 0]
         nexts = [i for i, choice in enumerate(choices) if choice.target is None]
         if len(nexts) < len(wanted):
-            tokens = tokens[self._tensor(np.array(nexts, dtype=np.int64))]
+            tokens = tokens[self.device.send(np.array(nexts, dtype=np.int64))]
         self._chosen = tokens.long().clamp(min=0)  # a negative "token" ends its request
         self._places = {plan[wanted[i].row].sequence: place for place, i in enumerate(nexts)}
-        return StepUnderWay(self._device.read(result.flatten()), choices)
+        reading = self.device.read(result.flatten())
+        return lambda: unpack(reading.wait(), choices)
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Return this stage's hidden states [s, 1, h], or on the last stage logits [1, k, v/t]."""
-        pipeline, hidden = self._layout.pipeline, None
-        channel = self._channel(tokens.shape[1])
+        pipeline, hidden = self.layout.pipeline, None
+        channel = self.channel.with_shape((tokens.shape[1], 1, self.model.plan.hidden))
         if not pipeline.is_first:
             receive = Operation("receive_activation", 0, 0, pipeline.rank - 1)
             channel.post_receive(receive)
             hidden = channel.receive(receive)
-        result = self._model(tokens, hidden=hidden, cache=cache)
+        result = self.model(tokens, hidden=hidden, cache=cache)
         assert isinstance(result, Tensor)
         if not pipeline.is_last:
             channel.send(Operation("send_activation", 0, 0, pipeline.rank + 1), result)
@@ -172,55 +149,49 @@ class Executor:
         """Return the index in `_chosen` of each row's last token, or -1 if the token is known."""
         return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
 
-    def _inputs(self, plan: StepPlan, wanted: Many[WantedLogits]) -> tuple[Tensor, StepCache]:
+    def _inputs(
+        self, plan: StepPlan, blocks: Many[Integers], wanted: Many[WantedLogits]
+    ) -> tuple[Tensor, StepCache]:
         """Return the token ids [1, s], and the step's view of the cache."""
-        size = self._memory.block_size
+        send = self.device.send
         firsts = np.cumsum([0] + [row.size for row in plan])
-        blocks = [self._blocks(row) for row in plan]
         places = [np.arange(row.start, row.start + row.size) for row in plan]
-        slots = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
         count = sum(row.goes_on for row in plan)  # these come first
         outputs = [firsts[each.row] + each.place for each in wanted]
         cache = StepCache(
-            memory=self._memory,
-            positions=self._tensor(np.concatenate(places)),
-            slots=self._tensor(np.concatenate(slots)),
-            outputs=self._tensor(np.array(outputs, dtype=np.int64)),
-            singles=self._singles(plan[:count], blocks) if count else None,
+            memory=self.memory,
+            positions=send(np.concatenate(places)),
+            slots=self._slots(blocks, places),
+            outputs=send(np.array(outputs, dtype=np.int64)),
+            singles=self._singles(plan[:count], blocks[:count]) if count else None,
             chunks=self._chunks(plan[count:], blocks[count:]) if count < len(plan) else None,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
-        tokens = self._tensor(known)
+        tokens = send(known)
         unknown = np.flatnonzero(known == UNKNOWN)
         if len(unknown):
             sources = [source for source in self._sources(plan) if source >= 0]
-            tokens[self._tensor(unknown)] = self._chosen[self._tensor(np.array(sources))]
+            tokens[send(unknown)] = self._chosen[send(np.array(sources))]
         return tokens.unsqueeze(0), cache
 
     def _singles(self, rows: StepPlan, blocks: Many[Integers]) -> Singles:
         lengths = np.array([row.start + 1 for row in rows], dtype=np.int32)
-        longest = max(len(row.blocks) for row in rows)
-        tables = np.zeros((len(rows), longest), dtype=np.int32)
-        for table, row_blocks in zip(tables, blocks, strict=False):
-            table[: len(row_blocks)] = row_blocks
-        return Singles(
-            tables=self._tensor(tables),
-            lengths=self._tensor(lengths),
-            longest=int(lengths.max()),
-            block_size=self._memory.block_size,
-        )
+        send, longest = self.device.send, int(lengths.max())
+        return Singles(send(_tables(blocks)), send(lengths), longest, self.memory.block_size)
 
     def _chunks(self, rows: StepPlan, blocks: Many[Integers]) -> Chunks:
-        slots = None
-        if any(row.start for row in rows):
-            size = self._memory.block_size
-            places = [np.arange(row.start + row.size) for row in rows]
-            parts = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
-            slots = self._tensor(np.concatenate(parts))
         starts = tuple(row.start for row in rows)
         sizes = tuple(row.size for row in rows)
-        ends = np.cumsum([[0, *sizes], [0, *map(add, starts, sizes)]], axis=1, dtype=np.int32)
-        return Chunks(starts, sizes, self._tensor(ends), slots)
+        lengths = tuple(map(add, starts, sizes))
+        slots = self._slots(blocks, [*map(np.arange, lengths)]) if any(starts) else None
+        ends = np.cumsum([[0, *sizes], [0, *lengths]], axis=1, dtype=np.int32)
+        return Chunks(starts, sizes, self.device.send(ends), slots)
+
+    def _slots(self, blocks: Many[Integers], places: Many[Integers]) -> Tensor:
+        """Return the slots of tokens, given each sequence's blocks and its tokens' positions."""
+        size = self.memory.block_size
+        parts = [b[p // size] * size + p % size for b, p in zip(blocks, places, strict=True)]
+        return self.device.send(np.concatenate(parts))
 
     def _blocks(self, row: Row) -> Integers:
         """Return the row's blocks as an array, which is made again only when they change."""
@@ -229,12 +200,13 @@ class Executor:
             known = self._arrays[row.sequence] = (row.blocks, np.array(row.blocks, dtype=np.int64))
         return known[1]
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return self._device.send(array)
 
-
-def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:
-    return blocks[places // block_size] * block_size + places % block_size
+def _tables(blocks: Many[Integers]) -> NDArray[np.int32]:
+    """Return the sequences' blocks as the rows of a matrix, with zeros behind them."""
+    tables = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
+    for table, row_blocks in zip(tables, blocks, strict=True):
+        table[: len(row_blocks)] = row_blocks
+    return tables
 
 
 def row_counts(most: int) -> list[int]:
@@ -264,13 +236,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        model: GPTModel,
-        memory: CacheMemory,
-        device: Device,
-        *,
-        max_sequences: int,
-        max_length: int,
+        self, model: GPTModel, memory: CacheMemory, device: Device, max_sequences: int
     ) -> None:
         """Allocate the input memory.
 
@@ -279,18 +245,17 @@ class DecodeGraphs:
             memory: The cache, with attention that can be recorded.
             device: Device of the model and the cache.
             max_sequences: Largest number of sequences in a step.
-            max_length: Largest number of tokens in a sequence.
         """
         self._model, self._memory, self._device = model, memory, device
         self._record = device.recorder()
         self._counts = row_counts(max_sequences)
-        self._lengths = lengths_to_record(max_length)
+        self._lengths = lengths_to_record(model.plan.positions)
         self._recordings: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._works = True
         # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token.
         self._inputs = torch.zeros(5, max_sequences, dtype=torch.int64, device=device.torch_device)
         self._chosen = torch.zeros_like(self._inputs[0])
-        width = -(-max_length // memory.block_size)
+        width = -(-model.plan.positions // memory.block_size)
         self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
         self._in_tables: list[tuple[int, ...] | None] = [None] * max_sequences
 
@@ -334,12 +299,7 @@ class DecodeGraphs:
             positions=positions,
             slots=slots,
             outputs=torch.arange(count, device=tokens.device),
-            singles=Singles(
-                tables=self._tables[:count],
-                lengths=lengths.int(),
-                longest=longest,
-                block_size=self._memory.block_size,
-            ),
+            singles=Singles(self._tables[:count], lengths.int(), longest, self._memory.block_size),
             chunks=None,
         )
         return self._model(tokens.unsqueeze(0), cache=cache)
@@ -349,24 +309,19 @@ class DecodeGraphs:
     ) -> None:
         """Copy the step's tokens and tables into the input memory."""
         size, used = self._memory.block_size, len(plan)
+        tokens = [row.tokens[0] for row in plan]
         starts = np.fromiter((row.start for row in plan), np.int64, used)
         last = np.fromiter((array[-1] for array in blocks), np.int64, used)
-        inputs = np.empty((5, count), np.int64)
-        inputs[:, used:] = np.array([[0], [-1], [0], [self._memory.spare_slot], [0]])
-        inputs[0, :used] = np.fromiter((row.tokens[0] for row in plan), np.int64, used)
-        inputs[1, :used] = sources
-        inputs[2, :used] = starts
-        inputs[3, :used] = last * size + starts % size
-        inputs[4, :used] = starts + 1
+        empty_row = np.array([[0], [-1], [0], [self._memory.spare_slot], [0]])
+        inputs = np.repeat(empty_row, count, axis=1)
+        inputs[:, :used] = tokens, sources, starts, last * size + starts % size, starts + 1
         self._inputs[:, :count] = self._device.send(inputs)
         # Copy only the tables that have changed.
         changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]
         if not changed:
             return
-        longest = max(len(blocks[i]) for i in changed)
-        tables = np.zeros((len(changed), longest), np.int32)
-        for table, i in zip(tables, changed, strict=True):
-            table[: len(blocks[i])] = blocks[i]
+        for i in changed:
             self._in_tables[i] = plan[i].blocks
+        tables = self._device.send(_tables([blocks[i] for i in changed]))
         rows = self._device.send(np.array(changed))
-        self._tables[:, :longest].index_copy_(0, rows, self._device.send(tables))
+        self._tables[:, : tables.shape[1]].index_copy_(0, rows, tables)

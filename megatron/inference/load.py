@@ -58,7 +58,6 @@ class Loaded:
         config: The run's configuration, without settings that only training needs (`saved_config`).
         iteration: Number of training steps taken.
         layout: This process's place in the parallel layout.
-        padded_vocab_size: Rows of the word embeddings over all tensor ranks.
     """
 
     model: GPTModel
@@ -66,7 +65,6 @@ class Loaded:
     config: RunConfig
     iteration: int
     layout: Layout
-    padded_vocab_size: int
 
 
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
@@ -133,7 +131,7 @@ def load_gpt(
     # In a pipeline no rank holds every parameter.
     whole = () if layout.pipeline.size > 1 else ("model.",)
     restore(reader, model_state([model]), prefixes=whole, cast=True)
-    return Loaded(model.eval(), tokenizer, config, reader.iteration, layout, rows)
+    return Loaded(model.eval(), tokenizer, config, reader.iteration, layout)
 
 
 def open_existing(

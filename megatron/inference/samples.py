@@ -20,7 +20,7 @@ from megatron.config.generation import SamplesConfig, find_sample_notices, sampl
 from megatron.data.text_input import load_line
 from megatron.durable import replace_file, storage_errors
 from megatron.errors import EXIT_OK, DataError, StorageError, UserError, say_on_stderr
-from megatron.inference.build import EngineOptions, engine_of
+from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.load import Loaded, engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
@@ -77,7 +77,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     with processes(parsed.config, launch) as (device, layout):
         assert parsed.config.checkpoint.load is not None
         loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
-        engine = engine_of(loaded, device, options)
+        engine = build_engine(loaded, device, options)
         if layout.world.rank:
             serve(engine, None, layout.world, device=device.torch_device)
             return EXIT_OK

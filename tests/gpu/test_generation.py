@@ -12,12 +12,13 @@ from megatron.config import parse_config
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
-from megatron.inference.load import serving_context
+from megatron.inference.load import Loaded, serving_context
 from megatron.inference.request import Event, Finished, Request, Sampling
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
+from megatron.tokenizer import build_tokenizer
 from tests.inference.toy import drain, greedy, prompts, tokens_of
 
 DEVICE = Device.pick()
@@ -50,14 +51,15 @@ def model() -> GPTModel:
 
 def engine(options: EngineOptions) -> BatchEngine:
     config = parse_config(FLAGS, world_size=1).config
-    return build_engine(model(), config, Layout.single(), DEVICE, vocab_size=VOCAB, options=options)
+    tokenizer = build_tokenizer(config.tokenizer)
+    return build_engine(Loaded(model(), tokenizer, config, 0, Layout.single()), DEVICE, options)
 
 
 def test_recorded_steps_say_what_others_say() -> None:
     """To the bit, though a recording has more rows."""
     recorded = engine(OPTIONS)
     found = drain(recorded, ASKED)
-    graphs = recorded._executor._graphs  # type: ignore[attr-defined]
+    graphs = recorded._executor.graphs
     assert graphs is not None
     assert graphs._recordings
     assert found == drain(engine(replace(OPTIONS, graphs=False)), ASKED)

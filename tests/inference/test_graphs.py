@@ -26,14 +26,11 @@ def engine_with(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: EngineOptions = OPTIONS,
-    *,
-    looks_ahead: bool = False,
 ) -> BatchEngine:
     """An engine on the CPU whose recordings are made by `record`."""
     monkeypatch.setattr(PagedAttention, "can_capture", True)
     monkeypatch.setattr(build.Device, "recorder", lambda self: record)
-    monkeypatch.setattr(build, "records_on", lambda device: True)
-    return toy_engine(folder, options, looks_ahead=looks_ahead)
+    return toy_engine(folder, options, looks_ahead=True)
 
 
 def test_steps_run_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +73,7 @@ def test_a_token_behind_many_scores_of_a_prompt_is_found(
         Request("other", (3, 4), greedy(5)),
     ]
     expected = drain(toy_engine(folder, options), requests)
-    engine = engine_with(lambda work: work, folder, monkeypatch, options, looks_ahead=True)
-    found = drain(engine, requests)
+    found = drain(engine_with(lambda work: work, folder, monkeypatch, options), requests)
     assert {key: tokens_of(events) for key, events in found.items()} == {
         key: tokens_of(events) for key, events in expected.items()
     }

@@ -62,7 +62,7 @@ def test_a_vocabulary_gets_rows_that_every_rank_has_in_eights(tmp_path):
 
 
 def _rows(layout, folder):
-    return load_gpt(folder, Device.cpu(), layout).padded_vocab_size
+    return load_gpt(folder, Device.cpu(), layout).model.plan.embedding.vocabulary
 
 
 def test_a_layout_that_the_network_does_not_divide_over_is_refused(saved):

@@ -123,7 +123,7 @@ def test_scores_that_are_not_finite_end_the_request(folder: Path) -> None:
     engine = toy_engine(folder)
     (word,) = (
         parameter
-        for name, parameter in engine._executor._model.named_parameters()  # type: ignore[attr-defined]
+        for name, parameter in engine._executor.model.named_parameters()
         if name == "embedding.word.weight"
     )
     word.data[7] = float("nan")

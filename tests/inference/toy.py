@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,6 +23,7 @@ from megatron.device import Device
 from megatron.inference import build
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
+from megatron.inference.load import Loaded
 from megatron.inference.request import Event, Finished, Prompt, Request, Sampling, Token
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
@@ -52,10 +55,10 @@ def toy_engine(
     rows = -(-reader.vocab // layout.tensor.size) * layout.tensor.size
     model = build_model(GPTModel, config, run_context(config, layout, Device.cpu()), rows, part)
     restore(PaddedReader(reader, rows=rows, entries=reader.vocab), model_state([model]))
-    with patch.object(build, "queues_on", lambda device: looks_ahead):
-        return build_engine(
-            model, config, layout, Device.cpu(), vocab_size=reader.vocab, options=options
-        )
+    tokenizer: Any = SimpleNamespace(vocab_size=reader.vocab)
+    loaded = Loaded(model, tokenizer, config, 0, layout)  # type: ignore[arg-type]
+    with patch.object(build, "is_asynchronous", lambda device: looks_ahead):
+        return build_engine(loaded, Device.cpu(), options)
 
 
 def drain(engine: BatchEngine, requests: Sequence[Request] = ()) -> dict[str, list[Event]]:

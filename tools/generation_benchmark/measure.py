@@ -12,12 +12,12 @@ from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
-from megatron.inference.load import serving_context
+from megatron.inference.load import Loaded, serving_context
 from megatron.inference.request import Request, Sampling, Token
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
-from megatron.tokenizer import padded_vocabulary
+from megatron.tokenizer import build_tokenizer, padded_vocabulary
 from tools.generation_benchmark.report import Decoding
 
 _BLOCK = 16
@@ -111,14 +111,9 @@ class Subject:
             max_step_tokens=_step_tokens(sequences),
             cache_tokens=tokens,
         )
-        return build_engine(
-            self._model,
-            self._config,
-            Layout.single(),
-            self._device,
-            vocab_size=self._vocab,
-            options=options,
-        )
+        tokenizer = build_tokenizer(self._config.tokenizer)
+        loaded = Loaded(self._model, tokenizer, self._config, 0, Layout.single())
+        return build_engine(loaded, self._device, options)
 
     def _request(self, number: int, prompt: int, new: int) -> Request:
         chance = random.Random(number * 1000 + new)  # so that all prompts differ

@@ -21,7 +21,7 @@ from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_C
 from megatron.command import PanelRow, format_panel, say
 from megatron.config.generation import ServerConfig, server_problems
 from megatron.errors import EXIT_OK, ConfigError, UserError
-from megatron.inference.build import EngineOptions, engine_of
+from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.load import Loaded, engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
@@ -73,7 +73,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         def load() -> tuple[Loaded, BatchEngine]:
             assert parsed.config.checkpoint.load is not None
             loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
-            return loaded, engine_of(loaded, device, options)
+            return loaded, build_engine(loaded, device, options)
 
         if listener is None:
             _, engine = load()
