@@ -11,12 +11,13 @@ share the work of the update, each owns an equal part of every bucket, its shard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from itertools import groupby, pairwise
+from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 256  # of every tensor's start: whole vector loads and cache lines
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
@@ -41,9 +42,9 @@ class Span:
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Span(start, end) if start < end else None
 
-    def within(self, outer: Span) -> slice:
-        """Return the slice that selects this span from a tensor that holds `outer`."""
-        return slice(self.start - outer.start, self.end - outer.start)
+    def of(self, flat: Tensor) -> Tensor:
+        """Return these elements of a 1-D tensor, sharing its memory."""
+        return flat[self.start : self.end]
 
     def relative_to(self, outer: Span) -> Span:
         """Return the same elements counted from the start of `outer`."""
@@ -54,6 +55,21 @@ class Span:
         size = self.size // shards
         assert size * shards == self.size, f"{self} does not divide into {shards}"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)
+
+
+def runs(
+    members: Iterable[tuple[nn.Parameter, Span]], select: Callable[[nn.Parameter], bool]
+) -> Iterator[Span]:
+    """Yield the fewest spans that hold all selected parameters and none of the others.
+
+    Args:
+        members: Parameters with their slots, in the order of the slots.
+        select: Returns whether to include a parameter.
+    """
+    for is_selected, group in groupby(members, key=lambda member: select(member[0])):
+        slots = [slot for _, slot in group]
+        if is_selected:
+            yield Span(slots[0].start, slots[-1].end)
 
 
 @dataclass(frozen=True)
@@ -115,19 +131,15 @@ class PlannedParameter:
 class Bucket:
     """Neighboring parameters that are communicated as one message.
 
-    span: All elements of the bucket, padding included.
+    Attributes:
+        span: All elements of the bucket, padding included.
         members: Its parameters in the order of their slots.
         waves: For stage 2, the operations that each add to all of its gradients.
-        has_forced_end: The bucket ends here whatever its size, because the next parameter belongs
-            to another wave, or one of the two is tied or too large to share a bucket with small
-            ones.
-            wave, or one of the two is tied, or too large to share a bucket with small ones.
     """
 
     span: Span
     members: tuple[PlannedParameter, ...]
     waves: tuple[Hashable, ...] = (None,)
-    has_forced_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,14 +173,6 @@ class FlatPlan:
         return (member for bucket in self.buckets for member in bucket.members)
 
 
-class ParameterPlace(NamedTuple):
-    """A parameter's location in a plan: the numbers of its buffer and bucket, and its slot."""
-
-    flat: int
-    bucket: int
-    slot: Span
-
-
 @dataclass(frozen=True)
 class BucketPlan:
     """The flat buffers, their buckets, and the order in which all processes send these.
@@ -182,27 +186,6 @@ class BucketPlan:
     zero_stage: int
     flats: tuple[FlatPlan, ...]
     order: tuple[tuple[int, int], ...]
-
-    def find(self, name: str) -> ParameterPlace:
-        """Return the location of a parameter.
-
-        Raises:
-            KeyError: the plan has no such parameter.
-        """
-        for i, flat in enumerate(self.flats):
-            for j, bucket in enumerate(flat.buckets):
-                for member in bucket.members:
-                    if member.traits.name == name:
-                        return ParameterPlace(i, j, member.slot)
-        raise KeyError(name)
-
-    def owner(self, name: str) -> tuple[int, ...]:
-        """Return the ranks, along its replica axis, that update some part of a parameter."""
-        flat, bucket, slot = self.find(name)
-        shards, span = self.flats[flat].replicas, self.flats[flat].buckets[bucket].span
-        if self.zero_stage == 0:
-            return tuple(range(shards))
-        return tuple(r for r in range(shards) if slot.intersect(span.shard(r, shards)))
 
     def __str__(self) -> str:
         """Return the plan as a table, one line per bucket, in sending order."""
@@ -277,7 +260,6 @@ def plan_buckets(
                 span,
                 tuple(PlannedParameter(members[i], slot) for i, slot in places),
                 members[places[0][0]].waves if stage == 2 else (None,),
-                max(i for i, _ in places) in forced,
             )
             for span, places in lay_out(
                 [p.elements for p in members],

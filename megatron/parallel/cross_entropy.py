@@ -200,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.slot is None:
             weight_grad = (weight_sum * factor).to(ctx.dtype)
         else:
-            with ctx.slot.open() as (into, accumulate):
+            with ctx.slot() as (into, accumulate):
                 if accumulate:
                     into.addcmul_(weight_sum, factor)
                 else:

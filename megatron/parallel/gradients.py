@@ -31,14 +31,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.buckets import Bucket, BucketPlan, FlatPlan, ParameterTraits, Span
+from megatron.parallel.buckets import Bucket, BucketPlan, FlatPlan, ParameterTraits, Span, runs
 from megatron.parallel.collectives import (
     Pending,
     add_over_ranks,
@@ -48,46 +46,53 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis
+from megatron.parallel.linear import WeightSlot
 from megatron.parallel.parameter import ParameterSpec
 from megatron.parallel.weights import FlatBuffer, WeightBuffer
 
 
-@dataclass
 class PendingBucket:
     """A bucket on its way from backward to the reduced gradient.
 
-    Attributes:
+    Args:
+        plan: The plan of the bucket.
         axis: The processes to average over.
-        members: The parameters in it, each with its location in the bucket.
-        tied: The members, by `id`, whose gradients are added to after backward.
-        partial: The locations of gradients that tensor ranks add up first.
-        waves: The waves that each add to the gradients of the bucket, and of others together with
-            them.
+        parameters: The parameters by name, those of the bucket among them.
         kept: The memory for the reduced gradients: the whole bucket or this process's shard.
         whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
-        elements: The number of elements of the whole bucket.
+
+    Attributes:
+        members: The parameters in the bucket, each with its location in it.
+        tied: The members, by `id`, whose gradients are added to after backward.
+        partial: The locations of gradients that tensor ranks add up first.
         missing: How often each parameter's gradient will still be added to. A parameter is removed
             when its gradient is complete.
     """
 
-    axis: Axis
-    members: list[tuple[nn.Parameter, slice]]
-    tied: frozenset[int]
-    partial: list[slice]
-    waves: tuple[Hashable, ...]
-    kept: Tensor
-    whole: Tensor | None
-    elements: int
-    missing: dict[int, int] = field(default_factory=dict)
+    def __init__(
+        self,
+        plan: Bucket,
+        axis: Axis,
+        parameters: Mapping[str, nn.Parameter],
+        kept: Tensor,
+        whole: Tensor | None,
+    ) -> None:
+        """Expect nothing yet."""
+        self.plan, self.axis, self.kept, self.whole = plan, axis, kept, whole
+        places = [
+            (member.traits, parameters[member.traits.name], member.slot.relative_to(plan.span))
+            for member in plan.members
+        ]
+        self.members = [(parameter, place) for _, parameter, place in places]
+        self.tied = {id(parameter) for traits, parameter, _ in places if traits.is_tied}
+        self.partial = [place for traits, _, place in places if traits.is_partial]
+        self.missing: dict[int, int] = {}
 
-
-@dataclass(frozen=True)
-class _Sent:
-    """A reduction under way, with the memory that must live at least as long."""
-
-    bucket: PendingBucket
-    work: Pending
-    whole: Tensor
+    def allocate(self) -> Tensor:
+        """Return the whole bucket's memory, zeroed when it is allocated."""
+        if self.whole is None:
+            self.whole = self.kept.new_zeros(self.plan.span.size)
+        return self.whole
 
 
 class Reducer:
@@ -98,44 +103,35 @@ class Reducer:
         tensor: The axis over which partial gradients are added.
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
         overlap: Send during the backward of the last micro-batch.
-        uses: How often a backward adds to the gradients of parameters that have slots, by `id`. The
-            other parameters' gradients are added to once. It is read again whenever buckets are
-            expected.
 
     Attributes:
         overlap: The argument, but always False if no other process holds the same weights.
+        uses: How often a backward adds to the gradients of parameters that have slots, by `id`. The
+            other parameters' gradients are added to once. It is read again whenever buckets are
+            expected.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[PendingBucket],
-        tensor: Axis,
-        *,
-        zero_stage: int,
-        overlap: bool,
-        uses: Mapping[int, int],
+        self, buckets: Iterable[PendingBucket], tensor: Axis, *, zero_stage: int, overlap: bool
     ) -> None:
         """Expect all gradients."""
         self.buckets = list(buckets)
+        self.uses: dict[int, int] = {}
         self._is_alone = all(bucket.axis.size == 1 for bucket in self.buckets)
         self.overlap = overlap and not self._is_alone
         self._tensor = tensor
         self._zero_stage = zero_stage
-        self._uses = uses
-        self._waves: dict[Hashable, list[PendingBucket]] = {}
-        for bucket in self.buckets:
-            for wave in bucket.waves:
-                self._waves.setdefault(wave, []).append(bucket)
         self._collecting = False  # whether finished gradients may be sent
-        self._expected: list[PendingBucket] = []  # buckets that this wave or update fills
-        self._next = 0  # of them, to be sent
         self._wave_now: Hashable = None
-        self._sent: list[_Sent] = []
-        self.expect_all()
+        # Reductions under way, with the memory that must live at least as long.
+        self._sent: list[tuple[PendingBucket, Pending, Tensor]] = []
+        self.expect(self.buckets)
 
-    def expect_all(self) -> None:
-        """Note that every gradient is missing and no bucket has been sent."""
-        self._expect(self.buckets)
+    def expect(self, buckets: list[PendingBucket]) -> None:
+        """Note that every gradient of these buckets is missing and none of them has been sent."""
+        self._expected, self._next = buckets, 0  # the next to be sent
+        for bucket in buckets:
+            bucket.missing = {id(p): self.uses.get(id(p), 1) for p, _ in bucket.members}
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable) -> Iterator[None]:
@@ -148,7 +144,7 @@ class Reducer:
         self._collecting = self._zero_stage == 2 or (self.overlap and is_last)
         if self._zero_stage == 2:
             self._wave_now = wave
-            self._expect(self._waves.get(wave, []))
+            self.expect([bucket for bucket in self.buckets if wave in bucket.plan.waves])
         try:
             yield
         finally:
@@ -160,9 +156,8 @@ class Reducer:
         """Return the tensor [elements] to which backward adds the bucket's gradients."""
         if bucket.whole is None:
             assert self._collecting, "backward outside of micro_batch()"
-            assert self._wave_now in bucket.waves, "a gradient came in another one's wave"
-            bucket.whole = bucket.kept.new_zeros(bucket.elements)
-        return bucket.whole
+            assert self._wave_now in bucket.plan.waves, "a gradient came in another one's wave"
+        return bucket.allocate()
 
     def finish(self, bucket: PendingBucket, parameter: nn.Parameter) -> None:
         """Note that a parameter's gradient was added to, and send the buckets that are complete."""
@@ -186,21 +181,15 @@ class Reducer:
         if self._zero_stage < 2:
             self._send_rest()
         self.receive()
-        self.expect_all()
+        self.expect(self.buckets)
 
     def receive(self) -> None:
         """Wait for all messages that are under way."""
-        for sent in self._sent:
-            received = sent.work.wait()
+        for bucket, work, _ in self._sent:
+            received = work.wait()
             if self._zero_stage == 2:
-                sent.bucket.kept.add_(received)
+                bucket.kept.add_(received)
         self._sent.clear()
-
-    def _expect(self, buckets: list[PendingBucket]) -> None:
-        """Note that every gradient of these buckets is missing and none of them has been sent."""
-        self._expected, self._next = buckets, 0
-        for bucket in buckets:
-            bucket.missing = {id(p): self._uses.get(id(p), 1) for p, _ in bucket.members}
 
     def _send_rest(self) -> None:
         """Send the buckets left after backward. Parameters without a gradient count as zero."""
@@ -209,10 +198,8 @@ class Reducer:
 
     def _send(self, bucket: PendingBucket) -> None:
         self._next += 1
-        if bucket.whole is None:
-            bucket.whole = bucket.kept.new_zeros(bucket.elements)
+        whole, into = bucket.allocate(), bucket.kept
         self._add_partial_gradients(bucket)
-        whole, into = bucket.whole, bucket.kept
         if self._zero_stage == 2:
             self.receive()  # so that at most one bucket is on its way
             bucket.whole, into = None, torch.empty_like(bucket.kept)
@@ -221,14 +208,14 @@ class Reducer:
             work = start_reduce_scatter(whole, bucket.axis, into=into, op=mean)
         else:
             work = start_all_reduce(whole, bucket.axis, mean)
-        self._sent.append(_Sent(bucket, work, whole))
+        self._sent.append((bucket, work, whole))
         if self._zero_stage == 2 and not self.overlap:
             self.receive()
 
     def _add_partial_gradients(self, bucket: PendingBucket) -> None:
         if bucket.partial and self._tensor.size > 1:
-            assert bucket.whole is not None
-            add_over_ranks([bucket.whole[place] for place in bucket.partial], self._tensor)
+            whole = bucket.allocate()
+            add_over_ranks([place.of(whole) for place in bucket.partial], self._tensor)
 
 
 def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
@@ -240,26 +227,6 @@ def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
         parameter.dtype,
         is_partial=spec is not None and spec.partial_gradient,
     )
-
-
-class GradientSlot:
-    """The destination, instead of autograd, of a gradient's use; once per backward."""
-
-    def __init__(self, buffer: GradientBuffer, parameter: nn.Parameter) -> None:
-        """Point to a parameter's gradient in the buffer."""
-        self._buffer = buffer
-        self._parameter = parameter
-
-    @contextmanager
-    def open(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the gradient [rows, columns], and whether to add to it or overwrite it.
-
-        After the block, this use's part of the gradient is complete, and the gradient may be sent.
-        Runs without autograd.
-        """
-        into, accumulate = self._buffer.begin(self._parameter)
-        yield into.flatten(0, -2), accumulate
-        self._buffer.end(self._parameter)
 
 
 class GradientBuffer:
@@ -275,7 +242,15 @@ class GradientBuffer:
         axes: The plan's replica axes by name.
         tensor: The axis over which partial gradients are added, just before they are averaged.
         overlap: Reduce during the backward of the last micro-batch.
+
+    Attributes:
+        plan: The plan.
+        flats: The buffers that carry it out.
+        is_sharded: Whether each process keeps and updates only its own shard.
+        shares_weights: Whether a process lacks some of the weights: never, in stages 0 to 2.
     """
+
+    shares_weights = False
 
     def __init__(
         self,
@@ -294,97 +269,81 @@ class GradientBuffer:
         planned = {member.traits.name for flat in plan.flats for member in flat.members}
         assert planned == parameters.keys(), "the plan is of other parameters"
         self.plan = plan
+        self.is_sharded = plan.zero_stage > 0
         self._storages: list[Tensor] = []
-        self._in_place: list[tuple[nn.Parameter, Tensor]] = []
+        self._in_place: dict[nn.Parameter, Tensor] = {}
         self._owned: dict[int, tuple[Span, Tensor]] = {}
-        self._places: dict[int, tuple[PendingBucket, slice]] = {}
-        self._uses: dict[int, int] = {}  # slots handed out
+        self._places: dict[int, tuple[PendingBucket, Span]] = {}
         self._unslotted: list[Tensor] | None = None  # what has none; `None`: not looked up yet
         self._stale: set[int] = set()  # gradients of an update before: to be written over
         self._has_waves = any(b.waves != (None,) for flat in plan.flats for b in flat.buckets)
-        pending: dict[tuple[int, int], PendingBucket] = {}
-        self.flats = [
-            self._allocate(flat, axes[flat.axis], parameters, pending, number)
-            for number, flat in enumerate(plan.flats)
-        ]
+        self.flats: list[FlatBuffer] = []
+        pending: list[list[PendingBucket]] = []
+        for flat in plan.flats:
+            axis = axes[flat.axis]
+            assert flat.replicas == axis.size, f"the plan is for {flat.replicas} {flat.axis} ranks"
+            buffer, buckets = self._allocate(flat, axis, parameters)
+            self.flats.append(buffer)
+            pending.append(buckets)
         self._reducer = Reducer(
-            [pending[place] for place in plan.order],
+            (pending[flat][bucket] for flat, bucket in plan.order),
             tensor or Axis(),
             zero_stage=plan.zero_stage,
             overlap=overlap,
-            uses=self._uses,
         )
+        self._uses = self._reducer.uses
         for parameter in parameters.values():
             self._collect_from(parameter)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process keeps and updates only its own shard."""
-        return self.plan.zero_stage > 0
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether a process lacks some of the weights: never, in stages 0 to 2."""
-        return False
-
     def _allocate(
-        self,
-        plan: FlatPlan,
-        axis: Axis,
-        parameters: Mapping[str, nn.Parameter],
-        pending: dict[tuple[int, int], PendingBucket],
-        number: int,
-    ) -> FlatBuffer:
-        """Allocate a buffer, and note its buckets by (number, place in the buffer)."""
-        assert plan.replicas == axis.size, f"the plan is for {plan.replicas} {plan.axis} ranks"
+        self, plan: FlatPlan, axis: Axis, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[FlatBuffer, list[PendingBucket]]:
+        """Allocate a buffer and its buckets, and note where each gradient lies."""
         shards, rank = (axis.size, axis.rank) if self.is_sharded else (1, 0)
-        is_cut = self.plan.zero_stage == 2
-        first = parameters[next(plan.members).traits.name]
-        storage = torch.zeros(
-            plan.elements // shards if is_cut else plan.elements,
-            dtype=plan.gradient_dtype,
-            device=first.device,
-        )
-        self._storages.append(storage)
-        regions = []
-        for place, bucket in enumerate(plan.buckets):
-            shard = bucket.span.shard(rank, shards)
-            if is_cut:
-                start = bucket.span.start // shards
-                whole, kept = None, storage[start : start + shard.size]
-            else:
-                whole = storage[bucket.span.start : bucket.span.end]
-                kept = whole[shard.within(bucket.span)]
-            one = pending[number, place] = _pending(bucket, axis, parameters, kept, whole)
-            for member in bucket.members:
-                parameter, slot = parameters[member.traits.name], member.slot
-                own = slot.intersect(shard) or Span(slot.start, slot.start)
-                gradient = kept[own.within(shard)] if own.size else kept[:0]
-                self._owned[id(parameter)] = (own.relative_to(slot), gradient)
-                self._places[id(parameter)] = (one, slot.within(bucket.span))
-            regions.append((shard, kept))
+        parts = shards if self.plan.zero_stage == 2 else 1  # of a bucket, of which one is here
         members = [(parameters[member.traits.name], member.slot) for member in plan.members]
+        first, _ = members[0]
+        elements = plan.elements // parts
+        storage = torch.zeros(elements, dtype=plan.gradient_dtype, device=first.device)
+        self._storages.append(storage)
+        regions, buckets = [], []
+        for bucket in plan.buckets:
+            kept = storage[bucket.span.start // parts : bucket.span.end // parts]
+            whole, shard = None, bucket.span.shard(rank, shards)
+            if self.plan.zero_stage < 2:
+                whole, kept = kept, shard.relative_to(bucket.span).of(kept)
+            pending = PendingBucket(bucket, axis, parameters, kept, whole)
+            for member, (parameter, place) in zip(bucket.members, pending.members, strict=True):
+                slot = member.slot
+                own = slot.intersect(shard) or Span(slot.start, slot.start)
+                gradient = own.relative_to(shard).of(kept) if own.size else kept[:0]
+                self._owned[id(parameter)] = (own.relative_to(slot), gradient)
+                self._places[id(parameter)] = (pending, place)
+            buckets.append(pending)
+            regions.append((shard, kept))
         if not self.is_sharded:
             regions = [(Span(0, plan.elements), storage)]
-        return FlatBuffer(plan, axis, members, regions)
+        return FlatBuffer(plan, axis, members, regions), buckets
 
     def _collect_from(self, parameter: nn.Parameter) -> None:
         """Collect the parameter's gradient in its bucket."""
-        bucket, slot = self._places[id(parameter)]
-        is_in_place = False
+        bucket, place = self._places[id(parameter)]
         if bucket.whole is not None:
-            view = bucket.whole[slot].view_as(parameter)
+            view = place.of(bucket.whole).view_as(parameter)
             parameter.main_grad = view  # type: ignore[attr-defined]
-            is_in_place = view.dtype == parameter.dtype
-            if is_in_place:
-                parameter.grad = view
-                self._in_place.append((parameter, view))
+            if view.dtype == parameter.dtype:
+                parameter.grad = self._in_place[parameter] = view
         elif id(parameter) in bucket.tied:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
-        if not is_in_place or self._reducer.overlap:
+        if parameter not in self._in_place or self._reducer.overlap:
             # The parameter holds its hook where the garbage collector does not look, and the buffer
             # holds the parameter: with a reference back, neither would ever be freed.
-            collect = partial(_collect, weakref.ref(self), is_in_place)
+            buffer = weakref.ref(self)
+
+            def collect(parameter: nn.Parameter) -> None:
+                if (alive := buffer()) is not None:
+                    alive.collect(parameter)
+
             parameter.register_post_accumulate_grad_hook(collect)
 
     def owned(self, parameter: nn.Parameter) -> Span:
@@ -412,7 +371,7 @@ class GradientBuffer:
         view: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         return view
 
-    def slot(self, parameter: nn.Parameter) -> GradientSlot | None:
+    def slot(self, parameter: nn.Parameter) -> WeightSlot | None:
         """Return a slot for one use of the parameter, which autograd must not reach from now on.
 
         With several uses (tied embeddings), each asks for its own: the gradient is complete when
@@ -428,19 +387,18 @@ class GradientBuffer:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         self._unslotted = None
-        self._reducer.expect_all()
-        return GradientSlot(self, parameter)
+        self._reducer.expect(self._reducer.buckets)
+        return partial(self._add_to, parameter)
 
-    def begin(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return a slot's gradient, and whether it already holds something of this update."""
+    @contextmanager
+    def _add_to(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, bool]]:
+        """Yield a slot's gradient, and whether it already holds something of this update."""
         bucket, place = self._places[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
-        return self._reducer.whole(bucket)[place].view_as(parameter), not is_stale
-
-    def end(self, parameter: nn.Parameter) -> None:
-        """Note that one use of a slot's parameter has added its part."""
-        self._reducer.finish(self._places[id(parameter)][0], parameter)
+        gradient = place.of(self._reducer.whole(bucket)).view_as(parameter)
+        yield gradient.flatten(0, -2), not is_stale
+        self._reducer.finish(bucket, parameter)
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """Return the fewest 1-D tensors that hold the owned part of all selected gradients.
@@ -469,33 +427,26 @@ class GradientBuffer:
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
-        self._forget()
-        for parameter, view in self._in_place:  # zero_grad(set_to_none=True) may have cut it
-            parameter.grad = view
-        self._reducer.expect_all()
-
-    def _forget(self) -> None:
-        """Zero the gradients that backward adds to. A slot's first use overwrites them."""
         if self.plan.zero_stage == 2 or not self._uses:
             for storage in self._storages:
                 storage.zero_()
-            return
-        if self._unslotted is None:
-            self._unslotted = self._runs_without_slot()
-        if self._unslotted:  # one kernel for all: one for each took 2 ms with a GPT of 1.7B
-            torch._foreach_zero_(self._unslotted)
-        self._stale = set(self._uses)
+        else:  # a slot's first use overwrites what it holds
+            if self._unslotted is None:
+                self._unslotted = self._runs_without_slot()
+            if self._unslotted:  # one kernel for all: one for each took 2 ms with a GPT of 1.7B
+                torch._foreach_zero_(self._unslotted)
+            self._stale = set(self._uses)
+        for parameter, view in self._in_place.items():
+            parameter.grad = view  # zero_grad(set_to_none=True) may have cut it
+        self._reducer.expect(self._reducer.buckets)
 
     def _runs_without_slot(self) -> list[Tensor]:
         """Return the gradients that autograd adds to, as runs of neighbors."""
-        runs = []
-        for bucket in self._reducer.buckets:
-            assert bucket.whole is not None
-            for has_slot, members in groupby(bucket.members, lambda m: id(m[0]) in self._uses):
-                places = [place for _, place in members]
-                if not has_slot:
-                    runs.append(bucket.whole[places[0].start : places[-1].stop])
-        return runs
+        return [
+            run.of(bucket.allocate())
+            for bucket in self._reducer.buckets
+            for run in runs(bucket.members, lambda parameter: id(parameter) not in self._uses)
+        ]
 
     @property
     def to_overwrite(self) -> frozenset[int]:
@@ -525,7 +476,7 @@ class GradientBuffer:
             self._reducer.receive()
         for stale in self._stale:
             bucket, place = self._places[stale]
-            self._reducer.whole(bucket)[place].zero_()
+            place.of(self._reducer.whole(bucket)).zero_()
         self._stale.clear()
 
     @contextmanager
@@ -553,41 +504,12 @@ class GradientBuffer:
         self._reducer.reduce()
 
     @torch.no_grad()
-    def collect(self, is_in_place: bool, parameter: nn.Parameter) -> None:
+    def collect(self, parameter: nn.Parameter) -> None:
         """Take over a finished gradient. Autograd adds up all uses of a parameter before that."""
-        bucket, slot = self._places[id(parameter)]
+        bucket, place = self._places[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
-        if not is_in_place:
+        if parameter not in self._in_place:
             assert parameter.grad is not None
-            self._reducer.whole(bucket)[slot].view_as(parameter).add_(parameter.grad)
+            place.of(self._reducer.whole(bucket)).view_as(parameter).add_(parameter.grad)
             parameter.grad = None
         self._reducer.finish(bucket, parameter)
-
-
-def _collect(
-    buffer: weakref.ref[GradientBuffer], is_in_place: bool, parameter: nn.Parameter
-) -> None:
-    alive = buffer()
-    if alive is not None:
-        alive.collect(is_in_place, parameter)
-
-
-def _pending(
-    bucket: Bucket,
-    axis: Axis,
-    parameters: Mapping[str, nn.Parameter],
-    kept: Tensor,
-    whole: Tensor | None,
-) -> PendingBucket:
-    """Return a bucket of the plan with its memory."""
-    places = [(member.traits, member.slot.within(bucket.span)) for member in bucket.members]
-    return PendingBucket(
-        axis=axis,
-        members=[(parameters[traits.name], place) for traits, place in places],
-        tied=frozenset(id(parameters[traits.name]) for traits, _ in places if traits.is_tied),
-        partial=[place for traits, place in places if traits.is_partial],
-        waves=bucket.waves,
-        kept=kept,
-        whole=whole,
-        elements=bucket.span.size,
-    )

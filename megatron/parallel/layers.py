@@ -215,7 +215,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (entries,) = ctx.saved_tensors
-        with ctx.slot.open() as (into, accumulate):
+        with ctx.slot() as (into, accumulate):
             if not accumulate:
                 into.zero_()
             ctx.form(entries.flatten(), grad.flatten(0, -2), into)

@@ -40,15 +40,12 @@ from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFactors
 
+WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
+"""The destination of one use of a weight's gradient, instead of autograd; once per backward.
 
-class WeightSlot(Protocol):
-    """The destination of one use of a weight's gradient, instead of autograd; once per backward."""
-
-    def open(self) -> AbstractContextManager[tuple[Tensor, bool]]:
-        """Yield the gradient [rows, columns], and whether to add to it or overwrite it.
-
-        When the block ends, this use has added its part.
-        """
+The context gives the gradient [rows, columns], and whether to add to it or overwrite it. When it
+ends, this use has added its part.
+"""
 
 
 class Saved(NamedTuple):
@@ -136,7 +133,7 @@ class Owner:
             product.compute(value, accumulate=False)
             torch.autograd.backward(self.weight, value.view_as(self.weight))
             return
-        with self.slot.open() as (into, accumulate):
+        with self.slot() as (into, accumulate):
             product.compute(into, accumulate=accumulate)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.parallel.buckets import Span
+from megatron.parallel.buckets import Span, runs
 from megatron.parallel.collectives import (
     add_over_ranks,
     all_gather_single,
@@ -91,7 +90,7 @@ class ShardedModel:
 
     def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
         """Return the parameter's gradient in the form that autograd expects, in our storage."""
-        flat = self._storage[slot.start : slot.end]
+        flat = slot.of(self._storage)
         parameter.main_grad = flat  # type: ignore[attr-defined]
         assert isinstance(parameter, DTensor)
         return DTensor.from_local(
@@ -116,8 +115,7 @@ class ShardedModel:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient of `part`, fp32, 1-D."""
-        slot = self._slots[id(parameter)]
-        return self._storage[slot.start : slot.end]
+        return self._slots[id(parameter)].of(self._storage)
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the data type that forward computes in."""
@@ -125,12 +123,8 @@ class ShardedModel:
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""
-        runs = []
-        for is_selected, members in groupby(self._parameters, key=select):
-            slots = [self._slots[id(parameter)] for parameter in members]
-            if is_selected:
-                runs.append(self._storage[slots[0].start : slots[-1].end])
-        return runs
+        members = ((parameter, self._slots[id(parameter)]) for parameter in self._parameters)
+        return [run.of(self._storage) for run in runs(members, select)]
 
     def share_weights(
         self,

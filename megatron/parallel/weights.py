@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.kernels.fp8 import Fp8, inverses_of
-from megatron.parallel.buckets import ALIGNMENT_BYTES, FlatPlan, Span
+from megatron.parallel.buckets import ALIGNMENT_BYTES, FlatPlan, Span, runs
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather
 from megatron.parallel.fp8 import ArrivingWeight, Fp8Products
 from megatron.parallel.layout import Axis
@@ -52,17 +52,13 @@ class FlatBuffer:
 
         The padding between two parameters is zero.
         """
-        runs = []
-        for is_selected, members in groupby(self.members, key=lambda member: select(member[0])):
-            slots = [slot for _, slot in members]
-            if not is_selected:
-                continue
-            span = Span(slots[0].start, slots[-1].end)
+        found = []
+        for span in runs(self.members, select):
             for region, held in self.regions:
                 common = span.intersect(region)
                 if common is not None:
-                    runs.append(held[common.within(region)])
-        return runs
+                    found.append(common.relative_to(region).of(held))
+        return found
 
 
 class WeightBuffer:
@@ -95,18 +91,17 @@ class WeightBuffer:
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
-            spans = [slice(bucket.span.start, bucket.span.end) for bucket in flat.plan.buckets]
             travels = storage
             if in_8_bits and flat.members[0][0] in in_8_bits:
                 cast = Fp8Weights(flat, storage, in_8_bits)
                 self._casts.append(cast)
-                self._beneath += [(storage[span], flat.axis) for span in spans]
+                self._beneath += [(b.span.of(storage), flat.axis) for b in flat.plan.buckets]
                 travels = cast.bytes
             members = iter(flat.members)
-            for bucket, span in zip(flat.plan.buckets, spans, strict=True):
-                for _ in bucket.members:
-                    bucket_of[next(members)[0]] = len(self._buckets)
-                self._buckets.append((travels[span], flat.axis))
+            for bucket in flat.plan.buckets:
+                for parameter, _ in islice(members, len(bucket.members)):
+                    bucket_of[parameter] = len(self._buckets)
+                self._buckets.append((bucket.span.of(travels), flat.axis))
         used = (parameter for model in overlap_in or () for parameter in model.parameters())
         met = [bucket_of[parameter] for parameter in used if parameter in bucket_of]
         self._order = list(dict.fromkeys([*met, *range(len(self._buckets))]))  # of first use
@@ -173,7 +168,7 @@ def _move(flat: FlatBuffer) -> Tensor:
     first = flat.members[0][0]
     storage = torch.zeros(flat.plan.elements, dtype=first.dtype, device=first.device)
     for parameter, slot in flat.members:
-        view = storage[slot.start : slot.end].view_as(parameter)
+        view = slot.of(storage).view_as(parameter)
         view.copy_(parameter)
         parameter.data = view
     return storage
@@ -248,14 +243,13 @@ class Fp8Weights:
         self._pieces: list[_CastPart] = []
         values = self.bytes.view(fp8)
         for place, (parameter, slot) in enumerate(flat.members):
-            whole = values[slot.start : slot.end].view(-1, parameter.shape[-1])
+            whole = slot.of(values).view(-1, parameter.shape[-1])
             cast = Fp8(whole, self._inverses[place])
             self._products[place].receive_weight(ArrivingWeight(cast, lambda: self._is_there))
             for span, _ in flat.regions:
                 own = slot.intersect(span)
                 if own is not None:
-                    part = slice(own.start, own.end)
-                    self._pieces.append(_CastPart(place, storage[part], values[part]))
+                    self._pieces.append(_CastPart(place, own.of(storage), own.of(values)))
 
     @torch.no_grad()
     def cast(self) -> None:
