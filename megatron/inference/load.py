@@ -268,12 +268,11 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
 
 
 def parse_generation(
-    arguments: Sequence[str],
-    *,
-    world_size: int,
     program: str,
-    extra: Sequence[type],
-    check_extra: Callable[..., Iterable[str]],
+    arguments: Sequence[str],
+    world_size: int,
+    options: type,
+    check: Callable[[Any], Iterable[str]],
 ) -> ParsedRun:
     """Parse and check the command line of a program that generates text.
 
@@ -282,11 +281,11 @@ def parse_generation(
     with the checkpoint; loading it compares them.
 
     Args:
+        program: Name of the program.
         arguments: The command line.
         world_size: Number of processes.
-        program: Name of the program.
-        extra: Dataclasses of the program's own flags.
-        check_extra: Returns the mistakes in instances of these dataclasses.
+        options: Dataclass of the program's own flags.
+        check: Returns the mistakes in an instance of this dataclass.
 
     Raises:
         ConfigError: The command line has mistakes. The error lists all of them.
@@ -296,11 +295,11 @@ def parse_generation(
         arguments,
         world_size=world_size,
         program=program,
-        extra=extra,
+        extra=(options,),
         find_start=saved_run,
         rules=RULES,
         reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
-        check_extra=check_extra,
+        check_extra=check,
     )
 
 

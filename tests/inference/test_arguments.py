@@ -53,13 +53,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _generation(toy: Path, *words: str) -> ParsedRun:
-    return parse_generation(
-        ["--load", str(toy / "model"), *words],
-        world_size=1,
-        program="generate_samples_gpt.py",
-        extra=(SamplesConfig,),
-        check_extra=lambda _: (),
-    )
+    given = ["--load", str(toy / "model"), *words]
+    return parse_generation("generate_samples_gpt.py", given, 1, SamplesConfig, lambda _: ())
 
 
 def _evaluation(toy: Path, *words: str) -> ParsedRun:

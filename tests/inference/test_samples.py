@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,8 +143,11 @@ def test_a_last_line_of_something_else_is_left_alone_too(tmp_path: Path, content
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
 def test_a_device_is_not_read() -> None:
-    with pytest.raises(StorageError, match="/dev/full"), SampleFile(Path("/dev/full")) as samples:
-        samples.put(0, GeneratedText("a", "b", 1, finished=True))
+    with (
+        pytest.raises(StorageError, match="/dev/full"),
+        closing(SampleFile(Path("/dev/full"))) as samples,
+    ):
+        samples.write(GeneratedText("a", "b", 1, finished=True))
 
 
 def test_a_file_of_something_else_is_left_alone(
@@ -190,18 +194,19 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
 
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     """And a request that the engine refuses all the same is an error, no empty answer."""
-    written: dict[int, GeneratedText] = {}
-    writer = SimpleNamespace(put=written.__setitem__)
-    tokenizer = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
+    written: list[GeneratedText] = []
+    tokenizer: Any = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
     limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
-    prompts = [(0, "x" * 4), (1, "x" * 10)]
-    inbox = SampleInbox(prompts, tokenizer, greedy, limits, writer, at_a_time=4)  # type: ignore[arg-type]
+    prompts = iter([(0, "x" * 4), (1, "x" * 10)])
+    inbox = SampleInbox(prompts, tokenizer, greedy(99), limits, written.append, at_a_time=4)
     (add,) = inbox.poll(0.0)
     assert isinstance(add, Add)
     assert add.request.sampling.max_new_tokens == 6
-    assert "the cache's 10 positions" in (written[1].error or "")
+    assert not written, "texts come in the order of their prompts"
     inbox.send([Finished("0", "refused", "no room")])
+    assert [text.prompt for text in written] == ["x" * 4, "x" * 10]
     assert written[0].error == "no room"
+    assert "the cache's 10 positions" in written[1].error
     assert inbox.failed == 2
 
 

@@ -46,13 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(arguments: Sequence[str], launch: Launch) -> int:
-    parsed = parse_generation(
-        arguments,
-        world_size=launch.world_size,
-        program=PROGRAM,
-        extra=(ServerConfig,),
-        check_extra=server_problems,
-    )
+    parsed = parse_generation(PROGRAM, arguments, launch.world_size, ServerConfig, server_problems)
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)
     # Mistakes are found before the model is loaded, which may take minutes.
