@@ -79,7 +79,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     generator = np.random.default_rng(0)
     with IndexedDatasetBuilder(folder / "corpus_text_document", np.uint16) as builder:
         for _ in range(60):
-            builder.add_document(generator.integers(3, 200, size=50), [50])
+            builder.add_documents(generator.integers(3, 200, size=50), [50], [1])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
         **os.environ,
@@ -108,7 +108,7 @@ def _sentences(folder: Path) -> dict[str, str]:
     prefix = folder / "corpus_text_sentence"
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(60):
-            builder.add_document(generator.integers(5, 100, size=30), [8, 12, 10])
+            builder.add_documents(generator.integers(5, 100, size=30), [8, 12, 10], [3])
     return {"DATA_PATH": str(prefix), "VOCAB_FILE": str(vocabulary)}
 
 

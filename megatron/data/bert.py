@@ -9,20 +9,16 @@ head there is a single segment and no second [SEP]. In shapes, s is the sequence
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
+from megatron.data.masking import SpecialIds
 from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
-from megatron.data.sentences import (
-    SentenceRequest,
-    SentenceSource,
-    Tokens,
-    build_sentence_datasets,
-)
+from megatron.data.sentences import SentenceSamples, Tokens, build_sentence_datasets, plan_sentences
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
@@ -52,7 +48,7 @@ class BertOptions:
 
 
 @dataclass(eq=False)
-class BertDataset:
+class BertDataset(SentenceSamples):
     """BERT samples, made from runs of sentences. A sample holds int64 arrays `[s]`.
 
     `text`: The tokens, some of them replaced.
@@ -64,34 +60,15 @@ class BertDataset:
     `id`: The sample's number.
     """
 
-    source: SentenceSource
-    ids: SpecialIds
+    kind = "BERT"
     options: BertOptions
-    _random: np.random.RandomState = field(default_factory=np.random.RandomState)
 
-    @property
-    def description(self) -> str:
-        """A text that differs whenever the samples differ."""
-        return f"BERT Dataset\n\n{self.source.description}{self.options}\n"
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.source)
-
-    def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`.
-
-        Raises:
-            DataError: A token id is outside the vocabulary.
-        """
-        sentences, target = self.source[i]
-        random = self._random
-        random.seed((self.options.seed + i) % 2**32)  # a fifth of the time of a new generator
+    def _make(self, sentences: list[Tokens], target: int, random: np.random.RandomState) -> Sample:
         a, b, is_swapped = _segments(sentences, random, two=self.options.binary_head)
         a, b = truncate(a, b, target, random)
         second = [b, [self.ids.sep]] if len(b) else []
         text = np.concatenate([[self.ids.cls], a, [self.ids.sep], *second]).astype(np.int64)
-        masked, labels = _mask(text, target, self.ids, self.options.mask_prob, random)
+        masked, labels = self._mask(text, target, random)
         length, in_a = self.options.seq_length, len(a) + 2
         return {
             "text": filled_up(masked, length, self.ids.pad),
@@ -100,8 +77,28 @@ class BertDataset:
             "is_random": int(is_swapped),
             "loss_mask": filled_up(labels != IGNORED_LABEL, length, 0),
             "padding_mask": filled_up(np.ones(len(text)), length, 0),
-            "id": i,
         }
+
+    def _mask(
+        self, text: NDArray[np.int64], target: int, random: np.random.RandomState
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return `text` with the masked tokens replaced, and the labels.
+
+        80% of the chosen tokens become [MASK], 10% become a random token, and 10% stay the same.
+        """
+        masked, labels = text.copy(), np.full(len(text), IGNORED_LABEL, np.int64)
+
+        def draw_words() -> int:
+            return 1 + bisect_right(_RUN_LENGTHS, random.random_sample())
+
+        for run in self._choose_runs(text, target, draw_words):
+            labels[run] = text[run]
+            for position in run:
+                if random.random_sample() < 0.8:
+                    masked[position] = self.ids.mask
+                elif random.random_sample() >= 0.5:
+                    masked[position] = random.randint(0, self.ids.size)
+        return masked, labels
 
 
 def _segments(
@@ -111,9 +108,7 @@ def _segments(
     if not two:
         return np.concatenate(sentences), np.empty(0, np.int64), False
     count = len(sentences)
-    first = (
-        random.randint(1, count) if count > 2 else 1
-    )  # sentences of the segment that comes first
+    first = random.randint(1, count) if count > 2 else 1  # sentences of the first segment
     a, b = np.concatenate(sentences[:first]), np.concatenate(sentences[first:])
     is_swapped = random.random_sample() < 0.5
     return (b, a, True) if is_swapped else (a, b, False)
@@ -141,33 +136,6 @@ def truncate(
     return cuts[0], cuts[1]
 
 
-def _mask(
-    text: NDArray[np.int64],
-    target: int,
-    ids: SpecialIds,
-    mask_prob: float,
-    random: np.random.RandomState,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return `text` with the masked tokens replaced, and the labels.
-
-    80% of the chosen tokens become [MASK], 10% become a random token, and 10% stay the same.
-    """
-    masked, labels = text.copy(), np.full(len(text), IGNORED_LABEL, np.int64)
-    budget = masking_budget(mask_prob, len(text), target)
-
-    def draw_words() -> int:
-        return 1 + bisect_right(_RUN_LENGTHS, random.random_sample())
-
-    for run in choose_runs(whole_words(text, ids), budget, draw_words, random):
-        labels[run] = text[run]
-        for position in run:
-            if random.random_sample() < 0.8:
-                masked[position] = ids.mask
-            elif random.random_sample() >= 0.5:
-                masked[position] = random.randint(0, ids.size)
-    return masked, labels
-
-
 def build_bert_datasets(
     request: DataRequest, *, seq_length: int, tokenizer: Tokenizer, binary_head: bool
 ) -> Datasets:
@@ -186,7 +154,6 @@ def build_bert_datasets(
     """
     options = BertOptions(seq_length, request.data.mask_prob, request.seed, binary_head)
     fewest = 2 if binary_head else 1
-    wanted = SentenceRequest("--seq-length", seq_length, _ADDED_TOKENS, fewest, SpecialIds.of_bert)
-    return build_sentence_datasets(
-        request, wanted, tokenizer, lambda sentences, ids: BertDataset(sentences, ids, options)
-    )
+    plan = plan_sentences(request, "--seq-length", seq_length, _ADDED_TOKENS, fewest)
+    build = partial(BertDataset, options=options)
+    return build_sentence_datasets(request, plan, tokenizer, SpecialIds.of_bert, build)

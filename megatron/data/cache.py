@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ from megatron.errors import DataError, warn
 Arrays = tuple[NDArray[Any], ...]
 
 
-@dataclass(frozen=True)
-class ArraySpec:
+class ArraySpec(NamedTuple):
     """The type and shape that a cached array must have; `suffix` ends its file name."""
 
     suffix: str
@@ -87,27 +86,34 @@ class IndexCache:
         if not self.folders:
             return arrays
         folder = self.folders[-1]
-        try:
+        with saving(f"index cache {folder}", warns=self.warns):
             folder.mkdir(parents=True, exist_ok=True)
             for spec, array in zip(specs, arrays, strict=True):
                 with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
                     np.save(file, array, allow_pickle=False)
             with renamed_when_done(folder / f"{stem}.dsc") as file:
                 file.write(description.encode())
-        except OSError as error:
-            if self.warns:
-                warn_of_unwritable(f"index cache {folder}", error)
-            return arrays
-        # Mapped pages are shared by all processes of a node; newly built arrays are not.
-        return _load(folder / stem, specs, source) or arrays
+            # Mapped pages are shared by all processes of a node; newly built arrays are not.
+            return _load(folder / stem, specs, source) or arrays
+        return arrays
 
 
-def warn_of_unwritable(what: str, error: OSError) -> None:
-    """Warn that an index could not be saved, and name the consequence and the remedy."""
-    warn(
-        f"{what}: cannot write ({error.strerror}); the index is kept in memory and built again at "
-        "every start. Set --data-cache-path to a writable folder"
-    )
+@contextlib.contextmanager
+def saving(what: str, *, warns: bool) -> Iterator[None]:
+    """End the body at an OSError. The warning names the consequence and the remedy.
+
+    Args:
+        what: The index and its place, for the warning.
+        warns: Whether to warn.
+    """
+    try:
+        yield
+    except OSError as error:
+        if warns:
+            warn(
+                f"{what}: cannot write ({error.strerror}); the index is kept in memory and built "
+                "again at every start. Set --data-cache-path to a writable folder"
+            )
 
 
 @contextlib.contextmanager

@@ -54,6 +54,13 @@ class DataRequest:
     is_builder: bool = True
     barrier: Callable[[], None] = lambda: None
 
+    def cache(self, *folders: Path) -> IndexCache:
+        """Return the cache in `folders`, and in that of --data-cache-path if it is given."""
+        further = self.data.data_cache_path
+        if further is not None:
+            folders = (*folders, Path(further))
+        return IndexCache(folders, self.is_builder)
+
 
 class DatasetPart(NamedTuple):
     """The documents of one indexed dataset that belong to one split.
@@ -144,7 +151,7 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, s
     return pairs
 
 
-def parse_split(text: str) -> tuple[float, float, float]:
+def parse_split(text: str) -> tuple[float, ...]:
     """Return the shares of training, validation and test from a text such as "969, 30, 1".
 
     The shares add up to one. Numbers are separated by "," or "/"; missing ones are zero.
@@ -162,11 +169,10 @@ def parse_split(text: str) -> tuple[float, float, float]:
             f"--split {text!r} is not a list of one to three numbers, none negative and at least "
             'one above zero: write the shares of training, validation and test, such as "969,30,1"'
         )
-    train, valid, test = (*(share / total for share in shares), 0.0, 0.0)[:3]
-    return train, valid, test
+    return (*(share / total for share in shares), 0.0, 0.0)[:3]
 
 
-def split_bounds(text: str, num_documents: int) -> tuple[int, int, int, int]:
+def split_bounds(text: str, num_documents: int) -> tuple[int, ...]:
     """Return document bounds: training `[b0, b1)`, validation `[b1, b2)`, test `[b2, b3)`.
 
     Each share is rounded to whole documents (halves to even). Any surplus or shortfall of the sum
@@ -175,13 +181,11 @@ def split_bounds(text: str, num_documents: int) -> tuple[int, int, int, int]:
     Raises:
         ConfigError: `parse_split` cannot parse the text.
     """
-    bounds = [0]
-    for share in parse_split(text):
-        bounds.append(bounds[-1] + round(share * float(num_documents)))
-    surplus = bounds[-1] - num_documents
+    sizes = [round(share * float(num_documents)) for share in parse_split(text)]
+    surplus = sum(sizes) - num_documents
     # Rounding and a zero share could push a bound out of [0, num_documents].
-    _, first, second, last = (max(0, min(bound - surplus, num_documents)) for bound in bounds)
-    return 0, first, second, last
+    ends = (max(0, min(end - surplus, num_documents)) for end in itertools.accumulate(sizes))
+    return 0, *ends
 
 
 def corpus_fingerprint(data: DataConfig) -> str | None:
@@ -279,8 +283,7 @@ def _build_split(
         build_part(DatasetPart(split, member.data, member.bounds, count))
         for member, count in zip(kept, counts, strict=True)
     ]
-    cache_path = request.data.data_cache_path
-    return blend(datasets, weights, sum(counts), cache_path, warns=request.is_builder)
+    return blend(datasets, weights, sum(counts), request.cache())
 
 
 class BlendIndex(NamedTuple):
@@ -404,21 +407,15 @@ class BlendedDataset:
 
 
 def blend(
-    datasets: Sequence[DescribedDataset],
-    weights: Sequence[float],
-    size: int,
-    data_cache_path: str | None,
-    *,
-    warns: bool = True,
+    datasets: Sequence[DescribedDataset], weights: Sequence[float], size: int, cache: IndexCache
 ) -> BlendedDataset:
-    """Blend datasets; the index is kept on disk only if --data-cache-path is given.
+    """Blend datasets.
 
     Args:
         datasets: The datasets to draw from. Their descriptions are part of the index's name.
         weights: The proportions in which to draw from them.
         size: The number of samples in the blend.
-        data_cache_path: The folder for the index, or `None` to keep it in memory only.
-        warns: Whether this process reports a cache folder that cannot be written to.
+        cache: The cache for the index. Without a folder, the index is kept in memory only.
 
     Raises:
         ConfigError: There are too many datasets.
@@ -436,8 +433,5 @@ def blend(
         ArraySpec("index", dtype, (size,)),
         ArraySpec("sample_index", np.dtype(np.int64), (size,)),
     ]
-    folders = () if data_cache_path is None else (Path(data_cache_path),)
-    arrays = IndexCache(folders, warns).load_or_build(
-        description, specs, lambda: build_blend_index(shares, size)
-    )
+    arrays = cache.load_or_build(description, specs, lambda: build_blend_index(shares, size))
     return BlendedDataset(datasets, BlendIndex(*arrays))

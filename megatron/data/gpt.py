@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.data.cache import ArraySpec, IndexCache
+from megatron.data.cache import ArraySpec
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.mock import MockDataset
@@ -126,14 +126,9 @@ def build_gpt_index(
     once = np.arange(first_document, first_document + plan.num_documents, dtype=np.int32)
     documents = np.tile(once, plan.epochs)
     order = np.arange(plan.samples, dtype=plan.specs[2].dtype)
-    if plan.separate_last_epoch:
-        random.shuffle(documents[: -plan.num_documents])
-        random.shuffle(documents[-plan.num_documents :])
-        random.shuffle(order[: plan.samples_before_last_epoch])
-        random.shuffle(order[plan.samples_before_last_epoch :])
-    else:
-        random.shuffle(documents)
-        random.shuffle(order)
+    for array, cut in ((documents, -plan.num_documents), (order, plan.samples_before_last_epoch)):
+        for part in np.split(array, [cut] if plan.separate_last_epoch else []):
+            random.shuffle(part)
     samples = build_sample_index(lengths, documents, plan.samples, plan.seq_length)
     return GPTIndex(documents, samples, order)
 
@@ -272,10 +267,7 @@ def build_gpt_part(
         f"Random seed {request.seed}\n"
         f"Split {request.data.split}\n"
     )
-    cache_path = request.data.data_cache_path
-    beside = Path(data.prefix).parent / "index-cache"
-    folders = (beside,) if cache_path is None else (beside, Path(cache_path))
-    arrays = IndexCache(folders, request.is_builder).load_or_build(
+    arrays = request.cache(Path(data.prefix).parent / "index-cache").load_or_build(
         description,
         plan.specs,
         lambda: build_gpt_index(plan, data.sequence_lengths, start, request.seed),

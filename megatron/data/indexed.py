@@ -18,9 +18,9 @@ import contextlib
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,6 +36,7 @@ _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
@@ -53,15 +54,6 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-class _Index(NamedTuple):
-    """The content of an .idx file, as views of the mapped bytes."""
-
-    dtype: np.dtype[Any]
-    lengths: NDArray[np.int32]  # [N] tokens
-    pointers: NDArray[np.int64]  # [N] bytes
-    documents: NDArray[np.int64]  # [D] sequences
-
-
 class IndexedDataset:
     """Read access to one `.bin`/`.idx` pair.
 
@@ -77,19 +69,15 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         """Open the files and compare all values that the format holds twice."""
-        self.prefix = os.fspath(prefix)
-        self._open(validate=True)
+        self._open(os.fspath(prefix))
+        self._check()
 
-    def _open(self, *, validate: bool) -> None:
-        _require_files(self.prefix)
-        index = _read_index(idx_path(self.prefix))
-        if validate:
-            _check_index(self.prefix, index)
-        self.dtype = index.dtype
-        self.sequence_lengths = index.lengths
-        self.pointers = index.pointers
-        self.document_indices = index.documents
-        self._tokens = _map(bin_path(self.prefix), index.dtype)
+    def _open(self, prefix: str) -> None:
+        _require_files(prefix)
+        self.prefix = prefix
+        index = _read_index(idx_path(prefix))
+        self.dtype, self.sequence_lengths, self.pointers, self.document_indices = index
+        self._tokens = _map(bin_path(prefix), self.dtype)
 
     def __getstate__(self) -> dict[str, str]:
         """Return the prefix alone."""
@@ -97,8 +85,7 @@ class IndexedDataset:
 
     def __setstate__(self, state: dict[str, str]) -> None:
         """Open the files again, without the comparison that was already made."""
-        self.prefix = state["prefix"]
-        self._open(validate=False)
+        self._open(state["prefix"])
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -133,6 +120,42 @@ class IndexedDataset:
             )
         return tokens
 
+    def _check(self) -> None:
+        """Compare all values that the format holds twice.
+
+        Raises:
+            DataError: Two values differ. The message gives file, position, expected and actual
+                value of the first difference.
+        """
+        path, itemsize = idx_path(self.prefix), self.dtype.itemsize
+        total = 0
+        for start in range(0, len(self), _CHUNK):
+            lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
+            _refuse_first(f"{path}: length of sequence", start, lengths, lengths < 0, ">= 0")
+            ends = total + np.cumsum(lengths * itemsize)
+            found, want = self.pointers[start : start + _CHUNK], ends - lengths * itemsize
+            _refuse_first(f"{path}: offset of sequence", start, found, found != want, want)
+            total = int(ends[-1])
+        actual = bin_path(self.prefix).stat().st_size
+        if actual != total:
+            raise DataError(
+                f"{bin_path(self.prefix)}: {actual} bytes, expected {total} ({total // itemsize} "
+                f"tokens of {self.dtype}) according to {path}: one of the two is truncated, "
+                "damaged or from another dataset; copy both again or preprocess the text again"
+            )
+        previous = 0
+        for start in range(0, len(self.document_indices), _CHUNK):
+            bounds = self.document_indices[start : start + _CHUNK]
+            falls = bounds < np.concatenate([[previous], bounds[:-1]])
+            _refuse_first(f"{path}: document bound", start, bounds, falls, "not to fall")
+            previous = int(bounds[-1])
+        first_and_last, expected = self.document_indices[[0, -1]].tolist(), [0, len(self)]
+        if first_and_last != expected:
+            raise DataError(
+                f"{path}: the first and the last document bound are {first_and_last}, expected "
+                f"{expected}: the file is damaged"
+            )
+
 
 def _require_files(prefix: str) -> None:
     try:
@@ -162,8 +185,10 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     return mapped.view(np.ndarray)
 
 
-def _read_index(path: Path) -> _Index:
-    """Parse the header and cut the mapped file into its arrays.
+def _read_index(
+    path: Path,
+) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the token type, and views of the mapped lengths, offsets and document bounds.
 
     Raises:
         DataError: The file is not MMIDIDX version 1 with token ids, or its size does not match its
@@ -204,53 +229,8 @@ def _read_index(path: Path) -> _Index:
         )
     if documents == 0:
         raise DataError(f"{path}: no document bounds; expected at least 1: the file is damaged")
-    pointers = _HEADER.size + 4 * sequences
-    return _Index(
-        dtype=_DTYPES[code],
-        lengths=raw[_HEADER.size : pointers].view("<i4"),
-        pointers=raw[pointers : pointers + 8 * sequences].view("<i8"),
-        documents=raw[pointers + 8 * sequences :].view("<i8"),
-    )
-
-
-def _check_index(prefix: str, index: _Index) -> None:
-    """Compare all values that the format holds twice.
-
-    Raises:
-        DataError: Two values differ. The message gives file, position, expected and actual value
-            of the first difference.
-    """
-    path, itemsize = idx_path(prefix), index.dtype.itemsize
-    total = 0
-    for start in range(0, len(index.lengths), _CHUNK):
-        lengths = index.lengths[start : start + _CHUNK].astype(np.int64)
-        _refuse_first(f"{path}: length of sequence", start, lengths, lengths < 0, ">= 0")
-        ends = total + np.cumsum(lengths * itemsize)
-        pointers = index.pointers[start : start + _CHUNK]
-        expected = ends - lengths * itemsize
-        _refuse_first(
-            f"{path}: offset of sequence", start, pointers, pointers != expected, expected
-        )
-        total = int(ends[-1])
-    actual = bin_path(prefix).stat().st_size
-    if actual != total:
-        raise DataError(
-            f"{bin_path(prefix)}: {actual} bytes, expected {total} ({total // itemsize} tokens of "
-            f"{index.dtype}) according to {path}: one of the two is truncated, damaged or from "
-            "another dataset; copy both again or preprocess the text again"
-        )
-    previous = 0
-    for start in range(0, len(index.documents), _CHUNK):
-        bounds = index.documents[start : start + _CHUNK].astype(np.int64)
-        before = np.concatenate([[previous], bounds[:-1]])
-        _refuse_first(f"{path}: document bound", start, bounds, bounds < before, "not to fall")
-        previous = int(bounds[-1])
-    first, sequences = int(index.documents[0]), len(index.lengths)
-    for name, bound, wanted in (("first", first, 0), ("last", previous, sequences)):
-        if bound != wanted:
-            raise DataError(
-                f"{path}: {name} document bound is {bound}, expected {wanted}: the file is damaged"
-            )
+    lengths, offsets, bounds = np.split(raw[_HEADER.size :], np.cumsum([4, 8]) * sequences)
+    return _DTYPES[code], lengths.view("<i4"), offsets.view("<i8"), bounds.view("<i8")
 
 
 def _refuse_first(
@@ -267,10 +247,11 @@ def _refuse_first(
 
 
 class IndexedDatasetBuilder:
-    """A writer of a `.bin`/`.idx` pair; no file has its final name before `finalize()`.
+    """A writer of a `.bin`/`.idx` pair, which is a context manager.
 
-    Memory stays flat, because lengths and document bounds are spilled to temporary files in the
-    same folder. As a context manager it finalizes on success and removes its files on an exception.
+    Both files get their names when the context is left, or are removed after an exception. Memory
+    stays flat, because lengths and document bounds are spilled to temporary files in the same
+    folder.
 
     Args:
         prefix: The path without `.bin` and `.idx`. Its folder is created.
@@ -285,13 +266,9 @@ class IndexedDatasetBuilder:
         """Create the temporary files."""
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype)
-        codes = [code for code, dtype in _DTYPES.items() if dtype == self.dtype]
-        if not codes:
+        if self.dtype not in _CODES:
             raise DataError(f"token ids cannot be stored as {dtype}: use uint16 or int32")
-        self._code = codes[0]
-        self.num_sequences = 0
-        self.num_documents = 0
-        self.num_tokens = 0
+        self.num_sequences = self.num_documents = self.num_tokens = 0
         self._started = 0  # bytes of .bin whose writing to the disk has started
         with writing_to("dataset", self.prefix):
             bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -309,15 +286,21 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Finalize, or remove the files after an exception."""
-        if kind is not None:
-            self.abort()
-        elif not self._tokens.closed:
-            self.finalize()
+        """Write the index and give both files their names; after an exception, remove them.
 
-    def add_document(self, tokens: ArrayLike, lengths: Sequence[int]) -> None:
-        """Append one document: its tokens `[sum(lengths)]` and the length of each sequence."""
-        self.add_documents(tokens, lengths, [len(lengths)])
+        Raises:
+            StorageError: The disk is full; the temporary files are removed.
+        """
+        try:
+            if kind is None:
+                with writing_to("dataset", self.prefix):
+                    self._publish()
+        finally:
+            for file in (self._tokens, self._lengths, self._documents, self._index):
+                # Closing flushes, which fails again on a full disk; the file is removed anyway.
+                with contextlib.suppress(OSError):
+                    file.close()
+                Path(file.name).unlink(missing_ok=True)
 
     def add_documents(
         self, tokens: ArrayLike, lengths: ArrayLike, sequences_per_document: ArrayLike
@@ -358,18 +341,16 @@ class IndexedDatasetBuilder:
                 f"{other.prefix}: token type {other.dtype}, but {self.prefix} is written as "
                 f"{self.dtype}: only datasets from the same tokenizer can be joined"
             )
-        first = self.num_sequences
-        no_lengths, no_bounds = np.empty(0, np.int32), np.empty(0, np.int64)
-        for start in range(0, len(other), _CHUNK):
-            self._append(other.sequence_lengths[start : start + _CHUNK], no_bounds)
-        for start in range(1, len(other.document_indices), _CHUNK):
-            self._append(no_lengths, first + other.document_indices[start : start + _CHUNK])
+        first, bounds = self.num_sequences, other.document_indices[1:]
+        self._append(other.sequence_lengths, bounds[:0])
+        for start in range(0, len(bounds), _CHUNK):
+            self._append(other.sequence_lengths[:0], first + bounds[start : start + _CHUNK])
         with writing_to("dataset", self.prefix), open(bin_path(prefix), "rb") as source:
             shutil.copyfileobj(source, self._tokens, 1 << 24)
         self.num_tokens += other.num_tokens
 
     def _start_writing(self) -> None:
-        """Let the disk begin to write, so that the fsync in `finalize` takes little time.
+        """Let the disk begin to write, so that the fsync at the end takes little time.
 
         This is only a hint: Linux starts to write a range of a file that it is told not to cache,
         and keeps the pages that are not written yet. The fsync still reports disk errors.
@@ -391,37 +372,9 @@ class IndexedDatasetBuilder:
         self.num_sequences += len(lengths)
         self.num_documents += len(bounds)
 
-    def finalize(self) -> None:
-        """Write the index, flush everything to the disk and give both files their names.
-
-        Raises:
-            StorageError: The disk is full; the temporary files are removed.
-        """
-        try:
-            with writing_to("dataset", self.prefix):
-                self._write_index()
-                for file in (self._tokens, self._index):
-                    file.flush()
-                    os.fsync(file.fileno())
-                # Without an .idx there is no dataset: an old one must not describe the new .bin.
-                idx_path(self.prefix).unlink(missing_ok=True)
-                os.replace(self._tokens.name, bin_path(self.prefix))
-                os.replace(self._index.name, idx_path(self.prefix))
-                sync_folder(bin_path(self.prefix).parent)
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Remove the temporary files. This does nothing after `finalize()`."""
-        for file in (self._tokens, self._lengths, self._documents, self._index):
-            # Closing flushes, which fails again on a full disk; the file is removed anyway.
-            with contextlib.suppress(OSError):
-                file.close()
-            Path(file.name).unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
+    def _publish(self) -> None:
         counts = (self.num_sequences, self.num_documents + 1)
-        self._index.write(_HEADER.pack(_MAGIC, _VERSION, self._code, *counts))
+        self._index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], *counts))
         for lengths in _chunks(self._lengths, np.dtype("<i4")):
             self._index.write(lengths.data)
         end = 0
@@ -430,19 +383,24 @@ class IndexedDatasetBuilder:
             ends = end + np.cumsum(size)
             self._index.write((ends - size).data)
             end = int(ends[-1])
-        self._index.write(struct.pack("<q", 0))
+        self._index.write(bytes(8))  # the first document begins at sequence 0
         for bounds in _chunks(self._documents, np.dtype("<i8")):
             self._index.write(bounds.data)
+        for file in (self._tokens, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+        # Without an .idx there is no dataset: an old one must not describe the new .bin.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        os.replace(self._tokens.name, bin_path(self.prefix))
+        os.replace(self._index.name, idx_path(self.prefix))
+        sync_folder(bin_path(self.prefix).parent)
 
 
 def _cast(values: ArrayLike, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
     """Return a contiguous array of `dtype`; refuse a value that would wrap around."""
     array = np.asarray(values)
-    if array.dtype == dtype:
-        return np.ascontiguousarray(array)
-    if array.size:
-        limits = np.iinfo(dtype)
-        low, high = int(array.min()), int(array.max())
+    if array.dtype != dtype and array.size:
+        limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
             raise DataError(
                 f"{what} {low if low < limits.min else high} does not fit {dtype} "

@@ -214,12 +214,11 @@ class _ByValue:
     def collate(cls, samples: Sequence[Sample]) -> _ByValue:
         return cls(collate(samples))
 
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, Any]) -> _ByValue:
-        return cls({name: torch.from_numpy(array) for name, array in arrays.items()})
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: part.numpy() for name, part in self.tensors.items()}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.from_arrays, ({name: part.numpy() for name, part in self.tensors.items()},)
+    def __setstate__(self, arrays: dict[str, Any]) -> None:
+        self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def pin_memory(self) -> _ByValue:
         """Copy to page-locked memory; `DataLoader` calls this in a separate thread."""

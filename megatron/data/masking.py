@@ -56,14 +56,8 @@ class SpecialIds:
         continues = np.zeros(tokenizer.vocab_size, bool)
         for entry, index in tokenizer.vocab.items():
             continues[index] = entry.startswith(_CONTINUES)
-        return SpecialIds(
-            size=tokenizer.vocab_size,
-            continues=continues,
-            pad=tokenizer.pad,
-            cls=tokenizer.cls,
-            sep=tokenizer.sep,
-            mask=tokenizer.mask,
-        )
+        pad, cls, sep, mask = tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask
+        return SpecialIds(tokenizer.vocab_size, continues, pad, cls, sep, mask)
 
     @staticmethod
     def of_t5(tokenizer: Tokenizer) -> SpecialIds:
@@ -79,18 +73,13 @@ class SpecialIds:
                 "none: give --vocab-extra-ids 100 (with a BertWordPiece or SentencePiece "
                 "tokenizer), or use T5's own tokenizer, which has <extra_id_0>, <extra_id_1> ..."
             )
-        if not tokenizer.has_t5_sentinels:
-            bert = SpecialIds.of_bert(tokenizer)
-            return replace(bert, bos=tokenizer.bos, eos=tokenizer.eos, sentinels=sentinels)
-        return SpecialIds(
-            size=tokenizer.vocab_size,
-            continues=np.zeros(tokenizer.vocab_size, bool),  # T5 counts pieces, not words
-            pad=tokenizer.pad,
-            bos=tokenizer.decoder_start,
-            eos=tokenizer.eos,
-            sentinels=sentinels,
-            encoder_end=tuple(tokenizer.encoder_end),
-        )
+        if tokenizer.has_t5_sentinels:  # T5 counts pieces, not words
+            size = tokenizer.vocab_size
+            ids = SpecialIds(size, np.zeros(size, bool), tokenizer.pad)
+        else:
+            ids = SpecialIds.of_bert(tokenizer)
+        bos, eos, end = tokenizer.decoder_start, tokenizer.eos, tuple(tokenizer.encoder_end)
+        return replace(ids, bos=bos, eos=eos, sentinels=sentinels, encoder_end=end)
 
     @staticmethod
     def generated(vocab_size: int) -> SpecialIds:

@@ -44,9 +44,7 @@ class MockDataset:
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`: tokens `[s + 1]`."""
-        if not 0 <= i < self.num_samples:
-            raise IndexError(f"sample {i} of {self.num_samples}")
-        random = np.random.default_rng([self.seed, self.split, i])
+        random = _generator(self.num_samples, self.seed, self.split, i)
         return {"text": _count_up(random, self.seq_length + 1, self.vocab_size), "id": i}
 
 
@@ -76,9 +74,7 @@ class MockSentences:
 
     def __getitem__(self, i: int) -> tuple[list[NDArray[np.int64]], int]:
         """Return the sentences of sample `i`, at least two, and its length in tokens."""
-        if not 0 <= i < self.num_samples:
-            raise IndexError(f"sample {i} of {self.num_samples}")
-        random = np.random.default_rng([self.plan.seed, self.split, i])
+        random = _generator(self.num_samples, self.plan.seed, self.split, i)
         is_short = random.random() < self.plan.short_seq_prob
         longest = self.plan.max_length
         length = int(random.integers(2, longest + 1)) if is_short else longest
@@ -86,6 +82,17 @@ class MockSentences:
         text = first + _count_up(random, length, self.ids.size - first)
         cuts = np.unique(random.integers(1, length, max(1, length // _SENTENCE)))
         return np.split(text, cuts), length
+
+
+def _generator(num_samples: int, seed: int, split: int, i: int) -> np.random.Generator:
+    """Return the generator of sample `i`.
+
+    Raises:
+        IndexError: There is no such sample.
+    """
+    if not 0 <= i < num_samples:
+        raise IndexError(f"sample {i} of {num_samples}")
+    return np.random.default_rng([seed, split, i])
 
 
 def _count_up(random: np.random.Generator, length: int, vocabulary: int) -> NDArray[np.int64]:

@@ -14,8 +14,10 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -217,17 +219,14 @@ class BlockEncoder:
         lengths: list[int] = []
         counts: list[int] = []
         for cut, document in zip(is_cut, documents, strict=True):
-            before = len(lengths)
-            for ids in (next(encoded[cut]) for _ in document):
-                # A sentence without ids is left out; a document without ids stays as an empty one.
-                if len(ids):
-                    pieces.append(ids)
-                    lengths.append(len(ids))
-            is_ended = self._ends_texts and not cut
-            if len(self._end) and len(lengths) > before and not is_ended:
+            # A sentence without ids is left out; a document without ids stays as an empty one.
+            own = [ids for ids in islice(encoded[cut], len(document)) if len(ids)]
+            pieces += own
+            lengths += map(len, own)
+            counts.append(len(own))
+            if own and len(self._end) and not (self._ends_texts and not cut):
                 pieces.append(self._end)
                 lengths[-1] += 1
-            counts.append(len(lengths) - before)
         # The cast is safe, because best_dtype holds every id of the vocabulary.
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
         return Column(tokens, np.array(lengths, np.int32), np.array(counts, np.int64))
@@ -267,19 +266,15 @@ def preprocess(
         map_in_order(encoder, read_blocks(paths, keys), workers) as results,
         contextlib.ExitStack() as stack,
     ):
+        prefixes = [f"{output_prefix}_{key}_{level}" for key in keys]
         builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(f"{output_prefix}_{key}_{level}", encoder.dtype)
-            )
-            for key in keys
+            stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype)) for prefix in prefixes
         ]
-        path, first_line = None, 1
+        lines: Counter[str] = Counter()  # those before the block, by file
         for encoded in results:
             block = encoded.block
-            if block.path != path:
-                path, first_line = block.path, 1
             for bad in encoded.bad:
-                where = f"{block.path}:{first_line + bad.line}"
+                where = f"{block.path}:{lines[block.path] + 1 + bad.line}"
                 what = f"{bad.reason} (line starts at byte {block.offset + bad.offset})"
                 if not skip_bad_lines:
                     raise DataError(
@@ -293,7 +288,7 @@ def preprocess(
             counts.bad_lines += len(encoded.bad)
             counts.text_bytes += block.size
             on_block(counts, block)
-            first_line += encoded.lines
+            lines[block.path] += encoded.lines
     counts.tokens = {key: b.num_tokens for key, b in zip(keys, builders, strict=True)}
     return counts
 

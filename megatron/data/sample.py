@@ -10,15 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron.errors import DataError
 
+# The label of a position with nothing to predict.
 IGNORED_LABEL = -1
-"""The label of a position with nothing to predict."""
-
+# A part of a sample or batch: the ends of runs of tokens that attend only within themselves.
 SEGMENT_ENDS = "segment_ends"
-"""A part of a sample or batch: the ends of runs of tokens that attend only within themselves."""
-
+# One sample: arrays, and `id`, the sample's number in its dataset. Each array except `SEGMENT_ENDS`
+# has the same length in the whole dataset.
 Sample = Mapping[str, NDArray[np.int64] | int]
-"""One sample: arrays, and `id`, the sample's number in its dataset. Each array except
-`SEGMENT_ENDS` has the same length in the whole dataset."""
 
 
 class SampleDataset(Protocol):

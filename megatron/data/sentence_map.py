@@ -86,8 +86,7 @@ def overlong_documents(
 ) -> NDArray[np.bool_]:
     """Return whether each document has several sentences, one of them above 512 tokens, `[D]`."""
     first, last = int(documents[0]), int(documents[-1])
-    long_so_far = np.zeros(last - first + 1, np.int64)
-    np.cumsum(lengths[first:last] > LONGEST_SENTENCE, out=long_so_far[1:])
+    long_so_far = np.concatenate([[0], np.cumsum(lengths[first:last] > LONGEST_SENTENCE)])
     return (np.diff(long_so_far[documents - first]) > 0) & (np.diff(documents) > 1)
 
 
@@ -117,14 +116,13 @@ def _places(
     assert usable.any(), "without a usable document there is no map"
     starts, counts = documents[:-1][usable], np.diff(documents)[usable]
     ends = np.cumsum(counts + 1) - 1
-    number = np.arange(int(ends[-1]) + 1)
-    shift = np.repeat(starts - (ends - counts), counts + 1)
-    is_end = np.zeros(len(number), bool)
-    is_end[ends] = True
-    sentence = number + shift
-    sizes = np.zeros(len(number), np.int64)
-    sizes[~is_end] = lengths[sentence[~is_end]]
-    return _Places(sentence, np.cumsum(sizes) - sizes, np.repeat(ends, counts + 1))
+    end = np.repeat(ends, counts + 1)
+    number = np.arange(len(end))
+    sentence = number + np.repeat(starts - (ends - counts), counts + 1)
+    inside = number != end
+    sizes = np.zeros(len(end), np.int64)
+    sizes[inside] = lengths[sentence[inside]]
+    return _Places(sentence, np.cumsum(sizes) - sizes, end)
 
 
 def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
@@ -184,9 +182,8 @@ def _walk(
     path: list[int] = []
     visit = path.append
     short = np.flatnonzero(targets != plan.max_length)
-    done = 0
     for i, target in zip(short.tolist(), targets[short].tolist(), strict=True):
-        for _ in range(i - done):
+        for _ in range(i - len(path)):
             visit(place)
             place = hops[place]
         visit(place)
@@ -197,8 +194,7 @@ def _walk(
             start = place + plan.min_sentences
             reached = bisect_left(tokens, tokens[place] + target, start, end)
             place = reached if end - reached > 1 else end
-        done = i + 1
-    for _ in range(len(targets) - done):
+    for _ in range(len(targets) - len(path)):
         visit(place)
         place = hops[place]
     return path, place

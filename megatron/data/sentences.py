@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.cache import open_array, warn_of_unwritable
+from megatron.data.cache import open_array, saving
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
-from megatron.data.masking import SpecialIds
+from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
 from megatron.data.mock import MockSentences
-from megatron.data.sample import DescribedDataset, outside_vocabulary
+from megatron.data.sample import DescribedDataset, Sample, outside_vocabulary
 from megatron.data.sentence_map import (
     LONGEST_SENTENCE,
     SentenceMapPlan,
@@ -44,15 +45,8 @@ _SHORTEST = 2  # the fewest tokens of text in a sample
 Tokens = NDArray[Any]
 
 
-class SentenceSource(Protocol):
+class SentenceSource(DescribedDataset, Protocol):
     """The sentences and the target length of each sample."""
-
-    @property
-    def description(self) -> str:
-        """A text that differs whenever the sentences differ."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
         """Return the sentences of sample `i`, and the number of their tokens that it may hold."""
@@ -93,59 +87,77 @@ class MappedSentences:
         return sentences, target
 
 
-@dataclasses.dataclass(frozen=True)
-class SentenceRequest:
-    """The requirements of one kind of sample for its sentences.
+@dataclasses.dataclass(eq=False)
+class SentenceSamples(ABC):
+    """Samples made from runs of sentences. The draws of sample i are seeded with seed + i.
 
     Attributes:
-        flag: The flag that sets the length, for messages.
-        length: The number of tokens in a sample, special tokens included.
-        reserved: The number of special tokens in a sample.
-        min_sentences: The fewest sentences in a sample.
-        find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
+        source: The runs of sentences.
+        ids: The special ids of the kind of sample.
+        options: The settings of the kind of sample, at least `mask_prob` and `seed`.
     """
 
-    flag: str
-    length: int
-    reserved: int
-    min_sentences: int
-    find_ids: Callable[[Tokenizer], SpecialIds]
+    source: SentenceSource
+    ids: SpecialIds
+    options: Any
+    _random: np.random.RandomState = dataclasses.field(default_factory=np.random.RandomState)
+    kind: ClassVar[str]
+
+    @property
+    def description(self) -> str:
+        """A text that differs whenever the samples differ."""
+        return f"{self.kind} Dataset\n\n{self.source.description}{self.options}\n"
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`.
+
+        Raises:
+            DataError: A token id is outside the vocabulary.
+        """
+        sentences, target = self.source[i]
+        # A fifth of the time of a new generator.
+        self._random.seed((self.options.seed + i) % 2**32)
+        return {**self._make(sentences, target, self._random), "id": i}
+
+    @abstractmethod
+    def _make(self, sentences: list[Tokens], target: int, random: np.random.RandomState) -> Sample:
+        """Make a sample without its `id` from sentences, with at most `target` of their tokens."""
+
+    def _choose_runs(
+        self, text: NDArray[np.int64], target: int, draw_words: Callable[[], int]
+    ) -> Iterator[list[int]]:
+        """Yield the positions in `text` of one run to mask after another (`choose_runs`)."""
+        budget = masking_budget(self.options.mask_prob, len(text), target)
+        return choose_runs(whole_words(text, self.ids), budget, draw_words, self._random)
 
 
 def build_sentence_datasets(
     request: DataRequest,
-    wanted: SentenceRequest,
+    plan: SentenceMapPlan,
     tokenizer: Tokenizer,
+    find_ids: Callable[[Tokenizer], SpecialIds],
     build: Callable[[SentenceSource, SpecialIds], DescribedDataset],
 ) -> Datasets:
     """Build the datasets that `build` makes from sentences. Every process calls this function.
 
     Args:
         request: The run's requirements for its data.
-        wanted: The requirements of the kind of sample.
+        plan: The requirements of the kind of sample for its sentences (`plan_sentences`).
         tokenizer: The tokenizer, which supplies the special ids.
+        find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
         build: A function that makes the samples from sentences and special ids.
 
     Raises:
-        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
-            data is named, or --data-path or --split cannot be parsed.
+        ConfigError: The vocabulary lacks a special token, no data is named, or --data-path or
+            --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
-    if wanted.length < wanted.reserved + _SHORTEST:
-        raise ConfigError(
-            f"{wanted.flag} {wanted.length}: {wanted.reserved} of the tokens are reserved for "
-            f"special tokens: give at least {wanted.reserved + _SHORTEST}"
-        )
-    data = request.data
-    plan = SentenceMapPlan(
-        num_samples=0,
-        max_length=wanted.length - wanted.reserved,
-        short_seq_prob=data.short_seq_prob,
-        seed=request.seed,
-        min_sentences=wanted.min_sentences,
-    )
-    find_ids = wanted.find_ids
-    ids = SpecialIds.generated(tokenizer.vocab_size) if data.mock_data else find_ids(tokenizer)
+    is_mock = request.data.mock_data
+    ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else find_ids(tokenizer)
 
     def build_part(part: DatasetPart) -> DescribedDataset:
         of_part = dataclasses.replace(plan, num_samples=part.num_samples)
@@ -156,12 +168,34 @@ def build_sentence_datasets(
     def build_mock(count: int, split: int) -> DescribedDataset:
         return build(MockSentences(count, plan, ids, split), ids)
 
-    return build_datasets(
-        request,
-        build_part,
-        build_mock,
-        count_documents=lambda dataset: len(dataset.document_indices) - 1,
-    )
+    def count_documents(dataset: IndexedDataset) -> int:
+        return len(dataset.document_indices) - 1
+
+    return build_datasets(request, build_part, build_mock, count_documents=count_documents)
+
+
+def plan_sentences(
+    request: DataRequest, flag: str, length: int, reserved: int, min_sentences: int = 1
+) -> SentenceMapPlan:
+    """Plan the sentences of samples, whose number is not known yet.
+
+    Args:
+        request: The run's requirements for its data.
+        flag: The flag that sets the length, for messages.
+        length: The number of tokens in a sample, special tokens included.
+        reserved: The number of special tokens in a sample.
+        min_sentences: The fewest sentences in a sample.
+
+    Raises:
+        ConfigError: The sequence has no room for text.
+    """
+    if length < reserved + _SHORTEST:
+        raise ConfigError(
+            f"{flag} {length}: {reserved} of the tokens are reserved for special tokens: give at "
+            f"least {reserved + _SHORTEST}"
+        )
+    short = request.data.short_seq_prob
+    return SentenceMapPlan(0, length - reserved, short, request.seed, min_sentences)
 
 
 def map_sentences(
@@ -213,26 +247,19 @@ def map_sentences(
     cache_path = request.data.data_cache_path
     own = beside if cache_path is None else [Path(cache_path) / path.name for path in beside]
     source = idx_path(data.prefix)
-    candidates = (_load(path, description, source) for path in dict.fromkeys([*beside, *own]))
-    sound = (
-        found
-        for found in candidates
-        if found is not None and is_sound_sentence_map(plan, found, documents, lengths)
-    )
-    rows = next(sound, None)
-    if rows is None:
+    for path in dict.fromkeys([*beside, *own]):
+        rows = _load(path, description, source)
+        if rows is not None and is_sound_sentence_map(plan, rows, documents, lengths):
+            break
+    else:
         rows = build_sentence_map(plan, documents, lengths)
         taken = open_array(own[0], source)
         path = own[0] if taken is None or taken.ndim != 2 else own[1]
-        try:
+        with saving(f"sentence map {path}", warns=request.is_builder):
             path.parent.mkdir(parents=True, exist_ok=True)
             with renamed_when_done(path) as file:
                 np.save(file, rows, allow_pickle=False)
                 file.write(description.encode())
-        except OSError as error:
-            if request.is_builder:
-                warn_of_unwritable(f"sentence map {path}", error)
-        else:
             # Mapped pages are shared by all processes of a node; newly built rows are not.
             mapped = _load(path, description, source)
             rows = rows if mapped is None else mapped

@@ -13,15 +13,16 @@ decoder's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
+from megatron.data.masking import SpecialIds
 from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
-from megatron.data.sentences import SentenceRequest, SentenceSource, build_sentence_datasets
+from megatron.data.sentences import SentenceSamples, Tokens, build_sentence_datasets, plan_sentences
 from megatron.tokenizer.base import Tokenizer
 
 # Tokens of the encoder's sequence that text may not use. Megatron reserves two, for [CLS] and
@@ -49,7 +50,7 @@ class T5Options:
 
 
 @dataclass(eq=False)
-class T5Dataset:
+class T5Dataset(SentenceSamples):
     """T5 samples, made from runs of sentences. A sample holds int64 arrays.
 
     Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` are computed on the device from the two masks
@@ -65,33 +66,27 @@ class T5Dataset:
     `id`: The sample's number.
     """
 
-    source: SentenceSource
-    ids: SpecialIds
+    kind = "T5"
     options: T5Options
-    _random: np.random.RandomState = field(default_factory=np.random.RandomState)
 
-    @property
-    def description(self) -> str:
-        """A text that differs whenever the samples differ."""
-        return f"T5 Dataset\n\n{self.source.description}{self.options}\n"
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.source)
-
-    def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`.
-
-        Raises:
-            DataError: A token id is outside the vocabulary.
-        """
-        sentences, target = self.source[i]
-        self._random.seed((self.options.seed + i) % 2**32)
+    def _make(self, sentences: list[Tokens], target: int, random: np.random.RandomState) -> Sample:
         text = np.concatenate(sentences)[:target].astype(np.int64)
-        runs = self._runs(text, target)
-        left, taken_out = take_out(text, runs, self.ids.sentinels)
-        encoder = [*left, *self.ids.encoder_end]
+
+        def draw_words() -> int:
+            return min(random.geometric(_RUN_END), _LONGEST_RUN)
+
         e, d = self.options.encoder_length, self.options.decoder_length
+        runs: list[list[int]] = []
+        room = d - 1
+        for run in self._choose_runs(text, target, draw_words):
+            room -= 1 + len(run)
+            # Megatron stops with an error if it draws more runs than the decoder's length or the
+            # number of sentinels allows.
+            if room < 0 or len(runs) == len(self.ids.sentinels):
+                break
+            runs.append(run)
+        left, taken_out = take_out(text, sorted(runs), self.ids.sentinels)
+        encoder = [*left, *self.ids.encoder_end]
         in_decoder = np.ones(len(taken_out) + 1)
         return {
             "text_enc": filled_up(encoder, e, self.ids.pad),
@@ -100,29 +95,7 @@ class T5Dataset:
             "loss_mask": filled_up(in_decoder, d, 0),
             "enc_mask": filled_up(np.ones(len(encoder)), e, 0),
             "dec_mask": filled_up(in_decoder, d, 0),
-            "id": i,
         }
-
-    def _runs(self, text: NDArray[np.int64], target: int) -> list[list[int]]:
-        """Return the positions of the runs to take out, from first to last.
-
-        The number of runs is limited by the number of sentinels and by the decoder's length.
-        Megatron stops with an error if it draws more.
-        """
-        random = self._random
-        budget = masking_budget(self.options.mask_prob, len(text), target)
-
-        def draw_words() -> int:
-            return min(random.geometric(_RUN_END), _LONGEST_RUN)
-
-        runs: list[list[int]] = []
-        room = self.options.decoder_length - 1
-        for run in choose_runs(whole_words(text, self.ids), budget, draw_words, random):
-            room -= 1 + len(run)
-            if room < 0 or len(runs) == len(self.ids.sentinels):
-                break
-            runs.append(run)
-        return sorted(runs)
 
 
 def take_out(
@@ -155,12 +128,9 @@ def build_t5_datasets(
             named, or --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or from another tokenizer.
     """
-    options = T5Options(
-        encoder_seq_length, decoder_seq_length, request.data.mask_prob, request.seed
-    )
-    wanted = SentenceRequest(
-        "--encoder-seq-length", encoder_seq_length, _RESERVED_TOKENS, 1, SpecialIds.of_t5
-    )
-    return build_sentence_datasets(
-        request, wanted, tokenizer, lambda sentences, ids: T5Dataset(sentences, ids, options)
-    )
+    mask_prob, seed = request.data.mask_prob, request.seed
+    options = T5Options(encoder_seq_length, decoder_seq_length, mask_prob, seed)
+    flag = "--encoder-seq-length"
+    plan = plan_sentences(request, flag, encoder_seq_length, _RESERVED_TOKENS)
+    build = partial(T5Dataset, options=options)
+    return build_sentence_datasets(request, plan, tokenizer, SpecialIds.of_t5, build)

@@ -37,8 +37,7 @@ _JSON_KINDS = {
     type(None): "null",
 }
 
-Value = str | list[str]
-"""A document's text, or its sentences if they are split already."""
+Value = str | list[str]  # a document's text, or its sentences if they are split already
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.data import datasets as datasets_module
+from megatron.data.cache import IndexCache
 from megatron.data.datasets import (
     BlendedDataset,
     blend,
@@ -105,9 +106,9 @@ def test_cache_only_where_asked_for(tmp_path: Path) -> None:
         "Weights: [0.66666667 0.33333333]\nSize: 6\n"
     )
     digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-    blend(members, [2, 1], 6, None)
+    blend(members, [2, 1], 6, IndexCache(()))
     assert list(tmp_path.iterdir()) == []
-    blended = blend(members, [2, 1], 6, str(tmp_path))
+    blended = blend(members, [2, 1], 6, IndexCache((tmp_path,)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{digest}.dsc",
         f"{digest}_index.npy",

@@ -41,8 +41,8 @@ def read_all(prefix: Path) -> list[list[int]]:
 def test_writes_the_fixture_bytes(tmp_path: Path) -> None:
     prefix = tmp_path / "fixture"
     with IndexedDatasetBuilder(prefix, best_dtype(50257)) as builder:
-        builder.add_document(np.array([1, 2, 3, 4, 5]), [2, 3])
-        builder.add_document([7], [1])
+        builder.add_documents(np.array([1, 2, 3, 4, 5]), [2, 3], [2])
+        builder.add_documents([7], [1], [1])
     assert indexed.idx_path(prefix).read_bytes() == FIXTURE_IDX
     assert indexed.bin_path(prefix).read_bytes() == FIXTURE_BIN
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fixture.bin", "fixture.idx"]
@@ -73,7 +73,7 @@ def test_bulk_equals_one_by_one(tmp_path: Path) -> None:
     documents = [random.randint(0, 9, n).tolist() for n in random.randint(0, 4, 50)]
     with IndexedDatasetBuilder(tmp_path / "single", np.int32) as builder:
         for lengths in documents:
-            builder.add_document(np.arange(sum(lengths)), lengths)
+            builder.add_documents(np.arange(sum(lengths)), lengths, [len(lengths)])
     with IndexedDatasetBuilder(tmp_path / "bulk", np.int32) as builder:
         flat = np.concatenate([np.arange(sum(lengths)) for lengths in documents])
         sizes = np.array([n for lengths in documents for n in lengths])
@@ -89,7 +89,7 @@ def test_add_index_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_random(tmp_path / "b", sequences=30)
     with IndexedDatasetBuilder(tmp_path / "joined", np.uint16) as builder:
         builder.add_index(tmp_path / "a")
-        builder.add_document([1, 2, 3], [1, 2])
+        builder.add_documents([1, 2, 3], [1, 2], [2])
         builder.add_index(tmp_path / "b")
     assert read_all(tmp_path / "joined") == [
         *read_all(tmp_path / "a"),
@@ -122,7 +122,7 @@ def test_hints_to_the_disk_cover_the_file_and_may_fail(
     tokens = np.arange(1000, dtype=np.uint16)
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
         for start in range(0, 1000, 40):
-            builder.add_document(tokens[start : start + 40], [40])
+            builder.add_documents(tokens[start : start + 40], [40], [1])
     assert ranges == [(start, start + 160) for start in range(0, 1920, 160)]
     assert bin_path(tmp_path / "x").read_bytes() == tokens.tobytes()
 
@@ -130,7 +130,7 @@ def test_hints_to_the_disk_cover_the_file_and_may_fail(
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     def write() -> None:
         with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
-            builder.add_document([1], [1])
+            builder.add_documents([1], [1], [1])
             builder.add_index(tmp_path / "missing")
 
     with pytest.raises(DataError):
@@ -149,7 +149,7 @@ def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         pytest.raises(DataError, match="70000 does not fit uint16"),
         IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder,
     ):
-        builder.add_document([1, 70000], [2])
+        builder.add_documents([1, 70000], [2], [1])
 
 
 def test_best_dtype() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data.t5 import Sample, T5Dataset, build_t5_datasets, take_out
+from megatron.data.sample import Sample
+from megatron.data.t5 import T5Dataset, build_t5_datasets, take_out
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer

@@ -14,7 +14,7 @@ from tools import merge_datasets
 def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
-            builder.add_document(document, [len(document)] if document else [])
+            builder.add_documents(document, [len(document)] * bool(document), [bool(document)])
 
 
 def merge(folder: Path, prefix: Path, *flags: str) -> int:
@@ -25,10 +25,7 @@ def test_sorted_by_name_and_again(tmp_path):
     write(tmp_path / "b", [[4, 5], [6]])
     write(tmp_path / "a", [[1, 2, 3], []])
     write(tmp_path / "a_2", [[9]])
-    expected = IndexedDatasetBuilder(tmp_path / "other" / "whole", np.uint16)
-    for document in ([1, 2, 3], [], [9], [4, 5], [6]):
-        expected.add_document(document, [len(document)] if document else [])
-    expected.finalize()
+    write(tmp_path / "other" / "whole", [[1, 2, 3], [], [9], [4, 5], [6]])
     # The second time the first result lies in the folder, and is not joined to itself.
     for flags in ((), ("--overwrite",)):
         assert merge(tmp_path, tmp_path / "whole", *flags) == 0
