@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -21,9 +20,9 @@ from megatron.inference.server.endpoint import (
     ApiError,
     Endpoint,
     ErrorBody,
+    Handler,
+    error_response,
     json_response,
-    megatron_error,
-    openai_error,
 )
 from megatron.inference.server.megatron_api import MegatronAnswer, MegatronApi, MegatronRequest
 from megatron.inference.server.middleware import Guard, Measured, Metrics
@@ -31,7 +30,7 @@ from megatron.inference.server.openai_api import OpenAiApi
 from megatron.inference.server.schema import ChatRequest, CompletionRequest
 from megatron.inference.server.service import Service
 
-# The files of the page, which loads nothing from other sites.
+# The files of the page, which loads nothing from other sites, by path.
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/index.html": ("index.html", "text/html"),
@@ -39,6 +38,8 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
+# Open to all: the health check, and the page, which holds no secret and asks for the token.
+_OPEN_PATHS = frozenset({"/health", *_PAGE})
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -72,70 +73,81 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
         metrics: Metrics in which requests are counted.
     """
     settings = service.settings
-    limits = settings.limits
     openai = OpenAiApi(service, template, metrics.first_token_seconds.observe)
-    legacy = settings.legacy_status_codes
-    api = Endpoint(MegatronApi(service).handle, limits, partial(megatron_error, legacy=legacy))
     # Made on the first request for it, because that takes longer than all other routes.
-    openapi = cache(
-        lambda: document(needs_token=settings.token is not None, legacy_status_codes=legacy)
-    )
+    made_document = cache(document)
 
-    def health() -> Response:
+    async def models(_: Request) -> Response:
+        return json_response(openai.models())
+
+    async def model(request: Request) -> Response:
+        return json_response(openai.model(request.path_params["name"]))
+
+    async def health(_: Request) -> Response:
         alive = service.engine.alive
         return json_response({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
-    def page_file(name: str, kind: str) -> Response:
+    async def current_metrics(_: Request) -> Response:
+        return Response(metrics.text(), media_type=_PROMETHEUS)
+
+    async def openapi(_: Request) -> Response:
+        needs_token = settings.token is not None
+        return json_response(made_document(needs_token, settings.legacy_status_codes))
+
+    async def page_file(request: Request) -> Response:
+        name, kind = _PAGE[request.scope["path"]]
         data = files("megatron.inference.server").joinpath("page", name).read_bytes()
         return Response(data, headers=_PAGE_HEADERS, media_type=kind)
 
-    async def model(request: Request) -> Response:
-        try:
-            return json_response(openai.model(request.path_params["name"]))
-        except ApiError as error:
-            return openai_error(error)
+    async def refusal(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if request.scope["path"] != "/api":
+            return error_response(error)
+        status = 200 if settings.legacy_status_codes and not error.always else error.status
+        return json_response(error.message, status, error.headers)
 
-    completions = Endpoint(openai.complete, limits, openai_error)
-    chat = Endpoint(openai.chat, limits, openai_error)
+    def endpoint(path: str, handle: Handler, *methods: str) -> Route:
+        return Route(path, Endpoint(handle, settings.limits), methods=methods)
+
     routes = [
-        Route("/api", api, methods=["PUT", "POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/models", _get(lambda: json_response(openai.models()))),
+        endpoint("/api", MegatronApi(service).handle, "PUT", "POST"),
+        endpoint("/v1/completions", openai.complete, "POST"),
+        endpoint("/v1/chat/completions", openai.chat, "POST"),
+        Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/health", _get(health)),
-        Route("/metrics", _get(lambda: Response(metrics.text(), media_type=_PROMETHEUS))),
-        Route("/openapi.json", _get(lambda: json_response(openapi()))),
-        *(Route(path, _get(partial(page_file, *file))) for path, file in _PAGE.items()),
+        Route("/health", health),
+        Route("/metrics", current_metrics),
+        Route("/openapi.json", openapi),
+        *(Route(path, page_file) for path in _PAGE),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, ApiError: refusal})
     app.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes)
-    return Measured(Guard(app, settings.token), metrics, paths)
-
-
-def _get(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(_: Request) -> Response:
-        return make()
-
-    return answer
+    return Measured(Guard(app, settings.token, _OPEN_PATHS), metrics, paths)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     """Answer a path or method that does not exist."""
     assert isinstance(error, HTTPException)
-    reason = error.detail
-    if error.status_code == 405:
-        reason = f"use {(error.headers or {}).get('Allow', '')}"
+    headers = error.headers or {}
+    reason = f"use {headers.get('Allow', '')}" if error.status_code == 405 else error.detail
     message = f"{request.method} {request.url.path}: {reason}"
-    response = openai_error(ApiError(error.status_code, message))
-    response.headers.update(error.headers or {})
+    response = error_response(ApiError(error.status_code, message))
+    response.headers.update(headers)
     return response
 
 
-def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of this server, made from the request models."""
+def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of this server, made from the request models.
+
+    Args:
+        needs_token: Whether clients must send a token.
+        legacy_status_codes: Whether `PUT /api` answers most mistakes with status 200.
+    """
     schemas: dict[str, Any] = {}
+
+    def content(schema: Any, kind: str = "application/json") -> dict[str, Any]:
+        return {"content": {kind: {"schema": schema}}}
 
     def schema_of(kind: Any) -> dict[str, Any]:
         template = "#/components/schemas/{model}"
@@ -143,51 +155,35 @@ def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
         schemas.update(schema.pop("$defs", {}))
         return schema
 
-    openai_error_schema = schema_of(ErrorBody)
+    openai_error = content(schema_of(ErrorBody))
 
     def operation(
-        summary: str,
-        request: type[BaseModel],
-        answer: dict[str, Any],
-        error: dict[str, Any],
-        **more: str,
+        summary: str, request: type[BaseModel], answer: dict[str, Any], error: dict[str, Any]
     ) -> dict[str, Any]:
-        content = {"application/json": {"schema": answer}}
-        if "stream" in request.model_fields:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
-        responses = {"200": {"description": "The answer.", "content": content}}
+        body = {"required": True, **content(schema_of(request))}
+        responses = {"200": {"description": "The answer.", **answer}}
         for status, text in _STATUSES.items():
-            schema = openai_error_schema if status in (401, 403) else error
-            responses[str(status)] = {
-                "description": text,
-                "content": {"application/json": {"schema": schema}},
-            }
-        body = {"application/json": {"schema": schema_of(request)}}
-        return {
-            "summary": summary,
-            **more,
-            "requestBody": {"required": True, "content": body},
-            "responses": responses,
-        }
+            shown = openai_error if status in (401, 403) else error
+            responses[str(status)] = {"description": text, **shown}
+        return {"summary": summary, "requestBody": body, "responses": responses}
 
     def plain(summary: str, kind: str = "application/json", **more: Any) -> dict[str, Any]:
-        answer = {"description": "The answer.", "content": {kind: {"schema": {}}}}
+        answer = {"description": "The answer.", **content({}, kind)}
         return {"get": {"summary": summary, "responses": {"200": answer}, **more}}
 
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    more = {}
-    if legacy_status_codes:
-        more["description"] = "Most mistakes are answered with status 200 and a string."
     api = operation(
         "Generate whole texts with Megatron-LM's API",
         MegatronRequest,
-        schema_of(MegatronAnswer),
-        {"type": "string", "description": "The error message."},
-        **more,
+        content(schema_of(MegatronAnswer)),
+        content({"type": "string", "description": "The error message."}),
     )
-    any_object = {"type": "object"}
-    completion = operation("Continue a text", CompletionRequest, any_object, openai_error_schema)
-    chat = operation("Answer a conversation", ChatRequest, any_object, openai_error_schema)
+    if legacy_status_codes:
+        api["description"] = "Most mistakes are answered with status 200 and a string."
+    whole, stream = content({"type": "object"}), content({"type": "string"}, "text/event-stream")
+    either = {"content": whole["content"] | stream["content"]}
+    completion = operation("Continue a text", CompletionRequest, either, openai_error)
+    chat = operation("Answer a conversation", ChatRequest, either, openai_error)
     bearer = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",

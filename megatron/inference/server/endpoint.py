@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -20,36 +20,46 @@ from megatron.inference.server.settings import ServerLimits
 # A body of up to this many times the limit is still read to its end, because a client that sends
 # everything before it reads would lose an earlier answer.
 _DRAINED = 16
-_SERVER_FAULT = "internal server error; the server's log has the details"
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+# After 408 and 413 the unread rest of a body would be parsed as the next request.
+_ERROR_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    413: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+}
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """The refusal of a request as its client sees it: an HTTP status and one sentence."""
+    """The refusal of a request as its client sees it: an HTTP status and one sentence.
 
-    def __init__(
-        self, status: int, message: str, *, field: str | None = None, always: bool = True
-    ) -> None:
-        """Describe the refusal.
+    Attributes:
+        status: HTTP status code.
+        message: Description of the problem and its remedy.
+        field: Name of the request's field that is wrong.
+        always: Whether the status stays the same under `--legacy-status-codes`, which otherwise
+            makes it 200.
+    """
 
-        Args:
-            status: HTTP status code.
-            message: Description of the problem and its remedy.
-            field: Name of the request's field that is wrong.
-            always: Whether the status stays the same under `--legacy-status-codes`, which
-                otherwise makes it 200.
-        """
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.field = field
-        self.always = always
+    status: int
+    message: str
+    field: str | None = None
+    always: bool = True
 
-
-class ClientGoneError(Exception):
-    """An error raised when the client has closed its connection."""
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        return _ERROR_HEADERS.get(self.status, {})
 
 
 class ErrorDetail(TypedDict):
@@ -69,14 +79,8 @@ class ErrorBody(TypedDict):
 
 def error_body(error: ApiError) -> ErrorBody:
     """Return an error in OpenAI's form."""
-    kinds = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        429: "rate_limit_error",
-    }
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    kind = kinds.get(error.status, kind)
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(error.status, default)
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": None}}
 
 
@@ -87,22 +91,9 @@ def json_response(
     return Response(orjson.dumps(value), status, headers, media_type="application/json")
 
 
-def openai_error(error: ApiError) -> Response:
+def error_response(error: ApiError) -> Response:
     """Return a response with an error in OpenAI's form."""
-    return json_response(error_body(error), error.status, _error_headers(error))
-
-
-def megatron_error(error: ApiError, *, legacy: bool) -> Response:
-    """Return a response with an error in Megatron's form: a JSON string, status 200 if `legacy`."""
-    status = error.status if error.always or not legacy else 200
-    return json_response(error.message, status, _error_headers(error))
-
-
-def _error_headers(error: ApiError) -> dict[str, str]:
-    if error.status == 429:
-        return {"Retry-After": "1"}
-    # Close the connection, because the unread rest of a body would be parsed as the next request.
-    return {"Connection": "close"} if error.status in (408, 413) else {}
+    return json_response(error_body(error), error.status, error.headers)
 
 
 @dataclass(frozen=True)
@@ -124,45 +115,34 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An ASGI application that answers one kind of request.
+    """An ASGI application that answers one kind of request. It raises `ApiError` for a refusal.
 
     Attributes:
         handle: Function that turns a body into an answer, or raises `ApiError`.
         limits: Limits of the requests that the server accepts.
-        show_error: Function that turns an error into this endpoint's response.
     """
 
     handle: Handler
     limits: ServerLimits
-    show_error: Callable[[ApiError], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         deadline = asyncio.get_running_loop().time() + self.limits.generate_seconds
-        with contextlib.suppress(ClientGoneError):
-            answer = await self._answer(scope, receive, deadline)
-            if isinstance(answer, Response):
-                await answer(scope, receive, send)
+        with contextlib.suppress(ClientDisconnect):
+            with _logged_faults(scope["path"]):
+                body = await read_object(Request(scope, receive), self.limits)
+                answer = await _until(deadline, receive, self.handle(body))
+            if not isinstance(answer, Events):
+                await json_response(answer)(scope, receive, send)
                 return
             try:
-                await self._stream(answer, receive, send, deadline)
+                await self._stream(answer, scope["path"], receive, send, deadline)
             finally:
                 answer.close()
 
-    async def _answer(self, scope: Scope, receive: Receive, deadline: float) -> Response | Events:
-        try:
-            body = await read_object(Request(scope, receive), self.limits)
-            answer = await _until(deadline, receive, self.handle(body))
-            return answer if isinstance(answer, Events) else json_response(answer)
-        except ApiError as error:
-            return self.show_error(error)
-        except ClientGoneError:
-            raise
-        except Exception:
-            logger.exception("%s failed", scope["path"])
-            return self.show_error(ApiError(500, _SERVER_FAULT))
-
-    async def _stream(self, answer: Events, receive: Receive, send: Send, deadline: float) -> None:
+    async def _stream(
+        self, answer: Events, path: str, receive: Receive, send: Send, deadline: float
+    ) -> None:
         """Send server-sent events. An error is one of them, because the status is already sent."""
 
         async def put(data: bytes, *, more: bool = True) -> None:
@@ -170,7 +150,7 @@ class Endpoint:
                 async with asyncio.timeout(self.limits.write_seconds):
                     await send({"type": "http.response.body", "body": data, "more_body": more})
             except TimeoutError:
-                raise ClientGoneError from None
+                raise ClientDisconnect from None
 
         async def put_all() -> None:
             async with contextlib.aclosing(answer.objects) as objects:
@@ -183,20 +163,25 @@ class Endpoint:
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        failure = None
         try:
-            await _until(deadline, receive, put_all())
+            with _logged_faults(path):
+                await _until(deadline, receive, put_all())
         except ApiError as error:
-            failure = error
-        except ClientGoneError:
-            raise
-        except Exception:
-            logger.exception("a stream failed")
-            failure = ApiError(500, _SERVER_FAULT)
-        if failure is not None:
-            await put(b"data: " + orjson.dumps(error_body(failure)) + b"\n\n")
+            await put(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
         await put(b"data: [DONE]\n\n")
         await put(b"", more=False)
+
+
+@contextlib.contextmanager
+def _logged_faults(path: str) -> Iterator[None]:
+    """Log an unexpected error in the block, and raise `ApiError` 500 in its place."""
+    try:
+        yield
+    except (ApiError, ClientDisconnect):
+        raise
+    except Exception as error:
+        logger.exception("%s failed", path)
+        raise ApiError(500, "internal server error; the server's log has the details") from error
 
 
 async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
@@ -205,7 +190,7 @@ async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
     Raises:
         ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
             it is too large, and 415 if it has another content type.
-        ClientGoneError: The client left in the meantime.
+        ClientDisconnect: The client left in the meantime.
     """
     # Another site's web page can make a browser post plain text here, but not JSON.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -220,8 +205,6 @@ async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
         raise ApiError(
             408, f"the body did not arrive within {limits.read_seconds:g} seconds"
         ) from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -252,25 +235,24 @@ async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
     """Wait for the work, but cancel it if the client leaves or the deadline passes.
 
     Raises:
-        ClientGoneError: The client left.
+        ClientDisconnect: The client left.
         ApiError: The deadline has passed (504).
     """
 
-    async def wait_for_disconnect() -> None:
+    async def wait_for_disconnect() -> NoReturn:
         while (await receive())["type"] != "http.disconnect":
             pass
+        raise ClientDisconnect
 
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(wait_for_disconnect())
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())]
     seconds = deadline - asyncio.get_running_loop().time()
     try:
-        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if gone.done():
-            raise ClientGoneError
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                return task.result()
         raise ApiError(504, "the answer took longer than the server's --request-timeout")
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -32,6 +32,13 @@ def test_nothing_is_told_without_the_token(closed: Live, path: str) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_a_host_header_does_not_stand_for_the_path(closed: Live) -> None:
+    # A URL that is joined from both would have the path of an open page.
+    for host in ("x/health?", "x/health#", "x/?"):
+        answer = closed.client.get("/v1/models", headers={"Host": host})
+        assert answer.status_code == 401
+
+
 def test_the_token_opens(closed: Live) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     body = {"prompts": ["x"], "tokens_to_generate": 1}
