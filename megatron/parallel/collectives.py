@@ -7,7 +7,7 @@ bottom do not; functions called `start_` return before the data has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,18 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+Collective = Callable[[Tensor, Axis], Tensor]
+
+
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum the axis' partial results: all-reduce in forward, nothing in backward."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+    if axis.size == 1:
+        return x
+
+    def add_up(x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+    return _Communicate.apply(x, axis, add_up, lambda grad, _: grad)
 
 
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
@@ -33,7 +42,7 @@ def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
 
     Forward reduce-scatter, [s, ...] -> [s/t, ...]; backward all-gather.
     """
-    return x if axis.size == 1 else _ReduceScatterFrom.apply(x, axis)
+    return x if axis.size == 1 else _Communicate.apply(x, axis, reduce_scatter, all_gather)
 
 
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
@@ -42,7 +51,32 @@ def gather_to(x: Tensor, axis: Axis) -> Tensor:
     Forward is an all-gather; backward is a reduce-scatter, as every rank has a share of the
     gradient.
     """
-    return x if axis.size == 1 else _GatherTo.apply(x, axis)
+    if axis.size == 1:
+        return x
+
+    def join(x: Tensor, axis: Axis) -> Tensor:
+        return all_gather(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
+
+    def add_up(grad: Tensor, axis: Axis) -> Tensor:
+        return reduce_scatter(grad.movedim(-1, 0), axis).movedim(0, -1).contiguous()
+
+    return _Communicate.apply(x, axis, join, add_up)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Send x[i] to rank i, and receive its x[own rank] as result[i]: [C, ...] -> [C, ...].
+
+    This function is its own backward.
+    """
+
+    def exchange(x: Tensor, axis: Axis) -> Tensor:
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
+        axis.transfer("all-to-all", work).wait()
+        return received
+
+    return _Communicate.apply(x, axis, exchange, exchange)
 
 
 @dataclass(frozen=True)
@@ -193,34 +227,16 @@ class Communication:
 ALONE = Communication()
 
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+class _Communicate(torch.autograd.Function):
+    """A communication whose backward is another one."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _ReduceScatterFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.axis, ctx.collective = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
-class _GatherTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        part = reduce_scatter(grad.movedim(-1, 0), ctx.axis).movedim(0, -1)
-        return part.contiguous(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.collective(grad, ctx.axis), None, None, None

@@ -5,6 +5,7 @@ import torch
 
 from megatron.device import Device
 from megatron.parallel.context.block import (
+    QueryRows,
     choose_block,
     flash_backward,
     flash_forward,
@@ -46,8 +47,11 @@ def test_flash_blocks_equal_plain_blocks(groups, size, dtype):
         expected, expected_sum, nothing = reference_forward(*inputs, **options)
         assert close(out, expected)
         assert (logsumexp - expected_sum).abs().max() < 1e-3
-        got = block.backward(grad, *inputs, out, logsumexp, **options, drawn=drawn)
-        wanted = reference_backward(grad, *inputs, expected, expected_sum, **options, drawn=nothing)
+        query, key, value = inputs
+        rows = QueryRows(grad, query, out, logsumexp)
+        got = block.backward(rows, key, value, **options, drawn=drawn)
+        rows = QueryRows(grad, query, expected, expected_sum)
+        wanted = reference_backward(rows, key, value, **options, drawn=nothing)
         assert all(map(close, got, wanted))
     got = in_two_blocks(flash_forward, flash_backward, inputs, grad)
     wanted = in_two_blocks(reference_forward, reference_backward, inputs, grad)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,22 @@ from megatron.kernels.attention import flash_misfit
 
 # The values needed to draw a block's dropout mask again; empty without dropout.
 Drawn = tuple[Tensor, ...]
+
+
+class QueryRows(NamedTuple):
+    """Queries, and what is known of them once all of their blocks have been merged.
+
+    Attributes:
+        grad: The gradient of `out`.
+        query: The queries [b, n, q, d].
+        out: The merged result of all blocks, [b, n, q, d].
+        logsumexp: The log-sum-exp over all blocks, fp32 [b, n, q].
+    """
+
+    grad: Tensor
+    query: Tensor
+    out: Tensor
+    logsumexp: Tensor
 
 
 class BlockForward(Protocol):
@@ -51,12 +67,9 @@ class BlockBackward(Protocol):
 
     def __call__(
         self,
-        grad: Tensor,
-        query: Tensor,
+        rows: QueryRows,
         key: Tensor,
         value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
         *,
         causal: bool,
         dropout: float,
@@ -65,12 +78,9 @@ class BlockBackward(Protocol):
         """Return this block's part of the gradients.
 
         Args:
-            grad: The gradient of `out`.
-            query: The queries, as in forward.
+            rows: The queries of this block.
             key: The keys, as in forward.
             value: The values, as in forward.
-            out: The merged result of all blocks of these queries, [b, n, q, d].
-            logsumexp: The log-sum-exp over all blocks, fp32 [b, n, q].
             causal: The same as in forward.
             dropout: The same as in forward.
             drawn: The values that this block's forward returned for the mask.
@@ -122,16 +132,7 @@ def reference_forward(
 
 
 def reference_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
-    dropout: float,
-    drawn: Drawn,
+    rows: QueryRows, key: Tensor, value: Tensor, *, causal: bool, dropout: float, drawn: Drawn
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the formula, in fp32 or wider.
 
@@ -139,8 +140,8 @@ def reference_backward(
     where the sum over a whole row of P * dP is that over a row of grad * out. Dropout multiplies
     the weights in front of the values, and so dP, by 0 or 1 / (1 - p); the sum is the same.
     """
-    query, key, value, grad, out = (_widen(x) for x in (query, key, value, grad, out))
-    groups = key.shape[1]
+    logsumexp, groups = rows.logsumexp, key.shape[1]
+    grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
     weights = (_scores(query, key, causal) - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
     grad_rows = _by_group(grad, groups)
     row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
@@ -170,38 +171,17 @@ def flash_forward(
 
 
 def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
-    dropout: float,
-    drawn: Drawn,
+    rows: QueryRows, key: Tensor, value: Tensor, *, causal: bool, dropout: float, drawn: Drawn
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the kernel's gradients. It recomputes weights from the whole row's log-sum-exp."""
     if not drawn:
-        drawn = (torch.empty(2, dtype=torch.uint64, device=query.device),) * 2  # unused
-    gradients: tuple[Tensor, Tensor, Tensor] = (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            out,
-            logsumexp.contiguous(),  # the kernel assumes dense rows, and half a block has none
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            dropout,
-            causal,
-            *drawn,
-            scale=_scale(query),
-        )
-    )
+        drawn = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
+    grad, query, out, logsumexp = rows
+    # The kernel assumes dense rows, and half a block has none.
+    tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
+    options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    gradients: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *options, scale=_scale(query))
     return gradients
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.attention import AttentionFunction, AttentionOptions
-from megatron.parallel.context.block import BlockAttention, Drawn, merge
+from megatron.parallel.collectives import all_to_all
+from megatron.parallel.context.block import BlockAttention, QueryRows, merge
 from megatron.parallel.context.split import join_sequence, split_for_all
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
@@ -94,8 +95,9 @@ def ring_attention(
     assert options.mask is None, "a rule refuses masks with context parallelism"
     assert options.scale is None, "a rule refuses T5's scale with context parallelism"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    how = (axis, block, options.causal, options.dropout)
-    out: Tensor = _Ring.apply(query, key, value, *how)  # [b, n, l, d]
+    steps = ring_plan(axis, query.shape[2], causal=options.causal)
+    ring = _Ring(axis, block, steps, options.dropout)
+    out: Tensor = _RingAttention.apply(query, key, value, ring)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -132,113 +134,78 @@ class _Transfer:
         return self.received
 
 
-class _Ring(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Ring:
+    """The ranks of a ring, and what this rank does."""
+
+    axis: Axis
+    block: BlockAttention
+    steps: list[RingStep]
+    dropout: float
+
+
+class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        axis: Axis,
-        block: BlockAttention,
-        causal: bool,
-        dropout: float,
-    ) -> Tensor:
-        plan = ring_plan(axis, query.shape[2], causal=causal)
-        pair = torch.stack((key, value))
-        out, logsumexp, drawn = _go_round(query, pair, axis, block, plan, dropout)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
+        """Return the result [b, n, l, d]; keep each step's values to draw its mask again."""
+        axis, steps = ring.axis, ring.steps
+        pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
+        out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider
+        ctx.ring, ctx.drawn = ring, []
+        for index, step in enumerate(steps):
+            transfer = _Transfer.start(pair, axis) if index + 1 < len(steps) else None
+            some_keys, some_values = pair[:, :, :, step.keys]
+            part, part_sum, drawn = ring.block.forward(
+                *(query[:, :, step.queries], some_keys, some_values),
+                causal=step.causal,
+                dropout=ring.dropout,
+            )
+            ctx.drawn.append(drawn)
+            if index == 0:  # this rank's own block has every query
+                out, logsumexp = part.to(part_sum.dtype), part_sum
+            else:
+                merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
+            if transfer is not None:
+                pair = transfer.wait()
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.axis, ctx.block, ctx.plan = axis, block, plan
-        ctx.dropout, ctx.drawn = dropout, drawn
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key and value.
+
+        A block's gradient joins those that earlier ranks computed for the same keys and values, and
+        travels on with them. After the last step it is one rank away from its owner.
+        """
+        ring: _Ring = ctx.ring
         query, key, value, out, logsumexp = ctx.saved_tensors
-        grad_query, grad_pair = _go_back(
-            (grad, query, out, logsumexp),
-            torch.stack((key, value)),
-            ctx.axis,
-            ctx.block,
-            ctx.plan,
-            ctx.dropout,
-            ctx.drawn,
-        )
-        grad_key, grad_value = grad_pair.to(key.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
-
-
-def _go_round(
-    query: Tensor,
-    pair: Tensor,
-    axis: Axis,
-    block: BlockAttention,
-    plan: list[RingStep],
-    dropout: float,
-) -> tuple[Tensor, Tensor, list[Drawn]]:
-    """Return the result [b, n, l, d], its log-sum-exp [b, n, l], and each step's drawn mask.
-
-    The first two are fp32 or wider. Only the values needed to draw a mask again are kept. Keys and
-    values `pair` are [2, b, g, l, d]: one message carries both.
-    """
-    out, logsumexp = query.new_empty(0), query.new_empty(0)
-    masks = []
-    for index, step in enumerate(plan):
-        transfer = _Transfer.start(pair, axis) if index + 1 < len(plan) else None
-        key, value = pair[:, :, :, step.keys]
-        part, part_sum, drawn = block.forward(
-            query[:, :, step.queries], key, value, causal=step.causal, dropout=dropout
-        )
-        masks.append(drawn)
-        if index == 0:  # this rank's own block has every query
-            out, logsumexp = part.to(part_sum.dtype), part_sum
-        else:
-            merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
-        if transfer is not None:
-            pair = transfer.wait()
-    return out, logsumexp, masks
-
-
-def _go_back(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    pair: Tensor,
-    axis: Axis,
-    block: BlockAttention,
-    plan: list[RingStep],
-    dropout: float,
-    masks: list[Drawn],
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of query and pair from `rows`: grad, query, out and log-sum-exp.
-
-    A block's gradient joins those that earlier ranks computed for the same keys and values, and
-    travels on with them. After the last step it is one rank away from its owner.
-    """
-    wide = rows[3].dtype
-    grad_query = torch.zeros_like(rows[1], dtype=wide)
-    grad_pair = torch.zeros_like(pair, dtype=wide)
-    following = None
-    for index, (step, drawn) in enumerate(zip(plan, masks, strict=True)):
-        transfer = _Transfer.start(pair, axis) if index + 1 < len(plan) else None
-        grad, query, out, logsumexp = (x[:, :, step.queries] for x in rows)
-        key, value = pair[:, :, :, step.keys]
-        of_query, of_key, of_value = block.backward(
-            *(grad, query, key, value, out, logsumexp),
-            causal=step.causal,
-            dropout=dropout,
-            drawn=drawn,
-        )
-        grad_query[:, :, step.queries] += of_query
-        if following is not None:
-            grad_pair = following.wait()
-        grad_pair[0, :, :, step.keys] += of_key
-        grad_pair[1, :, :, step.keys] += of_value
-        following = _Transfer.start(grad_pair, axis)
-        if transfer is not None:
-            pair = transfer.wait()
-    assert following is not None
-    return grad_query, following.wait()
+        pair = torch.stack((key, value))
+        grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
+        grad_pair = torch.zeros_like(pair, dtype=logsumexp.dtype)
+        following = None
+        for index, (step, drawn) in enumerate(zip(ring.steps, ctx.drawn, strict=True)):
+            transfer = _Transfer.start(pair, ring.axis) if index + 1 < len(ring.steps) else None
+            rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query, out, logsumexp)))
+            some_keys, some_values = pair[:, :, :, step.keys]
+            of_query, of_key, of_value = ring.block.backward(
+                *(rows, some_keys, some_values),
+                causal=step.causal,
+                dropout=ring.dropout,
+                drawn=drawn,
+            )
+            grad_query[:, :, step.queries] += of_query
+            if following is not None:
+                grad_pair = following.wait()
+            grad_pair[0, :, :, step.keys] += of_key
+            grad_pair[1, :, :, step.keys] += of_value
+            following = _Transfer.start(grad_pair, ring.axis)
+            if transfer is not None:
+                pair = transfer.wait()
+        assert following is not None
+        grad_key, grad_value = following.wait().to(key.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None
 
 
 def ulysses_attention(
@@ -268,37 +235,9 @@ def ulysses_attention(
     by_rank = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]
     heads = [x.shape[3] for x in by_rank]
     packed = torch.cat(by_rank, dim=3)  # [s/C, b, C, (n + 2g)/C, d]: one message to each rank
-    tokens = exchange(packed.movedim(2, 0), axis)
+    tokens = all_to_all(packed.movedim(2, 0), axis)
     whole = join_sequence(tokens.unbind(0), dim=0)  # [s, b, (n + 2g)/C, d]
     query, key, value = whole.split(heads, dim=2)
     out = attend(query, key, value, options)
     parts = torch.stack(split_for_all(out, axis.size, dim=0))  # [C, s/C, b, n/C * d]
-    return exchange(parts, axis).movedim(0, 2).flatten(2)
-
-
-def exchange(x: Tensor, axis: Axis) -> Tensor:
-    """Send x[i] to rank i, and receive its x[own rank] as result[i]: [C, ...] -> [C, ...].
-
-    This function is its own backward.
-    """
-    out: Tensor = _Exchange.apply(x, axis)
-    return out
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _exchange(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad, ctx.axis), None
-
-
-def _exchange(x: Tensor, axis: Axis) -> Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
-    axis.transfer("all-to-all", work).wait()
-    return received
+    return all_to_all(parts, axis).movedim(0, 2).flatten(2)

@@ -11,6 +11,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.attention import choose_attention
 from megatron.parallel.build import over_context
 from megatron.parallel.context.block import (
+    QueryRows,
     choose_block,
     flash_backward,
     flash_forward,
@@ -41,8 +42,9 @@ def test_the_plain_form_equals_attention(groups, causal):
     got, logsumexp, drawn = reference_forward(*by_head(inputs), causal=causal, dropout=0.0)
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-6)
     grad = weights_of(torch.empty(9, 2, 32)).unflatten(2, (4, 8)).permute(1, 2, 0, 3)
+    query, key, value = by_head(inputs)
     back = reference_backward(
-        grad, *by_head(inputs), got, logsumexp, causal=causal, dropout=0.0, drawn=drawn
+        QueryRows(grad, query, got, logsumexp), key, value, causal=causal, dropout=0.0, drawn=drawn
     )
     for ours, theirs in zip(back, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -66,10 +68,14 @@ def in_two_blocks(forward, backward, inputs, grad, dropout=0.0):
     merge(late[1], late[2], *added)
     rounded = out.to(query.dtype)
     early = backward(
-        *(grad, query, early_key, early_value, rounded, logsumexp), causal=False, drawn=of_early
+        QueryRows(grad, query, rounded, logsumexp),
+        *(early_key, early_value),
+        causal=False,
+        drawn=of_early,
     )
     other = backward(
-        *(late[3], late[0], late_key, late_value, rounded[:, :, half:], late[2]),
+        QueryRows(late[3], late[0], rounded[:, :, half:], late[2]),
+        *(late_key, late_value),
         causal=True,
         drawn=of_late,
     )
@@ -110,8 +116,8 @@ def dropped_factors(forward, inputs, dropout, rtol=1e-5):
     query, key, value = inputs
     units = torch.eye(key.shape[2]).to(value).expand_as(value)
 
-    def nothing(grad, query, key, value, *_, **__):
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    def nothing(rows, key, value, **_):
+        return torch.zeros_like(rows.query), torch.zeros_like(key), torch.zeros_like(value)
 
     units = (query, key, units)
     weights = in_two_blocks(forward, nothing, units, query, dropout)[0]
@@ -167,7 +173,8 @@ def test_the_flash_form_calls_operations_that_torch_has(dropout):
     half = logsumexp[:, :, 8:]
     late = [x[:, :, 8:] for x in (out, query)]
     options = {"causal": False, "dropout": dropout, "drawn": drawn}
-    gradients = flash_backward(late[0], late[1], key, value, late[0], half, **options)
+    rows = QueryRows(late[0], late[1], late[0], half)
+    gradients = flash_backward(rows, key, value, **options)
     assert [g.shape for g in gradients] == [late[1].shape, key.shape, value.shape]
 
 
