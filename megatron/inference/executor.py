@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from megatron.inference.sampling import Choice, Chosen, choose, result_width, un
 from megatron.inference.scheduler import UNKNOWN, Row, Sequence, StepPlan
 from megatron.kernels.paged_attention import PART, Chunks, Singles
 from megatron.models.gpt import GPTModel
-from megatron.parallel.collectives import gather_to
+from megatron.parallel.collectives import broadcast, gather_to
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation
@@ -114,11 +113,8 @@ class Executor:
         else:
             shape, device = (len(choices), result_width(choices)), self.device.torch_device
             result = torch.empty(shape, dtype=torch.float64, device=device)
-        copy = self.copy
-        if copy.size > 1:  # all use the result of the last stage's first rank, so that none differs
-            source = copy.ranks[copy.size - self.layout.tensor.size]
-            work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
-            copy.transfer("broadcast", work).wait()
+        # All use the result of the last stage's first rank, so that none differs.
+        broadcast(result, self.copy, self.copy.size - self.layout.tensor.size)
         # The next step reads the tokens chosen now from here, at most one for each sequence. Prompt
         # scores choose none, and a step can have more of them than sequences.
         tokens = result[:, 0]
@@ -133,7 +129,7 @@ class Executor:
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Return this stage's hidden states [s, 1, h], or on the last stage logits [1, k, v/t]."""
         pipeline, hidden = self.layout.pipeline, None
-        channel = self.channel.with_shape((tokens.shape[1], 1, self.model.plan.hidden))
+        channel = self.channel.with_shapes(lambda _: (tokens.shape[1], 1, self.model.plan.hidden))
         if not pipeline.is_first:
             receive = Operation("receive_activation", 0, 0, pipeline.rank - 1)
             channel.post_receive(receive)

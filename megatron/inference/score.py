@@ -23,7 +23,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis
 from megatron.parallel.pipeline.executor import run_schedule
 from megatron.parallel.pipeline.p2p import PipelineChannel
-from megatron.parallel.pipeline.schedule import Operation, forward_only, make_schedule
+from megatron.parallel.pipeline.schedule import forward_only, make_schedule
 
 _MULTIPLE = 8  # padded lengths are multiples of this, so that there are few, efficient shapes
 _IN_FLIGHT = 32  # number of batches between two waits for sent messages
@@ -60,31 +60,11 @@ class Score:
 
 
 @dataclass(frozen=True)
-class ScoreBatch:
+class _Batch:
     """The indices of samples that run through the model together, and their padded length."""
 
-    samples: tuple[int, ...]
+    samples: Sequence[int]
     length: int
-
-
-def plan_batches(
-    lengths: Sequence[int], size: int, *, multiple: int, window: int
-) -> list[ScoreBatch]:
-    """Return batches of samples of about the same length, the longest first.
-
-    The longest come first so that a lack of memory shows at once.
-
-    Args:
-        lengths: Length of every sample's input.
-        size: Largest number of samples in a batch.
-        multiple: Number of which padded lengths are multiples, up to the window.
-        window: Length of the longest input, which is divisible as the layout splits sequences.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    return [
-        ScoreBatch(tuple(rows), min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, window))
-        for rows in _groups(order, size)
-    ]
 
 
 class Scorer:
@@ -102,21 +82,12 @@ class Scorer:
         self.device = device.torch_device
         self.micro_batch = micro_batch
         self.window = loaded.config.model.max_position_embeddings
-        self._channel = None
-        if loaded.layout.pipeline.size > 1:
-            self._channel = PipelineChannel.create(
-                loaded.layout,
-                ring=False,
-                device=self.device,
-                dtype=loaded.config.precision.stream_dtype,
-                shape=(),
-            )
+        dtype = loaded.config.precision.stream_dtype
+        self._channel = PipelineChannel.create(
+            loaded.layout, ring=False, device=self.device, dtype=dtype, shape=()
+        )
 
-    def score(
-        self,
-        samples: Sequence[Sample],
-        done: Callable[[int, int], None] = lambda batches, of: None,
-    ) -> list[Score]:
+    def score(self, samples: Sequence[Sample], done: Callable[[int, int], None]) -> list[Score]:
         """Return a score for each sample, in order, on every process. Collective.
 
         Args:
@@ -127,13 +98,7 @@ class Scorer:
         layout = self.loaded.layout
         lengths = [len(sample.tokens) - 1 for sample in samples]
         assert max(lengths, default=0) <= self.window, "a sample is longer than the window"
-        batches = plan_batches(
-            lengths,
-            self.micro_batch,
-            multiple=_MULTIPLE * layout.sequence.size,
-            window=self.window,
-        )
-        mine = batches[layout.data.rank :: layout.data.size]
+        mine = self._plan(lengths)[layout.data.rank :: layout.data.size]
         results = torch.zeros(len(samples), 3, dtype=torch.float64)
         count = itertools.count(1)
         for some in _groups(mine, _IN_FLIGHT):
@@ -142,16 +107,27 @@ class Scorer:
         assert all(count == 1 for _, _, count in whole), "a sample was not scored once"
         return [Score(log_probability, greedy == 1) for log_probability, greedy, _ in whole]
 
+    def _plan(self, lengths: Sequence[int]) -> list[_Batch]:
+        """Return batches of samples of about the same length, which `lengths` has for each sample.
+
+        The longest come first so that a lack of memory shows at once.
+        """
+        multiple = _MULTIPLE * self.loaded.layout.sequence.size
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        return [
+            _Batch(rows, min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, self.window))
+            for rows in _groups(order, self.micro_batch)
+        ]
+
     def _run(
         self,
-        batches: Sequence[ScoreBatch],
+        batches: Sequence[_Batch],
         samples: Sequence[Sample],
         results: Tensor,
         done: Callable[[], None],
     ) -> None:
         """Fill in these batches' rows of `results` if this process has the end of the model."""
-        layout = self.loaded.layout
-        stages = layout.pipeline.size
+        layout, stages = self.loaded.layout, self.loaded.layout.pipeline.size
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
             chosen = [samples[i] for i in batches[index].samples]
@@ -167,16 +143,14 @@ class Scorer:
             done()
             return output
 
-        schedule = forward_only(make_schedule("1f1b", stages, 1, len(batches)))
-        channel = None
-        if self._channel is not None:
-            channel = _Channel(self._channel, [self._message(batch) for batch in batches])
-        run_schedule(schedule[layout.pipeline.rank], [step], channel, before=layout.journal.enter)
+        def shape_of(index: int) -> tuple[int, int, int]:
+            """Return the shape [s, b, h] of hidden states between stages, or this rank's shard."""
+            batch, hidden = batches[index], self.loaded.model.plan.hidden
+            return batch.length // layout.sequence.size, len(batch.samples), hidden
 
-    def _message(self, batch: ScoreBatch) -> tuple[int, int, int]:
-        """Return the shape [s, b, h] of the hidden states between stages, or this rank's shard."""
-        hidden = self.loaded.config.model.hidden_size
-        return batch.length // self.loaded.layout.sequence.size, len(batch.samples), hidden
+        channel = self._channel.with_shapes(shape_of)
+        schedule = forward_only(make_schedule("1f1b", stages, 1, len(batches)))
+        run_schedule(schedule[layout.pipeline.rank], [step], channel, before=layout.journal.enter)
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
         """Return [b, 3] on the CPU: each sample's log probability, whether it is greedy, and 1.
@@ -190,22 +164,21 @@ class Scorer:
             for row, sample in enumerate(samples)
             for k, token in enumerate(sample.tokens[len(sample.tokens) - sample.scored :])
         ]
-        rows, columns, targets = torch.tensor(places, device=logits.device).reshape(-1, 3).t()
-        log_probabilities, is_greedy = [], []
-        for part in range(0, len(places), max(1, _LOGITS // logits.shape[-1])):
-            some = slice(part, part + max(1, _LOGITS // logits.shape[-1]))
-            found, greedy = score_targets(
-                logits[rows[some], columns[some]].float(),
-                targets[some],
-                self.loaded.layout.tensor,
-                entries=self.loaded.tokenizer.vocab_size,
-            )
-            log_probabilities.append(found)
-            is_greedy.append(greedy)
         result = torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64).repeat(len(samples), 1)
-        if places:
-            result[:, 0].index_add_(0, rows.cpu(), torch.cat(log_probabilities).cpu().double())
-            result[rows.cpu()[~torch.cat(is_greedy).cpu()], 1] = 0.0
+        if not places:
+            return result
+        axis, entries = self.loaded.layout.tensor, self.loaded.tokenizer.vocab_size
+        rows, columns, targets = torch.tensor(places, device=logits.device).t()
+        size = max(1, _LOGITS // logits.shape[-1])
+        found = [
+            score_targets(logits[row, column].float(), target, axis, entries=entries)
+            for row, column, target in zip(
+                rows.split(size), columns.split(size), targets.split(size), strict=True
+            )
+        ]
+        log_probabilities, is_greedy = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+        result[:, 0].index_add_(0, rows.cpu(), log_probabilities.double())
+        result[rows.cpu()[~is_greedy], 1] = 0.0
         return result
 
 
@@ -239,26 +212,6 @@ def score_targets(
     picked = logits.gather(1, local.clamp(0, size - 1)[:, None]).squeeze(1) - maxima
     sums, picked = all_reduce(torch.stack((sums, torch.where(mine, picked, 0.0))), axis)
     return picked - sums.log(), best == targets
-
-
-class _Channel:
-    """A channel whose messages have a different shape for every batch."""
-
-    def __init__(self, channel: PipelineChannel, shapes: Sequence[Sequence[int]]) -> None:
-        self._of_batch = [channel.with_shape(shape) for shape in shapes]
-        self._any = channel
-
-    def post_receive(self, operation: Operation) -> None:
-        self._of_batch[operation.micro_batch].post_receive(operation)
-
-    def receive(self, operation: Operation) -> Tensor:
-        return self._of_batch[operation.micro_batch].receive(operation)
-
-    def send(self, operation: Operation, tensor: Tensor) -> None:
-        self._of_batch[operation.micro_batch].send(operation, tensor)
-
-    def finish(self) -> None:
-        self._any.finish()
 
 
 def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megatron.inference.engine import BatchEngine
 from megatron.inference.messages import Add, Cancel, Command, Shutdown, read, write
 from megatron.inference.request import Event, Finished, RequestError
+from megatron.parallel.collectives import broadcast
 from megatron.parallel.layout import Axis
 
 # An idle rank 0 contacts the other ranks this often, far below any timeout of a collective.
@@ -101,17 +100,11 @@ def _share(commands: list[Command], world: Axis, device: torch.device) -> list[C
     """Return rank 0's commands on every rank, by broadcasting their size and bytes. Collective."""
     if world.size == 1:
         return commands
-
-    def broadcast(tensor: Tensor) -> Tensor:
-        work = dist.broadcast(tensor, src=world.ranks[0], group=world.group, async_op=True)
-        world.transfer("broadcast", work).wait()
-        return tensor
-
-    data = write(Command, commands) if world.rank == 0 and commands else b""
-    size = int(broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device)))
+    data = write(Command, commands) if commands else b""
+    size = int(broadcast(torch.tensor([len(data)], device=device), world))
     if not size:
         return []
     body = torch.empty(size, dtype=torch.uint8, device=device)
     if world.rank == 0:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return read(Command, broadcast(body).cpu().numpy().tobytes())
+    return read(Command, broadcast(body, world).cpu().numpy().tobytes())

@@ -151,6 +151,14 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
     return start_all_reduce(x, axis, op).wait()
 
 
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Copy `x` in place from one of the axis's ranks to all of them, and return it."""
+    if axis.size > 1:
+        work = dist.broadcast(x, src=axis.ranks[source], group=axis.group, async_op=True)
+        axis.transfer("broadcast", work).wait()
+    return x
+
+
 @torch.no_grad()
 def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
     """Add tensors over an axis, in place, by one all-reduce for each dtype.

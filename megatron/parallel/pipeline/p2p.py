@@ -35,7 +35,7 @@ EdgeKey = tuple[str, int]  # kind of operation, peer stage
 
 
 class PipelineChannel:
-    """A stage's messages to and from its neighbors. All messages of a run have the same shape.
+    """A stage's messages to and from its neighbors. Those of a micro-batch have the same shape.
 
     `create` makes one for a layout. Calls to `post_receive`, `receive` and `send` follow the order
     of the stage's operations; `finish` ends an update.
@@ -44,7 +44,8 @@ class PipelineChannel:
         edges: The edges that `connect` returns.
         device: The device on which received tensors are allocated.
         dtype: The data type of activations and their gradients.
-        shape: The shape of one message, [s, b, h] or this rank's part of it.
+        shape_of: Returns the shape of a micro-batch's messages, [s, b, h] or this rank's part of
+            it.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class PipelineChannel:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        shape: Sequence[int],
+        shape_of: Callable[[int], Sequence[int]],
     ) -> None:
         """Connect the process to its neighbors."""
         self._edges = edges
         self._device = device
         self._dtype = dtype
-        self._shape = tuple(shape)
+        self._shape_of = shape_of
 
     @classmethod
     def create(
@@ -78,19 +79,22 @@ class PipelineChannel:
             ring: Also connect the last stage with the first, for schedules of several chunks.
             device: The device of this process.
             dtype: The data type of activations and their gradients.
-            shape: The shape of one message.
+            shape: The shape of a message.
         """
         edges = connect(layout, ring=ring, device=device)
-        return cls(edges, device=device, dtype=dtype, shape=shape)
+        return cls(edges, device=device, dtype=dtype, shape_of=lambda micro_batch: shape)
 
-    def with_shape(self, shape: Sequence[int]) -> PipelineChannel:
-        """Return the same connections for messages of another shape, as in evaluation."""
-        return PipelineChannel(self._edges, device=self._device, dtype=self._dtype, shape=shape)
+    def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
+        """Return the same connections for messages of other shapes, by micro-batch."""
+        return PipelineChannel(
+            self._edges, device=self._device, dtype=self._dtype, shape_of=shape_of
+        )
 
     def post_receive(self, operation: Operation) -> None:
         """Start to receive, in schedule order; `receive` of the same operation gets the result."""
         edge = self._edge(operation)
-        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        shape = self._shape_of(operation.micro_batch)
+        buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         edge.pending.append((_start(dist.irecv, buffer, edge), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
@@ -107,9 +111,10 @@ class PipelineChannel:
 
         The tensor's memory is kept until the message is gone; the caller need not keep it.
         """
-        assert tuple(tensor.shape) == self._shape and tensor.dtype == self._dtype, (
+        shape = tuple(self._shape_of(operation.micro_batch))
+        assert tuple(tensor.shape) == shape and tensor.dtype == self._dtype, (
             f"{operation}: {tensor.dtype} {tuple(tensor.shape)} "
-            f"where every message is {self._dtype} {self._shape}"
+            f"where every message is {self._dtype} {shape}"
         )
         edge = self._edge(operation)
         tensor = tensor.detach().contiguous()
