@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,26 +20,22 @@ from torch import Tensor
 
 from megatron.errors import ShortageError
 
-# Dense bf16/fp16 peak in FLOP/s by datasheet, matched by substring of the device name, in order.
+# Dense bf16/fp16 peak in FLOP/s by datasheet, for the first pattern found in the device's name.
 _PEAK_FLOPS = (
-    ("H200", 989e12),
-    ("GH200", 989e12),
     ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
+    ("H100|H200|H800", 989e12),
     ("GB200", 2500e12),
     ("B200", 2250e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
+    ("A100|A800", 312e12),
     ("L40S", 362e12),
-    ("A10", 125e12),
-    ("V100", 125e12),
+    ("A10|V100", 125e12),
     ("T4", 65e12),
 )
 
 
 Result = TypeVar("Result")
 Work = Callable[[], Result]
+_properties = cache(torch.cuda.get_device_properties)
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Device:
         """Return this process's GPU if there is one, otherwise the CPU."""
         if torch.cuda.is_available():
             return cls(torch.device("cuda", local_rank % torch.cuda.device_count()))
-        return cls(torch.device("cpu"))
+        return cls.cpu()
 
     @classmethod
     def cpu(cls) -> Device:
@@ -87,9 +83,7 @@ class Device:
     @property
     def name(self) -> str:
         """The marketing name, or "CPU"."""
-        if self.is_gpu:
-            return torch.cuda.get_device_name(self.torch_device)
-        return "CPU"
+        return torch.cuda.get_device_name(self.torch_device) if self.is_gpu else "CPU"
 
     @property
     def description(self) -> str:
@@ -104,7 +98,7 @@ class Device:
     @property
     def multiprocessors(self) -> int:
         """The number of multiprocessors of a GPU, or 1 for a CPU."""
-        return _multiprocessors(self.torch_device) if self.is_gpu else 1
+        return _properties(self.torch_device).multi_processor_count if self.is_gpu else 1
 
     @property
     def has_flash(self) -> bool:
@@ -114,10 +108,7 @@ class Device:
     @property
     def peak_flops(self) -> float | None:
         """The dense 16-bit peak in FLOP/s by datasheet, or `None` if unknown."""
-        if not self.is_gpu:
-            return None
-        name = self.name
-        return next((flops for part, flops in _PEAK_FLOPS if part in name), None)
+        return next((flops for names, flops in _PEAK_FLOPS if re.search(names, self.name)), None)
 
     def as_current(self) -> AbstractContextManager[object]:
         """Return a context in which this is the process's current device."""
@@ -128,17 +119,8 @@ class Device:
         if self.is_gpu:
             torch.cuda.set_device(self.torch_device)
 
-    def marks(self) -> StreamMarks | None:
-        """Return a progress indicator for the device, or `None` if the process itself computes."""
-        return StreamMarks(self.torch_device) if self.is_gpu else None
-
-    def backend(self, asked: str) -> str:
-        """Return the communication library: the requested one on GPUs, gloo on a CPU."""
-        return asked if self.is_gpu else "gloo"
-
     def recorder(self) -> Recorder:
         """Return a recorder of work (CUDA graphs). Recordings of one recorder share memory."""
-        assert self.is_gpu, "a CPU has nothing to record"
         return Recorder(self.torch_device)
 
     def synchronize(self) -> None:
@@ -151,8 +133,7 @@ class Device:
         if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return event
+        return torch.cuda.current_stream(self.torch_device).record_event(event)
 
     def seconds_between(self, start: Any, end: Any) -> float:
         """Return the time from one mark to a later one. All work up to the later must be done."""
@@ -165,14 +146,9 @@ class Device:
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
-    def read(self, numbers: Tensor) -> Reading:
-        """Begin to copy a few numbers to the host, after the work queued so far."""
-        return Reading(numbers)
-
     def empty_cache(self) -> None:
-        """Return unused memory to the driver."""
-        if self.is_gpu:
-            torch.cuda.empty_cache()
+        """Return unused GPU memory to the driver."""
+        torch.cuda.empty_cache()
 
     def seed(self, seed: int) -> None:
         """Seed this process's default generators (CPU and this device)."""
@@ -195,32 +171,30 @@ class Device:
         except OSError as error:
             raise MemoryError(f"{size:,} bytes of memory: {error.strerror}") from error
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            with suppress(
-                AttributeError, OSError
-            ):  # only on Linux, and only if its kernel supports them
+            with suppress(AttributeError, OSError):  # Linux has them, if its kernel supports them
                 memory.madvise(getattr(mmap, advice))
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if not self.is_gpu:
             return buffer.zero_()
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)):
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        if int(runtime.cudaHostRegister(address, buffer.numel(), 0)):
             raise MemoryError(f"the driver cannot pin {size:,} bytes of memory")
-        finalizer = weakref.finalize(buffer, _unpin, runtime, memory, buffer.data_ptr())
-        finalizer.atexit = False
+        # The argument of the call keeps the pages alive until they are unpinned.
+        unpin = weakref.finalize(buffer, lambda _: runtime.cudaHostUnregister(address), memory)
+        unpin.atexit = False
         return buffer
 
     @property
     def default_generator(self) -> torch.Generator:
         """The default random generator of operations on this device."""
-        if self.is_gpu:
-            index = self.torch_device.index
-            index = torch.cuda.current_device() if index is None else index
-            return torch.cuda.default_generators[index]
-        return torch.random.default_generator
+        if not self.is_gpu:
+            return torch.random.default_generator
+        index = self.torch_device.index
+        index = torch.cuda.current_device() if index is None else index
+        return torch.cuda.default_generators[index]
 
     def free_memory(self) -> int:
         """Return the number of bytes of a GPU that no process uses."""
-        assert self.is_gpu, "only a GPU reports its free memory"
         self.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
@@ -242,7 +216,7 @@ class Device:
         if pages.exists():  # on Linux only
             now = int(pages.read_text().split()[1]) * resource.getpagesize()
             peak = max(peak, now)  # the system's count of the peak is coarser
-        return MemoryReport(allocated=now, peak_allocated=peak, reserved=now, peak_reserved=peak)
+        return MemoryReport(now, peak, now, peak)
 
 
 @contextmanager
@@ -262,15 +236,9 @@ def shortage_errors() -> Iterator[None]:
         raise ShortageError(
             f"out of memory{f': cannot allocate {asked[1]}' if asked else ''}. To reduce memory, "
             "use a smaller --micro-batch-size, --recompute-activations, "
-            "--use-distributed-optimizer, or split the model with "
-            "--tensor-model-parallel-size or --pipeline-model-parallel-size; "
-            "--dry-run estimates the memory per process"
+            "--use-distributed-optimizer, or split the model with --tensor-model-parallel-size or "
+            "--pipeline-model-parallel-size; --dry-run estimates the memory per process"
         ) from error
-
-
-def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
-    """Unpin pages. The argument `memory` keeps them alive until then."""
-    runtime.cudaHostUnregister(address)
 
 
 class Ferry:
@@ -303,20 +271,16 @@ class Ferry:
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
-
-        def send(index: int) -> None:
-            with torch.cuda.stream(self._stream):
-                place = places[index % 2][: len(pieces[index])]
-                place.copy_(pieces[index], non_blocking=True)
-                self._arrived[index % 2].record(self._stream)
-
         try:
-            send(0)
-            for index, piece in enumerate(pieces):
-                if index + 1 < len(pieces):
-                    send(index + 1)
-                self._arrived[index % 2].synchronize()
-                yield places[index % 2][: len(piece)].numpy().data
+            for index in range(len(pieces) + 1):
+                if index < len(pieces):  # fetch this piece
+                    with torch.cuda.stream(self._stream):
+                        place = places[index % 2][: len(pieces[index])]
+                        place.copy_(pieces[index], non_blocking=True)
+                        self._arrived[index % 2].record(self._stream)
+                if index > 0:  # while the caller uses the one before
+                    self._arrived[(index - 1) % 2].synchronize()
+                    yield places[(index - 1) % 2][: len(pieces[index - 1])].numpy().data
         finally:  # also on an early exit: the target of a copy in progress must not be freed
             self._stream.synchronize()
 
@@ -372,9 +336,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         """Start without any recording."""
         self._device = device
-        self._pool = (
-            torch.cuda.graph_pool_handle()
-        )  # freed with the last recording, so that it has one owner
+        # The pool is freed with the last recording, so that it has one owner.
+        self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, work: Work[Result]) -> tuple[Result, Callable[[], None]]:
@@ -416,11 +379,6 @@ class Recorder:
         return again
 
 
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class Reading:
     """A copy of numbers to the host that is in progress.
 
@@ -430,13 +388,11 @@ class Reading:
 
     def __init__(self, numbers: Tensor) -> None:
         """Begin the copy."""
-        self._arrived = None
-        self._copy = numbers
+        self._copy, self._arrived = numbers, None
         if numbers.is_cuda:
-            self._copy = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._copy.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(numbers.device))
+            host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._copy = host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> list[float]:
         """Wait until the device has computed the numbers, and return them."""

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.device import Device
+from megatron.device import Device, Reading
 from megatron.inference.cache import CacheMemory, StepCache
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import UNKNOWN, Row, Sequence, StepPlan
@@ -123,7 +123,7 @@ class Executor:
             tokens = tokens[self.device.send(np.array(nexts, dtype=np.int64))]
         self._chosen = tokens.long().clamp(min=0)  # a negative "token" ends its request
         self._places = {plan[wanted[i].row].sequence: place for place, i in enumerate(nexts)}
-        reading = self.device.read(result.flatten())
+        reading = Reading(result.flatten())
         return lambda: unpack(reading.wait(), choices)
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
-from megatron.device import Device
+from megatron.device import Device, StreamMarks
 from megatron.errors import ConfigError, HangError
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
@@ -66,7 +66,7 @@ def process_group(
             raise ConfigError(list(misfits))
         yield Layout.at(0, 1, **sizes)
         return
-    backend = device.backend(config.distributed_backend)
+    backend = config.distributed_backend if device.is_gpu else "gloo"
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     with _coming_together(launch, timeout):
         store = _meet(launch, timeout)
@@ -79,7 +79,7 @@ def process_group(
         world_size=launch.world_size,
         timeout=timeout + BACKSTOP,
     )
-    journal = Journal(device.marks())
+    journal = Journal(StreamMarks(device.torch_device) if device.is_gpu else None)
     own_connection = dist.TCPStore(
         store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
     )

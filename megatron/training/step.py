@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.command import say
+from megatron.device import Reading
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
 from megatron.training.log_line import skipped_line
@@ -203,7 +204,7 @@ class _Reading:
         packed = pack_losses(passes.losses, flags, run, passes.weights)
         parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
-        self._reading = run.device.read(torch.cat([part.double() for part in parts]))
+        self._reading = Reading(torch.cat([part.double() for part in parts]))
 
     def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
         """Return the optimizer's result, the losses, two flags, and which losses are finite.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch.distributed as dist
 
-from megatron.device import Device, gpu_count
+from megatron.device import Device, StreamMarks, gpu_count
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
 from megatron.training.recorded_passes import RecordedPasses
@@ -76,7 +76,7 @@ def split_layout() -> Iterator[Layout]:
     """A grid of two tensor ranks of which there is one: it sums over itself alone, through NCCL.
     What it computes is no model; its collectives are those of one."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    alone = {"group": dist.group.WORLD, "journal": Journal(DEVICE.marks())}
+    alone = {"group": dist.group.WORLD, "journal": Journal(StreamMarks(DEVICE.torch_device))}
     pair = Axis(size=2, rank=0, ranks=(0, 1), **alone)
     yield Layout(world=pair, tensor=pair)
     dist.destroy_process_group()
