@@ -119,3 +119,12 @@ class ParallelConfig(ParallelOptions):
     """Parallelism as resolved: it is known what data-parallel processes share."""
 
     zero_stage: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the grid of processes, as the arguments of `Layout.at`."""
+        return {
+            "tensor": self.tensor_model_parallel_size,
+            "context": self.context_parallel_size,
+            "pipeline": self.pipeline_model_parallel_size,
+        }

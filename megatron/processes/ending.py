@@ -19,15 +19,6 @@ _CRASHED = 1  # Python's exit code after an uncaught exception
 _PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
 
 
-class RunEndedError(Exception):
-    """The run has ended and the error is printed: the process only has to exit with `code`."""
-
-    def __init__(self, code: int) -> None:
-        """Store the exit code."""
-        super().__init__(code)
-        self.code = code
-
-
 def report(error: Exception, launch: Launch) -> None:
     """Print a user's mistake with its remedy, and any other exception with its traceback."""
     alike = isinstance(error, ConfigError | NumericsError)  # on all ranks
@@ -43,9 +34,7 @@ def report(error: Exception, launch: Launch) -> None:
     leave_message(text)
 
 
-def end_run(
-    error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog
-) -> RunEndedError:
+def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog) -> SystemExit:
     """End the run of all processes because of an error in this one.
 
     Only the first process to fail prints its error. Errors that other processes raise because it
@@ -54,43 +43,39 @@ def end_run(
     Returns:
         The exception for this process to raise, with the exit code that all processes share.
     """
+    is_ours = isinstance(error, UserError)
     code = error.exit_code if isinstance(error, UserError) else _CRASHED
-    place = journal.place
-    where = str(place.operation)
-    if place.iteration:  # 0 before training and in programs that do not train
-        where = f"iteration {place.iteration}, {where}"
+    place = journal.place  # its iteration is 0 before training and in programs that do not train
+    where = (
+        f"iteration {place.iteration}, {place.operation}" if place.iteration else place.operation
+    )
     said = (str(error) or type(error).__name__).splitlines()[0]
-    # Communication fails when the other end is gone.
-    may_follow_from_another = not isinstance(error, UserError) and (
+    # Communication fails when the other end is gone, which may have announced why.
+    is_about_another = not is_ours and (
         isinstance(error, dist.DistError) or journal.waits_for is not None
     )
-    if not may_follow_from_another:
-        is_ours = isinstance(error, UserError)
+    verdict = watchdog.verdict_within(3 * BEAT) if is_about_another else None
+    if verdict is None:
         reason = said if is_ours else f"{type(error).__name__} in {where}: {said}"
+        if is_about_another:
+            gone = watchdog.missing()
+            who = f"{ranks_text(gone)} ended without reporting an error"
+            # The communication library's message, without its source position and advice.
+            brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
+            reason = f"{who if gone else 'a connection broke'}, in {where} ({brief})"
         verdict = watchdog.end_run(code, reason)
-        if verdict.rank == launch.rank:
-            report(error, launch)
-    elif (known := watchdog.verdict_within(3 * BEAT)) is not None:
-        verdict = known
-    else:
-        gone = watchdog.missing()
-        who = (
-            ranks_text(gone) + " ended without reporting an error" if gone else "a connection broke"
-        )
-        # The communication library's message, without its source position and advice.
-        brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
-        reason = f"{who}, in {where} ({brief})"
-        verdict = watchdog.end_run(code, reason)
-        if verdict.rank == launch.rank:
+        if verdict.rank == launch.rank and is_about_another:
             say_on_stderr(
                 f"[rank {launch.rank}] error: {reason}: killed, out of memory, or its machine "
                 "is down? See the launcher's report and the system's log"
             )
+        elif verdict.rank == launch.rank:
+            report(error, launch)
     farewell = watchdog.farewell(verdict)
     if farewell is not None:
         say_on_stderr(farewell)
     watchdog.let_others_hear()
-    return RunEndedError(verdict.code)
+    return SystemExit(verdict.code)
 
 
 class ExitRequest:
@@ -108,13 +93,10 @@ class ExitRequest:
         """Start the clock, and install signal handlers if requested."""
         self._signal: str | None = None
         self._interrupts = 0
-        self._deadline = (
-            None if duration_minutes is None else time.monotonic() + 60.0 * duration_minutes
-        )
-        self._duration_minutes = duration_minutes
-        if handle_signals:
-            signal.signal(signal.SIGTERM, self._handle)
-            signal.signal(signal.SIGINT, self._handle)
+        self._minutes = duration_minutes
+        self._deadline = time.monotonic() + 60.0 * (duration_minutes or 0)
+        for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
@@ -135,7 +117,7 @@ class ExitRequest:
 
     @property
     def _late(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
+        return self._minutes is not None and time.monotonic() >= self._deadline
 
     @property
     def reason(self) -> str:
@@ -143,5 +125,5 @@ class ExitRequest:
         if self._signal is not None:
             return f"received {self._signal}"
         if self._late:
-            return f"--exit-duration-in-mins {self._duration_minutes} has elapsed"
+            return f"--exit-duration-in-mins {self._minutes} has elapsed"
         return "another rank asked to exit"

@@ -8,8 +8,8 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def process_group(
     launch: Launch,
     device: Device,
     before_end: ExitStack,
-    misfits: Sequence[str] = (),
+    misfits: list[str],
 ) -> Iterator[Layout]:
     """Yield the layout of this run, with its process groups alive inside the block.
 
@@ -54,24 +54,26 @@ def process_group(
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.
         HangError: The processes did not all connect in time.
-        RunEndedError: A process failed and has printed the reason.
+        SystemExit: A process failed and has printed the reason.
     """
-    sizes = {
-        "tensor": config.tensor_model_parallel_size,
-        "context": config.context_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-    }
     if launch.world_size == 1:
         if misfits:
-            raise ConfigError(list(misfits))
-        yield Layout.at(0, 1, **sizes)
+            raise ConfigError(misfits)
+        yield Layout.at(0, 1, **config.sizes)
         return
     backend = config.distributed_backend if device.is_gpu else "gloo"
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    with _coming_together(launch, timeout):
+    try:
         store = _meet(launch, timeout)
         attempt = _of_this_attempt(store, launch)
         refuse_together(attempt, launch, device, misfits)
+    except dist.DistError as error:
+        raise HangError(
+            f"the {launch.world_size} processes did not all connect within "
+            f"--distributed-timeout-minutes {timeout.total_seconds() / 60:g} ({error}): is the "
+            "command running on every machine, and can each machine reach the address and port of "
+            "the first one?"
+        ) from error
     dist.init_process_group(
         backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
         store=attempt,
@@ -83,44 +85,26 @@ def process_group(
     own_connection = dist.TCPStore(
         store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
     )
-    watchdog = Watchdog(
-        dist.PrefixStore(f"watchdog/{_token(launch)}", own_connection),
-        launch.rank,
-        launch.world_size,
-        machine=_machine(launch),
-        journal=journal,
-        seconds=timeout.total_seconds(),
-    )
-    try:
-        yield Layout.create(device.type, launch.rank, launch.world_size, journal=journal, **sizes)
-    except Exception as error:
-        raise end_run(error, launch, journal, watchdog) from error
-    finally:
+    # A number that is unique to this attempt separates its entries from those of earlier ones.
+    token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
+    dist.all_reduce(token)
+    entries = dist.PrefixStore(f"watchdog/{token.item()}", own_connection)
+    watchdog = Watchdog(entries, launch, journal, timeout.total_seconds())
+    with ExitStack() as at_end:
+        for step in (watchdog.stop, dist.destroy_process_group, before_end.close):
+            at_end.callback(step)  # the last one first
         try:
-            before_end.close()
-        finally:
-            dist.destroy_process_group()
-            watchdog.stop()
+            yield Layout.create(
+                device.type, launch.rank, launch.world_size, journal=journal, **config.sizes
+            )
+        except Exception as error:
+            raise end_run(error, launch, journal, watchdog) from error
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
     """Return the launcher's store, once all processes have connected to it."""
     check_meeting_place(launch.world_size)
     return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
-
-
-@contextmanager
-def _coming_together(launch: Launch, timeout: timedelta) -> Iterator[None]:
-    """Raise a HangError if a process does not connect, or the store does not answer."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise HangError(
-            f"the {launch.world_size} processes did not all connect within "
-            f"--distributed-timeout-minutes {timeout.total_seconds() / 60:g} ({error}): is the "
-            "command running on every machine, and can each machine reach the address and port of "
-            "the first one?"
-        ) from error
 
 
 def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
@@ -130,26 +114,12 @@ def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
     previous processes. Each machine counts its own restarts, so runs on several machines need a
     new store instead (docs/several-machines.md).
     """
-    if launch.local_world_size < launch.world_size:
+    if launch.is_on_several_machines:
         return store
     return dist.PrefixStore(f"attempt/{launch.restart_count}", store)
 
 
-def _machine(launch: Launch) -> range:
-    """Return the ranks on this machine, up to this rank if the launcher does not give a count."""
-    first = launch.rank - launch.local_rank
-    return range(first, first + max(launch.local_world_size, launch.local_rank + 1))
-
-
-def _token(launch: Launch) -> int:
-    """Return a number that is unique to this attempt. Collective."""
-    token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
-    dist.all_reduce(token)
-    return int(token.item())
-
-
-@dataclass(frozen=True)
-class DeviceReport:
+class DeviceReport(NamedTuple):
     """One process's description of its device.
 
     Attributes:
@@ -182,7 +152,7 @@ def refuse_together(
         torch.distributed.DistError: A process does not connect, or the store is gone.
     """
     mine = DeviceReport(device.type, platform.node(), misfits)
-    store.set(f"device/{launch.rank}", json.dumps(astuple(mine)))
+    store.set(f"device/{launch.rank}", json.dumps(mine))
     if launch.rank == 0:
         reports = [
             DeviceReport(*json.loads(store.get(f"device/{rank}")))
@@ -218,10 +188,8 @@ def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
             "whether CUDA_VISIBLE_DEVICES hides the GPUs, or launch only as many processes "
             "as there are GPUs"
         ]
-    ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(reports):
-        for line in each.misfits:
-            ranks.setdefault(line, []).append(rank)
+    lines = dict.fromkeys(line for each in reports for line in each.misfits)
+    ranks = {line: [i for i, each in enumerate(reports) if line in each.misfits] for line in lines}
     return [
         line if len(those) == len(reports) else f"{where(those)}: {line}"
         for line, those in ranks.items()

@@ -17,7 +17,6 @@ from megatron.errors import ConfigError
 
 RANK_ENV = "RANK"
 WORLD_SIZE_ENV = "WORLD_SIZE"
-_GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 _SLURM_TASK_ENV = "SLURM_PROCID"
 _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
@@ -32,6 +31,17 @@ class Launch:
     local_world_size: int = 1
     restart_count: int = 0
 
+    @property
+    def machine(self) -> range:
+        """The ranks on this machine, up to this rank if the launcher does not give a count."""
+        first = self.rank - self.local_rank
+        return range(first, first + max(self.local_world_size, self.local_rank + 1))
+
+    @property
+    def is_on_several_machines(self) -> bool:
+        """Whether other machines take part."""
+        return self.local_world_size < self.world_size
+
 
 def read_launch(*, use_mpi: bool = False) -> Launch:
     """Read the launcher's variables. A process started alone is a world of one.
@@ -43,32 +53,25 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
         ConfigError: A variable is not a number, the rank is outside the world, mpirun's variables
             are requested but not set, or SLURM started several processes without torchrun.
     """
-    launcher, rank, size = "torchrun", RANK_ENV, WORLD_SIZE_ENV
-    local_rank, local_size = LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"
+    names = [RANK_ENV, WORLD_SIZE_ENV, LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"]
     if use_mpi:
-        prefix = "OMPI_COMM_WORLD_"
-        launcher, rank, size = "mpirun", prefix + "RANK", prefix + "SIZE"
-        local_rank, local_size = prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"
-        if rank not in os.environ:
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        if names[0] not in os.environ:
             raise ConfigError(
-                f"--use-mpi: {rank} is not set: start with mpirun, or drop the flag and start with "
-                "torchrun"
+                f"--use-mpi: {names[0]} is not set: start with mpirun, or drop the flag and start "
+                "with torchrun"
             )
     elif not _is_launched():
         _refuse_bare_slurm()
-    launch = Launch(
-        rank=whole_number(rank, 0),
-        world_size=whole_number(size, 1),
-        local_rank=whole_number(local_rank, 0),
-        local_world_size=whole_number(local_size, 1),
-        restart_count=0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0),
-    )
-    if not 0 <= launch.rank < launch.world_size:
+    rank, size, local_rank, local_size = map(whole_number, names, (0, 1, 0, 1))
+    restarts = 0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0)
+    if not 0 <= rank < size:
+        launcher = "mpirun" if use_mpi else "torchrun"
         raise ConfigError(
-            f"{rank} is {launch.rank}, but {size} is {launch.world_size} (1 if unset), and ranks "
-            f"run from 0 to one below it: set both, as {launcher} does, or neither"
+            f"{names[0]} is {rank}, but {names[1]} is {size} (1 if unset), and ranks run from 0 to "
+            f"one below it: set both, as {launcher} does, or neither"
         )
-    return launch
+    return Launch(rank, size, local_rank, local_size, restarts)
 
 
 def _is_launched() -> bool:
@@ -151,12 +154,12 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
     os.environ[RANK_ENV] = str(launch.rank)
     os.environ[WORLD_SIZE_ENV] = str(launch.world_size)
     os.environ[LOCAL_RANK_ENV] = str(launch.local_rank)
-    if launch.local_world_size < launch.world_size and _GLOO_INTERFACE_ENV not in os.environ:
+    if launch.is_on_several_machines:
         # By default gloo uses the address that the machine's name resolves to. It is often the
         # loopback address, which no other machine can reach.
         interface = _interface_towards(os.environ.get("MASTER_ADDR", ""))
         if interface is not None:
-            os.environ[_GLOO_INTERFACE_ENV] = interface
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # One hardware queue keeps kernels in launch order, so that communication launched before a
     # matrix product also starts before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -170,19 +173,13 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
 
 def _interface_towards(host: str) -> str | None:
     """Return the network interface that reaches `host`, or `None` if none can be determined."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing, only chooses a route
-        except OSError:
-            return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))  # sends nothing, only chooses a route
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(
-                    probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode())
-                )
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
-                return name
+            with suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+                if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
+                    return name
     return None

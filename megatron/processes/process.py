@@ -17,7 +17,7 @@ from megatron.errors import ConfigError, UserError
 from megatron.kernels.library import LibraryChoice, find_library
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
-from megatron.processes.ending import RunEndedError, report
+from megatron.processes.ending import report
 from megatron.processes.groups import process_group
 from megatron.processes.launch import Launch, placed, prepare, read_launch, slurm_task
 from megatron.processes.watchdog import ranks_text
@@ -49,8 +49,6 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         else:
             time.sleep(_TURN)  # torchrun ends all when the first exits: let rank 0 print
         return error.exit_code
-    except RunEndedError as ended:
-        return ended.code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -76,7 +74,7 @@ def processes(
     Raises:
         ConfigError: The device does not support a flag.
         HangError: The processes did not all connect in time.
-        RunEndedError: A process failed and has printed the reason.
+        SystemExit: A process failed and has printed the reason.
     """
     launch = placed(launch, config.parallel.local_rank)
     prepare(launch, deterministic=config.training.deterministic_mode)
@@ -89,11 +87,10 @@ def processes(
     kernels = None
     if not misfits:
         device.activate()
-        kernels = find_library(
-            device.torch_device
-        )  # may compile for a minute; no process group is waiting yet
-    before_end = before_end or ExitStack()
-    with process_group(config.parallel, launch, device, before_end, misfits) as layout:
+        # This may compile for a minute; no process group is waiting yet.
+        kernels = find_library(device.torch_device)
+    at_end = before_end or ExitStack()
+    with process_group(config.parallel, launch, device, at_end, misfits) as layout:
         assert kernels is not None, "a process with misfits has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout
@@ -106,8 +103,6 @@ def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
         ConfigError: Only some processes have them. Plain and fused kernels draw different dropout
             masks from the same seed, so copies of one value would differ.
     """
-    if world.size == 1:
-        return
     fused = torch.zeros(world.size, dtype=torch.int32)
     fused[world.rank] = kernels.library is not None
     without = all_reduce(fused, world).logical_not().nonzero().flatten().tolist()

@@ -13,6 +13,7 @@ with the same code, whatever their main thread waits for.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
@@ -20,16 +21,16 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron.errors import HangError, say_on_stderr
 from megatron.parallel.journal import Journal
+from megatron.processes.launch import Launch
 
 BEAT = 1.0  # seconds between two signs of life
 _SILENCE = 3 * BEAT  # after this long without one, a process counts as dead
@@ -78,23 +79,15 @@ class State:
     started: dict[Ranks, int]
     source: str
 
-    @property
-    def waits(self) -> bool:
-        """Whether the process waits for a communication or for its device."""
-        return self.wait is not None or self.device_is_behind
-
-    def to_json(self) -> str:
-        """Return the state as JSON, with `started` as pairs because JSON keys cannot be tuples."""
-        return json.dumps(asdict(self) | {"started": list(self.started.items())})
+    def to_text(self) -> str:
+        """Return the state as Python literals. In JSON, tuples cannot be keys."""
+        return repr(astuple(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> State:
-        """Return the state that `to_json` wrote."""
-        fields: dict[str, Any] = json.loads(text)
-        wait = fields["wait"]
-        fields["wait"] = wait and Wait(wait["kind"], tuple(wait["ranks"]), wait["number"])
-        fields["started"] = {tuple(ranks): count for ranks, count in fields["started"]}
-        return cls(**fields)
+    def from_text(cls, text: bytes) -> State:
+        """Return the state that `to_text` wrote."""
+        beat, iteration, operation, place, wait, *others = ast.literal_eval(text.decode())
+        return cls(beat, iteration, operation, place, wait and Wait(*wait), *others)
 
 
 def explain(
@@ -110,31 +103,31 @@ def explain(
     Returns:
         The missing ranks, and the report.
     """
-    missed = {
-        rank: absent
+    waiting = {
+        rank: state
         for rank, state in states.items()
-        if state is not None and rank not in silent and state.waits
-        for absent in [_absent(state, rank, states, silent)]
+        if state is not None and rank not in silent and (state.wait or state.device_is_behind)
     }
+    missed = {rank: _absent(state, rank, states, silent) for rank, state in waiting.items()}
     missing = frozenset().union(*missed.values()) - missed.keys()
     awaited = [rank for rank in missed if missed[rank] & missing] or list(missed)
-    first = min(awaited, key=lambda rank: _order(states[rank]), default=None)
+    # Positions are comparable between ranks of one pipeline stage.
+    first = min(awaited, key=lambda r: (waiting[r].iteration, waiting[r].place), default=None)
     if not missing and first is not None:  # all wait: name the ranks already past the earliest wait
         missing = missed[first]
     missing = missing or silent
-    lines = [_headline(missing, states[first] if first is not None else None, seconds)]
-    lines += [f"  {line}" for line in _describe_all(states, silent)]
-    lines.append(
-        "  If nothing is broken and an operation just takes long, raise "
-        "--distributed-timeout-minutes."
-    )
-    return missing, "\n".join(lines)
-
-
-def _order(state: State | None) -> tuple[int, int]:
-    """Return a rank's progress, which is comparable between ranks of one pipeline stage."""
-    assert state is not None
-    return state.iteration, state.place
+    # One line per set of ranks in the same state, beginning with those not waiting.
+    texts = {rank: _describe(rank, state, silent) for rank, state in states.items()}
+    same: dict[str, list[int]] = {}
+    for rank in sorted(texts, key=lambda rank: (rank in waiting, texts[rank], rank)):
+        same.setdefault(texts[rank], []).append(rank)
+    lines = [
+        _headline(missing, None if first is None else waiting[first], seconds),
+        *(f"{ranks_text(ranks)}: {text}" for text, ranks in same.items()),
+        "If nothing is broken and an operation just takes long, raise "
+        "--distributed-timeout-minutes.",
+    ]
+    return missing, "\n  ".join(lines)
 
 
 def _absent(
@@ -147,13 +140,13 @@ def _absent(
         expected = {state.wait.ranks: state.wait.number or 0}
     else:  # its device waits for a communication that the process has started
         expected = state.started
-    absent = set()
-    for ranks, number in expected.items():
-        for other in set(ranks) - {rank}:
-            theirs = states.get(other)
-            if other in silent or theirs is None or theirs.started.get(ranks, 0) < number:
-                absent.add(other)
-    return frozenset(absent)
+    return frozenset(
+        other
+        for ranks, number in expected.items()
+        for other in set(ranks) - {rank}
+        for theirs in [states.get(other)]
+        if other in silent or theirs is None or theirs.started.get(ranks, 0) < number
+    )
 
 
 def _headline(missing: frozenset[int], waiting: State | None, seconds: float) -> str:
@@ -168,18 +161,6 @@ def _headline(missing: frozenset[int], waiting: State | None, seconds: float) ->
             "check the network and the devices"
         )
     return f"hang in {where}: {ranks_text(missing)} did not join {what} {limit}"
-
-
-def _describe_all(states: Mapping[int, State | None], silent: frozenset[int]) -> list[str]:
-    """Return one line per set of ranks in the same state, beginning with those not waiting."""
-    said = sorted(
-        (state is not None and rank not in silent and state.waits, _describe(rank, state, silent))
-        for rank, state in states.items()
-    )
-    texts: dict[str, list[int]] = {text: [] for _, text in said}
-    for rank, state in sorted(states.items()):
-        texts[_describe(rank, state, silent)].append(rank)
-    return [f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items()]
 
 
 def _describe(rank: int, state: State | None, silent: frozenset[int]) -> str:
@@ -227,27 +208,16 @@ class Watchdog:
     Args:
         store: A separate connection to the store, because a connection that one thread waits on
             blocks all other threads.
-        rank: The rank of this process.
-        world_size: The number of processes.
-        machine: The ranks on this machine. If a rank on another machine printed the whole error,
-            the first of these ranks prints why the run ends.
+        launch: The ranks of this process. If a rank on another machine printed the whole error, the
+            first rank on this machine prints why the run ends.
         journal: The record of this process's progress.
         seconds: The longest time that a process may wait for another.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        *,
-        machine: range,
-        journal: Journal,
-        seconds: float,
-    ) -> None:
+    def __init__(self, store: dist.Store, launch: Launch, journal: Journal, seconds: float) -> None:
         """Start the threads."""
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._machine, self._journal, self._seconds = machine, journal, seconds
+        self._store, self._launch, self._rank = store, launch, launch.rank
+        self._journal, self._seconds = journal, seconds
         self._main = threading.get_ident()
         self._beat = 0
         self._alarm: float | None = None
@@ -302,62 +272,52 @@ class Watchdog:
     def _talk(self) -> None:
         try:
             while not self._stopped.is_set():
-                self._say()
+                self._beat += 1
+                self._store.set(f"state/{self._rank}", self._state().to_text())
+                if self._verdict is None and self._claim is not None:
+                    self._judge(self._claim)
+                elif self._verdict is None and self._alarm is not None:
+                    self._explain_hang()
                 if self._verdict is None and self._store.check(["verdict"]):
-                    self._verdict = Verdict(**json.loads(self._store.get("verdict")))
+                    verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
                     self._known.set()
-                    is_others = self._verdict.rank != self._rank
-                    if is_others and self._verdict.code == HangError.exit_code:
+                    if verdict.rank != self._rank and verdict.code == HangError.exit_code:
                         self.let_others_hear()
-                        self._leave(self._verdict.code, self.farewell(self._verdict))
+                        self._leave(verdict.code, self.farewell(verdict))
                 self._wake.wait(BEAT)
                 self._wake.clear()
         except Exception:  # the store is gone, with the process that held it
             return  # `_watch` still detects hangs
 
-    def _say(self) -> None:
-        self._beat += 1
-        self._store.set(f"state/{self._rank}", self._state().to_json())
-        if self._claim is not None and self._verdict is None:
-            self._judge(self._claim)
-        elif self._alarm is not None and self._verdict is None:
-            self._explain_hang()
-
     def _judge(self, verdict: Verdict) -> bool:
         """Publish this verdict unless there is one already, and return whether it was published."""
-        if self._store.add("verdicts", 1) > 1:
-            return False
-        self._store.set("verdict", json.dumps(asdict(verdict)))
-        return True
+        is_first = self._store.add("verdicts", 1) == 1
+        if is_first:
+            self._store.set("verdict", json.dumps(asdict(verdict)))
+        return is_first
 
     def _explain_hang(self) -> None:
         if self._store.add("alarms", 1) > 1:
             return
-        states, silent = self._survey()
-        missing, report = explain(states, silent, self._seconds)
-        verdict = Verdict(HangError.exit_code, self._rank, report.splitlines()[0])
-        if not self._judge(verdict):
-            return
-        say_on_stderr(f"error: {report}")
-        time.sleep(_LINGER)
-        self._leave(verdict.code)
+        _, report = explain(*self._survey(), self._seconds)
+        if self._judge(Verdict(HangError.exit_code, self._rank, report.splitlines()[0])):
+            say_on_stderr(f"error: {report}")
+            time.sleep(_LINGER)
+            self._leave(HangError.exit_code)
 
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs."""
         before = self._states()
         time.sleep(_SILENCE)
-        states = self._states() | {self._rank: self._state()}
-        silent = frozenset(
-            rank
-            for rank, state in states.items()
-            if rank != self._rank and state == before[rank]  # a live rank's beat changes
-        )
-        return states, silent
+        states = self._states()
+        silent = frozenset(rank for rank, state in states.items() if state == before[rank])
+        # A live rank's beat changes; this one's only after the survey.
+        return states | {self._rank: self._state()}, silent - {self._rank}
 
     def _states(self) -> dict[int, State | None]:
-        keys = {rank: f"state/{rank}" for rank in range(self._world_size)}
+        keys = {rank: f"state/{rank}" for rank in range(self._launch.world_size)}
         return {
-            rank: State.from_json(self._store.get(key)) if self._store.check([key]) else None
+            rank: State.from_text(self._store.get(key)) if self._store.check([key]) else None
             for rank, key in keys.items()
         }
 
@@ -380,24 +340,20 @@ class Watchdog:
         while not self._stopped.wait(BEAT / 4):
             now, before = time.monotonic(), progress
             progress = self._journal.progress
-            if progress != before or not self._waits():
+            waits = self._journal.waits_for is not None or self._journal.device_is_behind
+            if progress != before or not waits:
                 since = now
             elif now - since >= self._seconds and self._alarm is None:
                 self._alarm = now
                 self._wake.set()
-            if self._alarm is not None:
-                self._give_up_after(now - self._alarm)
+            if self._alarm and (now - self._alarm >= _PATIENCE or not self._threads[0].is_alive()):
+                self._give_up()
             if self._verdict is not None:
                 end = end or now + _GRACE
                 if now > end:
                     self._leave(self._verdict.code, self.farewell(self._verdict))
 
-    def _waits(self) -> bool:
-        return self._journal.waits_for is not None or self._journal.device_is_behind
-
-    def _give_up_after(self, seconds: float) -> None:
-        if seconds < _PATIENCE and self._threads[0].is_alive():
-            return
+    def _give_up(self) -> None:
         report = explain({self._rank: self._state()}, frozenset(), self._seconds)[1].splitlines()
         self._leave(
             HangError.exit_code,
@@ -408,7 +364,7 @@ class Watchdog:
 
     def farewell(self, verdict: Verdict) -> str | None:
         """Return why this process exits, or `None` if its machine's log says so already."""
-        if verdict.rank in self._machine or self._rank != self._machine.start:
+        if verdict.rank in self._launch.machine or self._rank != self._launch.machine.start:
             return None
         return f"[rank {self._rank}] exits: rank {verdict.rank} ended the run: {verdict.reason}"
 

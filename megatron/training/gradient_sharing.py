@@ -137,7 +137,7 @@ def new_gradient_buffer(
     buckets = plan_buckets(
         traits,
         replicas={"data": replicas.size},
-        zero_stage=config.parallel.zero_stage or 0,
+        zero_stage=config.parallel.zero_stage,
         gradients_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         bucket_bytes=BUCKET_BYTES,
     )

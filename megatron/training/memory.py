@@ -84,13 +84,7 @@ def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> Memo
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
     layouts = [
-        Layout.at(
-            stage * (world_size // stages),
-            world_size,
-            tensor=parallel.tensor_model_parallel_size,
-            context=parallel.context_parallel_size,
-            pipeline=stages,
-        )
+        Layout.at(stage * (world_size // stages), world_size, **parallel.sizes)
         for stage in range(stages)
     ]
     samples = training.micro_batch_size * layouts[0].data.size
@@ -155,7 +149,7 @@ def _kept_for_weights(
     if numbers.fp8_format is not None:
         in_8_bits = sum(count_part_matrices(plan, part, tensor=tensor) for part in parts)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
+    on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     updated = parameters // layout.replica.size if stage > 0 else parameters
     copies = 4 if on_host or (half and not is_shared) else 0

@@ -100,14 +100,8 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
         world_size: The number of processes.
         plan: The plan of the whole network.
     """
-    parallel, training = config.parallel, config.training
-    layout = Layout.at(
-        0,
-        world_size,
-        tensor=parallel.tensor_model_parallel_size,
-        context=parallel.context_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-    )
+    training = config.training
+    layout = Layout.at(0, world_size, **config.parallel.sizes)
     batch, micro = training.global_batch_size, training.micro_batch_size
     micro_batches = batch // (micro * layout.data.size)
     tokens = batch * plan.head_spec.sequences * config.data.sample_tokens

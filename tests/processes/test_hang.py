@@ -12,8 +12,8 @@ def _state(operation="optimizer step", wait=None, *, place=7, behind=False, **st
 
 def test_a_state_survives_the_store():
     state = _state(wait=Wait("all-reduce", (0, 1), 3), r01=3)
-    assert State.from_json(state.to_json()) == state
-    assert State.from_json(_state().to_json()) == _state()
+    assert State.from_text(state.to_text().encode()) == state
+    assert State.from_text(_state().to_text().encode()) == _state()
 
 
 def test_the_rank_that_does_not_wait_is_named():

@@ -39,7 +39,7 @@ def test_processes_meet_also_where_nobody_tells_how_many_a_machine_has(monkeypat
         launches.append(placed(read_launch(), rank if by_flag else None))
     # All in one store, and each among those of its machine.
     assert [groups._of_this_attempt(store, launch) is store for launch in launches] == [True] * 2
-    assert [groups._machine(launch) for launch in launches] == [range(1), range(2)]
+    assert [launch.machine for launch in launches] == [range(1), range(2)]
 
 
 def test_a_run_reads_the_flag(monkeypatch):
