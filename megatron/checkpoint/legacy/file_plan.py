@@ -20,7 +20,6 @@ from megatron.errors import CheckpointError
 VERSION = 3.0  # the `checkpoint_version` of the files written
 _WORDS = "embedding.word.weight"
 _VOCABULARY = (_WORDS, "output.weight", "output.bias")
-_TIED = "(tied)"
 _ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one per layer
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -85,13 +84,18 @@ def plan_files(
         CheckpointError: Megatron's model lacks a parameter, or a parameter cannot be split this
             way.
     """
-    _check(shapes, parts, stages)
+    encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0: not a T5
+    _check(shapes, parts, stages, encoder)
     arrangement = names.Arrangement(VERSION, heads=0, gated=gated)
     plans = []
     for stage in range(stages):
         for rank in range(tensor):
             chunks = tuple(
-                tuple(_parameters(shapes, part, arrangement, rank, tensor))
+                tuple(
+                    FileParameter(path, name, _box(name, shapes[name], arrangement, rank, tensor))
+                    for name, path in _places(shapes, part, encoder)
+                    if name in shapes
+                )
                 for part in parts_of_stage(list(parts), stage, stages)
             )
             folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
@@ -99,8 +103,8 @@ def plan_files(
     return plans
 
 
-def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int) -> None:
-    placed = {name for part in parts for name in _names(shapes, part)}
+def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int, encoder: int) -> None:
+    placed = {name for part in parts for name, _ in _places(shapes, part, encoder)}
     extra = sorted(shapes.keys() - placed)
     if extra:
         raise CheckpointError(
@@ -111,7 +115,6 @@ def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int) -> None:
             "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in none: use the "
             "native format"
         )
-    encoder = _encoder_layers(shapes)
     misfit = megatron_misfit(list(parts), stages, encoder or None)
     if misfit:
         remedy = "use the native format"
@@ -120,52 +123,30 @@ def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int) -> None:
         raise CheckpointError(f"Megatron-LM 23.08 {misfit}: {remedy}")
 
 
-def _encoder_layers(shapes: Shapes) -> int:
-    """Return the number of layers of a T5's encoder, or 0 for other networks."""
-    return sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)
+def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield our name and Megatron's path of all that a part may hold, in Megatron's order."""
 
+    def outside(modules: names.Modules) -> Iterator[tuple[str, tuple[str, ...]]]:
+        return ((name, names.megatron_path(name, 0)) for name in names.parameters_of(modules))
 
-def _stacks(shapes: Shapes, part: ModelPart) -> Iterator[tuple[str, range, bool]]:
-    """Yield a part's stacks: prefix of names, layers in the part, whether the stack ends here."""
-    encoder = _encoder_layers(shapes)
-    if encoder:
-        of_encoder, of_decoder = part.halves(encoder)
-        yield "encoder.", of_encoder, encoder - 1 in of_encoder
-        yield "decoder.", of_decoder, part.head
-    else:
-        yield "", part.layers, part.head
-
-
-def _names(shapes: Shapes, part: ModelPart) -> Iterator[str]:
-    """Yield all names that a part may hold, in Megatron's order, and _TIED for the tied copy."""
-    encoder = _encoder_layers(shapes)
     has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
     if has_embedding:
-        yield from names.parameters_of(names.EMBEDDINGS)
-    for stack, layers, ends in _stacks(shapes, part):
+        yield from outside(names.EMBEDDINGS)
+    stacks = [("", part.layers, part.head)]  # prefix of names, layers here, whether it ends here
+    if encoder:
+        above, below = part.halves(encoder)
+        stacks = [("encoder.", above, encoder - 1 in above), ("decoder.", below, part.head)]
+    for stack, layers, ends in stacks:
         table = names.DECODER_LAYER if stack == "decoder." else names.LAYER
         modules = [f"layers.{index}.{module}" for index in layers for module in table]
-        modules += ["final_norm"] * ends
-        yield from (f"{stack}{module}.{kind}" for module in modules for kind in names.KINDS)
+        for module in [*modules, *["final_norm"] * ends]:
+            for name in (f"{stack}{module}.{kind}" for kind in names.KINDS):
+                yield name, names.megatron_path(name, layers.start)
     if part.head:
-        yield from names.parameters_of(names.AFTER_LAYERS)
-        if not has_embedding:
-            yield _TIED
-        yield from names.parameters_of(names.HEADS)
-
-
-def _parameters(
-    shapes: Shapes, part: ModelPart, arrangement: names.Arrangement, rank: int, ranks: int
-) -> Iterator[FileParameter]:
-    stacks = list(_stacks(shapes, part))
-    for name in _names(shapes, part):
-        if name == _TIED and "output.weight" not in shapes:
-            box = _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
-            yield FileParameter(names.TIED_COPY, _WORDS, box)
-        elif name in shapes:
-            first = next((layers.start for stack, layers, _ in stacks if name.startswith(stack)), 0)
-            box = _box(name, shapes[name], arrangement, rank, ranks)
-            yield FileParameter(names.megatron_path(name, first), name, box)
+        yield from outside(names.AFTER_LAYERS)
+        if not has_embedding and "output.weight" not in shapes:
+            yield _WORDS, names.TIED_COPY
+        yield from outside(names.HEADS)
 
 
 def _box(
@@ -177,15 +158,11 @@ def _box(
         return Box.whole(shape)
     size, left = divmod(shape[dim], ranks)
     if left:
-        or_else = ""
-        if name in _VOCABULARY:
-            or_else = (
-                ", or give --true-vocab-size (or the tokenizer's files) so that rows are padded"
-            )
+        padded = ", or give --true-vocab-size (or the tokenizer's files) so that rows are padded"
         raise CheckpointError(
             f"{name} {list(shape)} cannot be split among {ranks} tensor-parallel ranks: set "
             "--target-tensor-parallel-size (in a run: --tensor-model-parallel-size) to a number "
-            f"that divides {shape[dim]}{or_else}"
+            f"that divides {shape[dim]}{padded if name in _VOCABULARY else ''}"
         )
     offset, part = [0] * len(shape), list(shape)
     offset[dim], part[dim] = rank * size, size

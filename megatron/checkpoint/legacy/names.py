@@ -8,10 +8,10 @@ file counts from the first layer of its stage, or of its virtual stage.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,34 +20,45 @@ from megatron.errors import CheckpointError
 
 KINDS = ("weight", "bias")
 
-# Our modules with Megatron's names: first the one of 23.08, then older ones and those of the fork.
-# They are in the order in which Megatron registers them.
-Modules = Mapping[str, tuple[str, ...]]
+# Our modules with Megatron's names: first the one of 23.08, then those of older versions, of the
+# fork and of Megatron Core. They are in the order in which Megatron registers them. In files of
+# Transformer Engine, a linear layer holds the weights of the normalization before it.
+Modules = dict[str, tuple[str, ...]]
 EMBEDDINGS: Modules = {
     "embedding.word": ("embedding.word_embeddings",),
     "embedding.position": ("embedding.position_embeddings",),
     "embedding.token_type": ("embedding.tokentype_embeddings",),
 }
+_QKV = ("self_attention.query_key_value", "attention.query_key_value", "self_attention.linear_qkv")
+_NORM = ("post_attention_layernorm", "post_attention_norm")
 _ATTENTION: Modules = {
-    "attention_norm": ("input_layernorm", "input_norm"),
-    "attention.qkv": ("self_attention.query_key_value", "attention.query_key_value"),
-    "attention.output": ("self_attention.dense", "attention.dense"),
+    "attention_norm": ("input_layernorm", "input_norm", f"{_QKV[-1]}.layer_norm"),
+    "attention.qkv": _QKV,
+    "attention.output": ("self_attention.dense", "attention.dense", "self_attention.linear_proj"),
 }
-_MLP: Modules = {"mlp.up": ("mlp.dense_h_to_4h",), "mlp.down": ("mlp.dense_4h_to_h",)}
+_MLP: Modules = {
+    "mlp.up": ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
+    "mlp.down": ("mlp.dense_4h_to_h", "mlp.linear_fc2"),
+}
 LAYER: Modules = {
     **_ATTENTION,
-    "mlp_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "mlp_norm": (*_NORM, "pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),
     **_MLP,
 }
 # A decoder layer attends to the encoder output before its MLP.
 DECODER_LAYER: Modules = {
     **_ATTENTION,
-    "cross_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "cross_norm": _NORM,
     "cross_attention.query": ("inter_attention.query",),
     "cross_attention.key_value": ("inter_attention.key_value",),
     "cross_attention.output": ("inter_attention.dense",),
     "mlp_norm": ("post_inter_attention_layernorm", "post_inter_attention_norm"),
     **_MLP,
+}
+# Modules that only Megatron Core has.
+_CORE_LAYER: Modules = {
+    "attention.query_norm": ("self_attention.q_layernorm",),
+    "attention.key_norm": ("self_attention.k_layernorm",),
 }
 _FINAL_NORM = ("final_layernorm", "final_norm")
 AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
@@ -66,6 +77,8 @@ TIED_COPY = ("word_embeddings_for_head", "weight")
 _BESIDE = dict.fromkeys(names[0].partition(".")[0] for names in HEADS.values())
 
 _LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER_NUMBER = re.compile(r"(?:decoder\.)?layers\.(\d+)\.")
+_LAYER_PREFIX = re.compile(r"(?:(?:encoder|decoder)\.)?layers\.\d+\.")
 _OURS = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
 _SPLIT_OUTPUTS = {
     "embedding.word",
@@ -76,7 +89,6 @@ _SPLIT_OUTPUTS = {
     "mlp.up",
 }
 _SPLIT_INPUTS = {"attention.output", "cross_attention.output", "mlp.down"}
-_MAX_CHUNKS = 1000
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
 
@@ -99,49 +111,10 @@ def parameters_of(modules: Modules) -> dict[str, list[str]]:
 
 _OUTSIDE = parameters_of(EMBEDDINGS) | parameters_of(AFTER_LAYERS) | parameters_of(HEADS)
 _READ_OUTSIDE = {theirs: ours for ours, names in _OUTSIDE.items() for theirs in names}
-_LAYERS = {"encoder": LAYER, "decoder": DECODER_LAYER}
 _READ_LAYERS = {
     stack: {theirs: ours for ours, names in modules.items() for theirs in names}
-    for stack, modules in _LAYERS.items()
+    for stack, modules in (("encoder", LAYER | _CORE_LAYER), ("decoder", DECODER_LAYER))
 }
-
-# Megatron Core: `decoder.layers.3.self_attention.linear_qkv.weight` and so on. With Transformer
-# Engine, the linear layer after a normalization holds the normalization's weights.
-_CORE_OUTPUT = "output_layer.weight"  # a copy on the last stage if the word embeddings are tied
-_CORE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_CORE_OUTSIDE = {
-    "embedding.word_embeddings.weight": "embedding.word.weight",
-    "embedding.position_embeddings.weight": "embedding.position.weight",
-    _CORE_OUTPUT: "output.weight",
-    "decoder.final_layernorm.weight": "final_norm.weight",
-    "decoder.final_layernorm.bias": "final_norm.bias",
-}
-_CORE_PARTS = {
-    "self_attention.linear_qkv.": "attention.qkv.",
-    "self_attention.linear_proj.": "attention.output.",
-    "self_attention.q_layernorm.": "attention.query_norm.",
-    "self_attention.k_layernorm.": "attention.key_norm.",
-    "mlp.linear_fc1.": "mlp.up.",
-    "mlp.linear_fc2.": "mlp.down.",
-    "input_layernorm.": "attention_norm.",
-    "pre_mlp_layernorm.": "mlp_norm.",
-    "self_attention.linear_qkv.layer_norm_": "attention_norm.",
-    "mlp.linear_fc1.layer_norm_": "mlp_norm.",
-}
-
-
-class FirstLayers(NamedTuple):
-    """The numbers of a stage's first layer: in a GPT, BERT or T5 encoder, and in a T5 decoder."""
-
-    encoder: int
-    decoder: int = 0
-
-
-class Network(NamedTuple):
-    """The kind of network, found from a tree's keys: architecture, and whether it has a decoder."""
-
-    architecture: str
-    has_decoder: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,91 +137,79 @@ class Parameter:
         return not self.is_bias and len(self.tensor.shape) > 1
 
 
-def chunks_of_tree(tree: Mapping[str, Any]) -> list[Any]:
-    """Return the values of `model`, or with virtual stages those of `model0`, `model1`, ..."""
-    if "model0" not in tree:
-        return [tree.get("model")]
-    numbered = (tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
-    return list(takewhile(lambda chunk: chunk is not None, numbered))
-
-
-def is_core(tree: Mapping[str, Any]) -> bool:
-    """Return whether a file is Megatron Core's, which holds all names in one flat dict."""
-    model = chunks_of_tree(tree)[0]
+def is_core(model: Any) -> bool:
+    """Return whether a file's `model` is Megatron Core's: one flat dict with all names."""
     return isinstance(model, dict) and any(
         str(key).startswith(("decoder.", "embedding.")) for key in model
     )
 
 
-def network_of(models: Iterable[Any]) -> Network:
-    """Return the kind of network to which the trees belong."""
+def architecture_of(models: Iterable[Any]) -> str:
+    """Return the `ModelConfig.architecture` of the network to which the trees belong."""
     trees = [model for model in models if isinstance(model, dict)]
     keys = {key for model in trees for key in model}
     for language in (model.get("language_model") for model in trees):
         keys |= set(language) if isinstance(language, dict) else set()
     if "decoder" in keys:
-        return Network("t5", has_decoder=True)
-    return Network("bert" if keys & {"lm_head", "pooler"} else "gpt")
+        return "t5"
+    return "bert" if keys & {"lm_head", "pooler"} else "gpt"
 
 
 def list_parameters(
-    model: Any, first: FirstLayers, network: Network, *, tied: bool = True, is_first: bool = True
+    model: Any, first: Mapping[str, int], architecture: str, *, tied: bool, is_first: bool
 ) -> list[Parameter]:
     """Return the parameters of a file's `model`, in the order in which Megatron registers them.
 
     Args:
         model: The tree under the key `model`.
-        first: The numbers of the stage's first layers.
-        network: The kind of network, from `network_of`.
+        first: The number of the stage's first layer in each stack, `encoder` and `decoder`.
+        architecture: The kind of network, from `architecture_of`.
         tied: Whether the output shares the word embeddings.
         is_first: Whether the file is of the first stage. On other stages, embeddings are copies.
 
     Raises:
         CheckpointError: The file is of an unsupported kind, or the name of a tensor is unknown.
     """
-    if is_core({"model": model}):
-        return [
-            Parameter(
-                _our_core_name(path, first.encoder, tied=tied),
-                _tensor(value, path),
-                is_bias=path.endswith("bias"),
-            )
-            for path, value in _flatten(model, "")
-            # This is state that is derived from the flags: fp8 scales, rotary frequencies.
-            if not path.endswith(("_extra_state", "inv_freq"))
-        ]
+    parameters = []
+    for path, value in _flatten(model, "") if is_core(model) else _flatten_nested(model):
+        # Some state is derived from the flags: fp8 scales, rotary frequencies.
+        if path.endswith(("_extra_state", "inv_freq")):
+            continue
+        if not isinstance(value, TensorRef):
+            raise CheckpointError(f"{path} is not a tensor")
+        known = path
+        if is_core(model):
+            known = path.replace("decoder.", "encoder.", 1).replace(".layer_norm_", ".layer_norm.")
+            if tied and path == "output_layer.weight":
+                known = ".".join(TIED_COPY)
+        try:
+            name = _our_name(known, first, has_decoder=architecture == "t5", is_first=is_first)
+        except KeyError:
+            raise CheckpointError(
+                f"parameter {path} does not exist in our {architecture}"
+            ) from None
+        parameters.append(Parameter(name, value, is_bias=path.endswith("bias")))
+    return parameters
+
+
+def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree from before Megatron Core by dotted path, in a fixed order."""
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
         raise CheckpointError(
             "no `language_model`: not a GPT, BERT or T5 file of Megatron-LM up to 23.08"
         )
     language = model["language_model"]
-    inside = ("embedding", "encoder", "transformer", "decoder", "pooler", "output_layer")
-    known = {"language_model", TIED_COPY[0], *inside, *_BESIDE}
-    extra = sorted({*model, *language} - known)
+    inside = ("embedding", "encoder", "decoder", "pooler", "output_layer")
+    beside = (TIED_COPY[0], *_BESIDE)
+    extra = sorted({*model, *language} - {"language_model", "transformer", *inside, *beside})
     if extra:
         raise CheckpointError(
             f"it holds {', '.join(extra)}: only GPT, BERT and T5 files are supported"
         )
-    trees = {top: language.get(top, {}) for top in inside}
-    older = trees.pop("transformer")
-    trees["encoder"] = language.get("encoder", older)
-    trees |= {top: model.get(top, {}) for top in (TIED_COPY[0], *_BESIDE)}
-    return [
-        Parameter(
-            tensor=_tensor(value, path),
-            name=_our_name(path, first, network, is_first=is_first),
-            is_bias=path.endswith(".bias"),
-        )
-        for top, tree in trees.items()
-        for path, value in _flatten(tree, top)
-        if not path.endswith("inv_freq")  # rotary frequencies are derived from the flags
-    ]
-
-
-def _tensor(value: Any, path: str) -> TensorRef:
-    if not isinstance(value, TensorRef):
-        raise CheckpointError(f"{path} is not a tensor")
-    return value
+    language = {"encoder": language.get("transformer", {}), **language}
+    for tree, tops in ((language, inside), (model, beside)):
+        for top in tops:
+            yield from _flatten(tree.get(top, {}), top)
 
 
 def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -264,37 +225,28 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _our_name(path: str, first: FirstLayers, network: Network, *, is_first: bool) -> str | None:
+def _our_name(
+    path: str, first: Mapping[str, int], *, has_decoder: bool, is_first: bool
+) -> str | None:
+    """Return our name of a parameter, or None for a copy that a later stage holds.
+
+    Raises:
+        KeyError: Our networks have no such parameter.
+    """
     top, _, rest = path.partition(".")
     if top == TIED_COPY[0]:
         return None
     if path in _READ_OUTSIDE:
         return _READ_OUTSIDE[path] if is_first or top != "embedding" else None
-    stack = f"{top}." if network.has_decoder else ""
+    stack = f"{top}." if has_decoder else ""
     module, _, kind = rest.rpartition(".")
     if module in _FINAL_NORM and kind in KINDS:
         return f"{stack}final_norm.{kind}"
     match, known = _LAYER_NAME.fullmatch(rest), _READ_LAYERS.get(top, _READ_LAYERS["encoder"])
-    if match and match.group(2) in known:
-        layer, part, kind = match.groups()
-        start = first.decoder if top == "decoder" else first.encoder
-        return f"{stack}layers.{start + int(layer)}.{known[part]}.{kind}"
-    raise CheckpointError(f"parameter {path} does not exist in our {network.architecture}")
-
-
-def _our_core_name(path: str, first_layer: int, *, tied: bool) -> str | None:
-    """Return our name, or None for the copy of tied word embeddings that the last stage holds."""
-    if path == _CORE_OUTPUT and tied:
-        return None
-    if path in _CORE_OUTSIDE:
-        return _CORE_OUTSIDE[path]
-    match = _CORE_LAYER.fullmatch(path)
-    if match:
-        kind = "bias" if path.endswith("bias") else "weight"
-        part = _CORE_PARTS.get(match.group(2).removesuffix(kind))
-        if part is not None:
-            return f"layers.{first_layer + int(match.group(1))}.{part}{kind}"
-    raise CheckpointError(f"parameter {path} does not exist in our GPT")
+    if match is None:
+        raise KeyError(path)
+    layer, part, kind = match.groups()
+    return f"{stack}layers.{first[top] + int(layer)}.{known[part]}.{kind}"
 
 
 def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
@@ -307,11 +259,11 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
     match = _OURS.fullmatch(name)
     if match:
         stack, layer, part, kind = match.groups()
-        stack = stack or "encoder"
-        if layer is None:
-            return ("language_model", stack, f"{_FINAL_NORM[0]}.{kind}")
-        theirs = _LAYERS[stack][part][0]
-        return ("language_model", stack, f"layers.{int(layer) - first_layer}.{theirs}.{kind}")
+        stack, module = stack or "encoder", _FINAL_NORM[0]
+        table = DECODER_LAYER if stack == "decoder" else LAYER
+        if layer is not None:
+            module = f"layers.{int(layer) - first_layer}.{table[part][0]}"
+        return ("language_model", stack, f"{module}.{kind}")
     theirs = _OUTSIDE[name][0]
     top, _, rest = theirs.partition(".")
     if top == "embedding":
@@ -319,20 +271,19 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
     return (top, rest) if top in _BESIDE else ("language_model", top, rest)
 
 
-def count_layers(model: Any) -> FirstLayers:
+def count_layers(model: Any) -> Counter[str]:
     """Return the number of layers in a file's `model`, per stack."""
-    if is_core({"model": model}):
-        return FirstLayers(_count(_CORE_LAYER, model))
-    language = model.get("language_model", {}) if isinstance(model, dict) else {}
-    encoder = language.get("encoder", language.get("transformer", {}))
-    return FirstLayers(
-        _count(_LAYER_NAME, encoder), _count(_LAYER_NAME, language.get("decoder", {}))
-    )
-
-
-def _count(layer: re.Pattern[str], paths: Iterable[Any]) -> int:
-    matches = (layer.fullmatch(str(path)) for path in paths)
-    return len({match.group(1) for match in matches if match})
+    if is_core(model):
+        stacks = {"encoder": model}
+    else:
+        language = model.get("language_model", {}) if isinstance(model, dict) else {}
+        encoder = language.get("encoder", language.get("transformer", {}))
+        stacks = {"encoder": encoder, "decoder": language.get("decoder", {})}
+    counts = Counter[str]()
+    for stack, paths in stacks.items():
+        matches = (_LAYER_NUMBER.match(str(path)) for path in paths)
+        counts[stack] = len({match.group(1) for match in matches if match})
+    return counts
 
 
 @dataclass(frozen=True)
@@ -374,10 +325,7 @@ class Arrangement:
 
     def split_dim(self, name: str) -> int | None:
         """Return the dimension of our tensor that tensor ranks split, or None if each holds all."""
-        match = _OURS.fullmatch(name)
-        module, _, kind = name.rpartition(".")
-        if match and match.group(3):
-            module = match.group(3)
+        module, _, kind = _LAYER_PREFIX.sub("", name).rpartition(".")
         if module in _SPLIT_OUTPUTS:
             return 1 if module == "mlp.up" and self.gated else 0
         return 1 if module in _SPLIT_INPUTS and kind == "weight" else None

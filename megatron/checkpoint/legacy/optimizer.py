@@ -14,9 +14,9 @@ tensors, each padded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -100,20 +100,18 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
             else:
                 result.add(parameter, _KINDS[key], value)
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-    if masters is not None:
-        _add_masters(result, masters, expected)
-    return result
+    return result if masters is None else _with_masters(result, masters, expected)
 
 
-def _add_masters(
+def _with_masters(
     result: OptimizerState, masters: Any, expected: Sequence[Sequence[Parameter]]
-) -> None:
+) -> OptimizerState:
     sizes = [len(group) for group in expected]
     if not isinstance(masters, list) or [len(group) for group in masters] != sizes:
         raise CheckpointError("fp32_from_fp16_params does not match the model's parameters")
-    for group, wanted in zip(masters, expected, strict=True):
-        for tensor, parameter in zip(group, wanted, strict=True):
-            result.add(parameter, "master", tensor)
+    for tensor, parameter in zip(chain(*masters), chain(*expected), strict=True):
+        result.add(parameter, "master", tensor)
+    return result
 
 
 def read_distributed(
@@ -149,6 +147,8 @@ def read_distributed(
 def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
     """Return references to each parameter's values in a flat tensor of a file, or in its buckets.
 
+    A parameter that does not fit into the current bucket begins the next one.
+
     Args:
         flat: A tensor of the file, or a list of them.
         shapes: The shapes of the parameters, in order of registration.
@@ -159,28 +159,20 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
     buckets = flat if isinstance(flat, list) else [flat]
     if not all(isinstance(one, TensorRef) and len(one.shape) == 1 for one in buckets):
         raise CheckpointError("a flat optimizer state is missing or is not a tensor")
-    return list(_windows(buckets, list(reversed(shapes))))[::-1]
-
-
-def _windows(
-    buckets: Sequence[TensorRef], shapes: Sequence[tuple[int, ...]]
-) -> Iterator[TensorRef]:
-    """Yield windows into the buckets in order.
-
-    A parameter that does not fit into the current bucket begins the next one.
-    """
-    index, start = 0, 0
-    for shape in shapes:
+    index, start, found = 0, 0, list[TensorRef]()
+    for shape in reversed(shapes):
         size = math.prod(shape)
         while index < len(buckets) and start + size > buckets[index].shape[0]:
             index, start = index + 1, 0
         if index == len(buckets):
             raise CheckpointError("flat optimizer states are shorter than the parameters")
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        yield TensorRef(buckets[index].storage, buckets[index].offset + start, shape, strides)
+        bucket = buckets[index]
+        found.append(TensorRef(bucket.storage, bucket.offset + start, shape, strides))
         start += size
     if index != len(buckets) - 1:
         raise CheckpointError("flat optimizer states have more buckets than the parameters fill")
+    return found[::-1]
 
 
 def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:
@@ -192,12 +184,12 @@ def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:
     """
     total = sum(part.numel() for part in parts)
     padded = -(-total // data_parallel) * data_parallel
-    return LazyTensor((padded,), torch.float32, partial(_fill, parts, padded))
 
+    def fill() -> Tensor:
+        flat, start = torch.zeros(padded), 0
+        for part in reversed(parts):
+            flat[start : start + part.numel()] = part.reshape(-1)
+            start += part.numel()
+        return flat
 
-def _fill(parts: Sequence[Tensor], size: int) -> Tensor:
-    flat, start = torch.zeros(size), 0
-    for part in reversed(parts):
-        flat[start : start + part.numel()] = part.reshape(-1)
-        start += part.numel()
-    return flat
+    return LazyTensor((padded,), torch.float32, fill)

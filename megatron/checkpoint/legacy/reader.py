@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +90,14 @@ class LegacyReader:
         self._check_grid()
         self._arrangement = self._find_arrangement(first)
         # Later versions of Megatron number the optimizer's parameters in other orders.
-        self._weights_only = legacy.is_core(first)
-        self._network = legacy.network_of(
-            model for file in self._files for model in legacy.chunks_of_tree(file.tree)
+        self._weights_only = legacy.is_core(self._files[0].chunks[0])
+        self._architecture = legacy.architecture_of(
+            model for file in self._files for model in file.chunks
         )
         self._beside: list[RankFile] = []
         self._parts: dict[str, list[tuple[RankFile, TensorRef]]] = {}
-        states = [self._add_file(file, layers) for file, layers in self._with_layers()]
+        layers = self._first_layers()
+        states = [self._add_file(file, layers) for file in self._files]
         if verify:
             for file in [*self._files, *self._beside][rank::ranks]:
                 file.zip.verify()
@@ -135,40 +138,34 @@ class LegacyReader:
         gated = bool(self._args.get("swiglu", False))
         return legacy.Arrangement(float(version), heads // self._tensor_size, gated)
 
-    def _with_layers(self) -> Iterator[tuple[RankFile, list[legacy.FirstLayers]]]:
-        """Yield every file with the numbers of the first layers of each of its chunks.
+    def _first_layers(self) -> dict[tuple[int, int], Counter[str]]:
+        """Return the number of layers before each (chunk, stage), per stack.
 
         Chunk v of stage p is part v * stages + p of the model.
         """
-        counts: dict[
-            tuple[int, int], legacy.FirstLayers
-        ] = {}  # by chunk and stage: the model's order
+        counts: dict[tuple[int, int], Counter[str]] = {}
         for file in self._files:
-            for chunk, model in enumerate(legacy.chunks_of_tree(file.tree)):
+            for chunk, model in enumerate(file.chunks):
                 counts.setdefault((chunk, file.stage), legacy.count_layers(model))
-
-        def before(key: tuple[int, int]) -> legacy.FirstLayers:
-            earlier = [count for other, count in counts.items() if other < key]
-            return legacy.FirstLayers(
-                sum(one.encoder for one in earlier), sum(o.decoder for o in earlier)
-            )
-
-        first = {key: before(key) for key in counts}
-        for file in self._files:
-            chunks = range(len(legacy.chunks_of_tree(file.tree)))
-            yield file, [first[chunk, file.stage] for chunk in chunks]
+        order = sorted(counts)
+        before = accumulate((counts[place] for place in order), initial=Counter[str]())
+        return dict(zip(order, before, strict=False))
 
     def _add_file(
-        self, file: RankFile, first_layers: Sequence[legacy.FirstLayers]
+        self, file: RankFile, first: Mapping[tuple[int, int], Counter[str]]
     ) -> OptimizerState | None:
         """Add the tensors of a file, and return its optimizer state if it can be read."""
         try:
             tied = not self._args.get("untie_embeddings_and_output_weights", False)
             chunks = [
                 legacy.list_parameters(
-                    model, first, self._network, tied=tied, is_first=file.stage == 0
+                    model,
+                    first[chunk, file.stage],
+                    self._architecture,
+                    tied=tied,
+                    is_first=file.stage == 0,
                 )
-                for model, first in zip(legacy.chunks_of_tree(file.tree), first_layers, strict=True)
+                for chunk, model in enumerate(file.chunks)
             ]
             parameters = [parameter for chunk in chunks for parameter in chunk]
             named = {f"model.{one.name}": one.tensor for one in parameters if one.name is not None}
@@ -233,7 +230,7 @@ class LegacyReader:
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": schedule,
             "config": {
-                "model": legacy_config(args, self._network.architecture),
+                "model": legacy_config(args, self._architecture),
                 "optimizer": optimizer_config(args),
             },
             "legacy_args": args,

@@ -33,6 +33,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -52,6 +53,7 @@ _LOCAL_HEADER = 30  # bytes before a record's name; the last four hold the lengt
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 1
 _CHUNK = 64 << 20
+_MAX_CHUNKS = 1000  # virtual stages
 _PROTOCOL = 2  # the pickle protocol that torch.save writes and that the oldest readers know
 _VERSION = b"3\n"  # version of the container since PyTorch 1.6
 _ALIGNMENT = 64  # bytes; lets a reader map the tensors
@@ -253,6 +255,14 @@ class RankFile:
     stage: int
     zip: TorchZip
     tree: Mapping[str, Any]
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The values of `model`, or with virtual stages those of `model0`, `model1`, ..."""
+        if "model0" not in self.tree:
+            return [self.tree.get("model")]
+        numbered = (self.tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
+        return list(takewhile(lambda chunk: chunk is not None, numbered))
 
     def find(self, ref: TensorRef) -> int:
         """Return the file position of a tensor's storage.
