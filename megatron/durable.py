@@ -36,9 +36,8 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
         with storage_errors(Path(path)):
             yield
     except StorageError as error:
-        raise StorageError(
-            f"{flag} {path} cannot be written ({error}): free space, or give another path"
-        ) from error
+        remedy = "free space, or give another path"
+        raise StorageError(f"{flag} {path} cannot be written ({error}): {remedy}") from error
 
 
 def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -> None:
@@ -54,15 +53,13 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
     """
     existing = next((path for path in paths if os.path.lexists(path)), None)
     if existing is not None and not overwrite:
-        raise ConfigError(
-            f"{flag}: {existing} already exists: choose another name, or give --overwrite to "
-            "replace it"
-        )
+        remedy = "choose another name, or give --overwrite to replace it"
+        raise ConfigError(f"{flag}: {existing} already exists: {remedy}")
 
 
-def unique_suffix(kind: str) -> str:
-    """Return `kind` with a random tail, for names that no other process chooses."""
-    return f"{kind}{uuid.uuid4().hex}"
+def beside(path: Path, kind: str) -> Path:
+    """Return the path with `kind` and a random tail appended, which no other process chooses."""
+    return path.with_name(f"{path.name}{kind}{uuid.uuid4().hex}")
 
 
 def sync_folder(path: Path) -> None:
@@ -74,10 +71,11 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to the disk. The folder is not flushed."""
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a new file and flush it to the disk. The folder is not flushed."""
     with open(path, "xb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 
@@ -88,12 +86,10 @@ def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
 
     The folder is not flushed.
     """
-    temporary = path.with_name(path.name + unique_suffix(TEMPORARY))
+    temporary = beside(path, TEMPORARY)
     try:
-        with open(temporary, "xb") as file:
+        with new_file(temporary) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -124,14 +120,12 @@ def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None
     try:
         check(temporary)
     except BaseException:
-        aside = final.with_name(final.name + unique_suffix(UNVERIFIED))
+        aside = beside(final, UNVERIFIED)
         with storage_errors(final):
             temporary.rename(aside)
             sync_folder(final.parent)
-        warn(
-            f"{final} was not verified: the unverified output is in {aside}: inspect it, or "
-            "delete it"
-        )
+        remedy = "inspect it, or delete it"
+        warn(f"{final} was not verified: the unverified output is in {aside}: {remedy}")
         raise
 
 

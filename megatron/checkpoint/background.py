@@ -24,7 +24,7 @@ from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.plan import describe, share_of
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.shard import plan_shard
-from megatron.checkpoint.store import agree, write_checkpoint
+from megatron.checkpoint.store import Snapshot, agree, write_checkpoint
 from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
@@ -140,11 +140,12 @@ class BackgroundSaver:
         """
         assert self._thread is None, "one save at a time"
         assert describe(entries) == self._description, "the state differs from the planned one"
-        mine = self._copy.take(share_of(self._plan, entries, self._layout.world.rank))
+        tensors = self._copy.take(share_of(self._plan, entries, self._layout.world.rank))
         waited = time.perf_counter() - since
+        snapshot = Snapshot(iteration, self._plan, tensors, meta, self._layout)
         self._thread = threading.Thread(
             target=self._work,
-            args=(iteration, mine, meta, waited),
+            args=(snapshot, waited),
             name="background save",
             daemon=True,  # if the process fails, nobody waits longer than `wait` does
         )
@@ -175,16 +176,17 @@ class BackgroundSaver:
         if failure is not None:
             raise failure
 
-    def _work(self, iteration: int, mine: Mapping[str, Tensor], meta: Json, waited: float) -> None:
+    def _work(self, snapshot: Snapshot, waited: float) -> None:
         with suppress(OSError):  # affects only this thread and those that it starts
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        exchange, started = JsonExchange(self._layout.world), time.perf_counter()
+        exchange, started = JsonExchange(snapshot.layout.world), time.perf_counter()
+        iteration = snapshot.iteration
         outcome: Saved | Exception
         try:
             longest = max(exchange.gather(waited))
-            path = self._write(self._root, iteration, self._plan, mine, meta, self._layout)
+            path = self._write(self._root, snapshot)
             seconds = time.perf_counter() - started
-            outcome = Saved(iteration, path, self._plan.total_bytes, seconds, longest)
+            outcome = Saved(iteration, path, snapshot.plan.total_bytes, seconds, longest)
         except UserError as error:
             outcome = self._failure = error
         except Exception as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -48,8 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A hyper-rectangle of a tensor's indices: `offset[i] <= index[i] < offset[i] + shape[i]`."""
 
     offset: tuple[int, ...]

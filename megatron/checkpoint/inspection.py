@@ -179,7 +179,7 @@ def _summarize_all(
         if isinstance(reader, NativeReader):
             files = reader.manifest.files
             axes = ", ".join(f"{axis} {size}" for axis, size in reader.manifest.layout.items())
-            total = sum(info.size for info in files.values())
+            total = sum(info.bytes for info in files.values())
             parts += [f"{total:,} bytes in {len(files)} file(s)", f"saved by {axes}"]
             parts.append(reader.manifest.created)
         state = "verified" if verify else "sizes match, content not verified"

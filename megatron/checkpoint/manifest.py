@@ -29,23 +29,29 @@ class ManifestError(ValueError):
     """An error that says why a manifest is damaged, foreign or contradictory."""
 
 
+# The fields of the next two records have the names of their JSON keys.
 class FileInfo(NamedTuple):
-    """A shard file: its size, and the size (both in bytes) and digest of its header."""
+    """A shard file: its size, and the size (both in bytes) and SHA-256 of its header."""
 
-    size: int
-    header_size: int
-    header_digest: str
+    bytes: int
+    header_bytes: int
+    header_sha256: str
 
 
-@dataclass(frozen=True)
-class TensorPiece:
-    """A part of a tensor: its file, the indices it covers, and the position of its bytes."""
+class TensorPiece(NamedTuple):
+    """A part of a tensor: its file, the indices it covers, and its bytes' position and SHA-256."""
 
     file: str
-    box: Box
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
     start: int
-    size: int
-    digest: str
+    bytes: int
+    sha256: str
+
+    @property
+    def box(self) -> Box:
+        """The indices that the piece covers."""
+        return Box(self.offset, self.shape)
 
 
 @dataclass(frozen=True)
@@ -103,14 +109,14 @@ class Manifest:
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
                 raise ManifestError(f"{name!r} is not a valid shard name")
-        filled = {name: info.header_size for name, info in self.files.items()}
+        filled = {name: info.header_bytes for name, info in self.files.items()}
         for name, tensor in self.tensors.items():
             _check_tensor(name, tensor, self.files)
             for piece in tensor.pieces:
-                filled[piece.file] += piece.size
-        for name, info in self.files.items():
-            if filled[name] != info.size:
-                raise ManifestError(f"{name} has {info.size} bytes, but its tensors {filled[name]}")
+                filled[piece.file] += piece.bytes
+        for name, (size, *_) in self.files.items():
+            if filled[name] != size:
+                raise ManifestError(f"{name} has {size} bytes, but its tensors {filled[name]}")
 
 
 def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> None:
@@ -121,10 +127,10 @@ def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> 
     for piece in tensor.pieces:
         if piece.file not in files:
             raise ManifestError(f"{name} is in {piece.file}, which the manifest does not list")
-        if piece.size != piece.box.volume * DTYPES[tensor.dtype].itemsize:
+        if piece.bytes != piece.box.volume * DTYPES[tensor.dtype].itemsize:
             raise ManifestError(f"{name} in {piece.file} has a wrong size")
         info = files[piece.file]
-        if not info.header_size <= piece.start <= info.size - piece.size:
+        if not info.header_bytes <= piece.start <= info.bytes - piece.bytes:
             raise ManifestError(f"{name} lies outside {piece.file}")
 
 
@@ -141,20 +147,12 @@ def dump(manifest: Manifest) -> bytes:
         "created": manifest.created,
         "layout": manifest.layout,
         "meta": manifest.meta,
-        "files": {
-            name: dict(zip(_FILE_KEYS, info, strict=True))
-            for name, info in sorted(manifest.files.items())
-        },
+        "files": {name: info._asdict() for name, info in sorted(manifest.files.items())},
         "tensors": {
             name: {
                 "dtype": tensor.dtype,
-                "shape": list(tensor.global_shape),
-                "pieces": [
-                    dict(zip(_PIECE_KEYS, values, strict=True))
-                    for one in tensor.pieces
-                    for offset, shape in [(list(one.box.offset), list(one.box.shape))]
-                    for values in [(one.file, offset, shape, one.start, one.size, one.digest)]
-                ],
+                "shape": tensor.global_shape,
+                "pieces": [piece._asdict() for piece in tensor.pieces],
             }
             for name, tensor in sorted(manifest.tensors.items())
         },
@@ -193,60 +191,54 @@ def parse(data: bytes) -> Manifest:
         raise ManifestError("damaged: its digest does not match its content")
     # The digest rules out only accidents, so types are checked as well.
     files = {
-        name: FileInfo(*(_get(info, key, kind) for key, kind in _FILE_KEYS.items()))
-        for name, info in _get(body, "files", dict).items()
+        name: FileInfo(*(_get(info, key) for key in FileInfo._fields))
+        for name, info in _get(body, "files").items()
     }
     tensors = {
         name: TensorInfo(
-            _get(tensor, "dtype", str),
-            _get(tensor, "shape", "sizes"),
-            tuple(_parse_piece(piece) for piece in _get(tensor, "pieces", list)),
+            _get(tensor, "dtype"),
+            _get(tensor, "shape"),
+            tuple(
+                TensorPiece(*(_get(piece, key) for key in TensorPiece._fields))
+                for piece in _get(tensor, "pieces")
+            ),
         )
-        for name, tensor in _get(body, "tensors", dict).items()
+        for name, tensor in _get(body, "tensors").items()
     }
     manifest = Manifest(
-        iteration=_get(body, "iteration", "size"),
-        created=_get(body, "created", str),
-        layout=_get(body, "layout", dict),
+        iteration=_get(body, "iteration"),
+        created=_get(body, "created"),
+        layout=_get(body, "layout"),
         files=files,
         tensors=tensors,
-        meta=_get(body, "meta", dict),
+        meta=_get(body, "meta"),
     )
     manifest.check()
     return manifest
 
 
-def _parse_piece(piece: Any) -> TensorPiece:
-    file, offset, shape, *rest = (_get(piece, key, kind) for key, kind in _PIECE_KEYS.items())
-    return TensorPiece(file, Box(offset, shape), *rest)
-
-
-# JSON keys of a file and of a piece, in the order of their records' fields, with their kinds.
-_FILE_KEYS = {"bytes": "size", "header_bytes": "size", "header_sha256": "digest"}
-_PIECE_KEYS: dict[str, str | type] = {
-    "file": str,
-    "offset": "sizes",
-    "shape": "sizes",
-    "start": "size",
-    "bytes": "size",
-    "sha256": "digest",
+# The kinds of values by key.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("layout", "files", "tensors", "meta"), dict),
+    **dict.fromkeys(("iteration", "bytes", "header_bytes", "start"), int),
+    **dict.fromkeys(("shape", "offset", "pieces"), list),
+    **dict.fromkeys(("created", "dtype", "file", "sha256", "header_sha256"), str),
 }
-_TYPES: dict[str, type] = {"size": int, "sizes": list, "digest": str}
 
 
-def _get(record: Any, key: str, kind: str | type) -> Any:
-    """Return a record's value, checked: a JSON type, a "size", a tuple of "sizes" or a "digest"."""
+def _get(record: Any, key: str) -> Any:
+    """Return a record's value after checking it. Lists of sizes become tuples."""
     value: Any = record.get(key) if isinstance(record, dict) else None
-    expected, found = _TYPES[kind] if isinstance(kind, str) else kind, type(value)
-    if found is not expected:
-        raise ManifestError(f"{key!r} is missing or not a {expected.__name__}")
-    if kind == "size" and value < 0:
+    kind, found = _KINDS[key], type(value)
+    if found is not kind:
+        raise ManifestError(f"{key!r} is missing or not a {kind.__name__}")
+    if kind is int and value < 0:
         raise ManifestError(f"{key!r} is negative")
-    if kind == "sizes":
+    if key in ("shape", "offset"):
         if not all(type(one) is int and one >= 0 for one in value):
             raise ManifestError(f"{key!r} is not a list of sizes")
         return tuple(value)
-    if kind == "digest" and not _DIGEST.fullmatch(value):
+    if key.endswith("sha256") and not _DIGEST.fullmatch(value):
         raise ManifestError(f"{key!r} is not a SHA-256 digest")
     return value
 

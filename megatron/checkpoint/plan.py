@@ -57,6 +57,11 @@ class SavePlan:
         parts = self.parts[name]
         return zip(keys_in_files(name, [part.file for part in parts]), parts, strict=True)
 
+    def written_by(self, rank: int) -> Iterator[tuple[str, str, Part]]:
+        """Yield each part that a rank writes, with its tensor's name and its key."""
+        keyed = ((name, *pair) for name in self.parts for pair in self.keyed(name))
+        return (one for one in keyed if one[2].rank == rank)
+
 
 def describe(entries: State) -> Json:
     """Return the name, type, global shape, offset and shape of every entry that a rank holds."""
@@ -147,19 +152,12 @@ def _choose_files(writers: _Writers, dtypes: dict[str, str]) -> dict[tuple[int, 
 def share_of(plan: SavePlan, entries: State, rank: int) -> dict[str, torch.Tensor]:
     """Return the tensors that a rank writes, by their keys in its files."""
     held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
-    return {
-        key: held[name, part.box]
-        for name in plan.parts
-        for key, part in plan.keyed(name)
-        if part.rank == rank
-    }
+    return {key: held[name, part.box] for name, key, part in plan.written_by(rank)}
 
 
 def files_of(plan: SavePlan, rank: int) -> dict[str, list[str]]:
     """Return the files that a rank writes, by name, each with its keys."""
     files: dict[str, list[str]] = {}
-    for name in plan.parts:
-        for key, part in plan.keyed(name):
-            if part.rank == rank:
-                files.setdefault(part.file, []).append(key)
+    for _, key, part in plan.written_by(rank):
+        files.setdefault(part.file, []).append(key)
     return files

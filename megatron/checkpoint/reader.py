@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -80,16 +80,6 @@ class Reader(Protocol):
         """
 
 
-class _Span(NamedTuple):
-    """A range of a file's bytes that has a digest."""
-
-    file: str
-    what: str
-    start: int
-    size: int
-    digest: str
-
-
 class NativeReader:
     """A checkpoint that `store.save` wrote.
 
@@ -115,7 +105,7 @@ class NativeReader:
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta
         for name, info in self.manifest.files.items():
-            _check_size(path / name, info.size)
+            _check_size(path / name, info.bytes)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare digests, and compare the files' content with the manifest.
@@ -128,32 +118,34 @@ class NativeReader:
             CheckpointError: The bytes of a tensor have changed, or a file does not hold it as the
                 manifest says. The message names the file and the tensor.
         """
-        described: dict[str, list[tuple[str, shard.Placement]]] = {
-            f: [] for f in self.manifest.files
-        }
-        for name in self.manifest.tensors:
+        files, tensors = self.manifest.files, self.manifest.tensors
+        placed: dict[str, dict[str, shard.Placement]] = {file: {} for file in files}
+        spans = [  # all ranges of bytes that have a digest
+            ("the header", TensorPiece(file, (), (), 0, info.header_bytes, info.header_sha256))
+            for file, info in files.items()
+        ]
+        for name, tensor in tensors.items():
             for key, piece in self._keyed(name):
-                dtype = self.manifest.tensors[name].dtype
-                place = shard.Placement(dtype, piece.box.shape, piece.start, piece.size)
-                described[piece.file].append((key, place))
-        shares = [0] * ranks
-        mine = []
-        for span in sorted(self._spans(), key=lambda span: -span.size):
+                place = shard.Placement(tensor.dtype, piece.shape, piece.start, piece.bytes)
+                placed[piece.file][key] = place
+                spans.append((name, piece))
+        shares, mine = [0] * ranks, []
+        for span in sorted(spans, key=lambda span: -span[1].bytes):
             lightest = shares.index(min(shares))
-            shares[lightest] += span.size + 1
+            shares[lightest] += span[1].bytes + 1
             if lightest == rank:
                 mine.append(span)
 
-        def verify(span: _Span) -> None:
+        def verify(span: tuple[str, TensorPiece]) -> None:
+            name, piece = span
             try:
-                found = shard.digest_of_range(self.path / span.file, span.start, span.size)
+                found = shard.digest_of_range(self.path / piece.file, piece.start, piece.bytes)
             except OSError as error:
-                raise CheckpointError(f"{span.file}: cannot be read: {error.strerror}") from error
-            if found != span.digest:
-                what = f"{span.what} does not match its digest"
-                raise CheckpointError(f"{span.file}: damaged: {what}")
-            if span.start == 0:  # the header
-                self._check_header(span, described[span.file])
+                raise CheckpointError(f"{piece.file}: cannot be read: {error.strerror}") from error
+            if found != piece.sha256:
+                raise CheckpointError(f"{piece.file}: damaged: {name} does not match its digest")
+            if piece.start == 0:  # the header
+                self._check_header(piece.file, piece.bytes, placed[piece.file])
 
         with ThreadPoolExecutor(shard.THREADS) as pool:
             try:
@@ -163,34 +155,25 @@ class NativeReader:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _spans(self) -> Iterator[_Span]:
-        """Yield all ranges of bytes that have a digest."""
-        for file, info in self.manifest.files.items():
-            yield _Span(file, "the header", 0, info.header_size, info.header_digest)
-        for name, tensor in self.manifest.tensors.items():
-            for piece in tensor.pieces:
-                yield _Span(piece.file, name, piece.start, piece.size, piece.digest)
-
-    def _check_header(self, header: _Span, described: list[tuple[str, shard.Placement]]) -> None:
+    def _check_header(self, file: str, size: int, placed: Mapping[str, shard.Placement]) -> None:
         """Check that a file's header, which locates its tensors, agrees with the manifest."""
-        file = header.file
         try:
             self._open(file)  # refuse here whatever reading would refuse later
             with open(self.path / file, "rb") as stream:
-                held = shard.parse_header(stream.read(header.size))
+                held = shard.parse_header(stream.read(size))
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 
         def in_words(place: shard.Placement) -> str:
             return f"{describe(place.dtype, place.shape)} at byte {place.start}"
 
-        for key, place in described:
+        for key, place in placed.items():
             if held.get(key) != place:
                 found = in_words(held[key]) if key in held else "nothing of this name"
                 raise CheckpointError(
                     f"{file}: holds {found} where {MANIFEST} says {in_words(place)}: {key}"
                 )
-        strangers = held.keys() - {key for key, _ in described}
+        strangers = held.keys() - placed.keys()
         if strangers:
             raise CheckpointError(f"{file}: holds {min(strangers)}, which {MANIFEST} does not name")
 

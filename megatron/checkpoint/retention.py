@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron.checkpoint.find import COMPLETE, FoundCheckpoint, iteration_folder, scan
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.shard import digest_of
-from megatron.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
+from megatron.durable import TEMPORARY, beside, remove_tree, sync_folder
 from megatron.errors import CheckpointError
 
 _LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # the file to lock, by format
@@ -124,7 +124,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         try:
             if not _lock(descriptor, fcntl.LOCK_EX):
                 continue
-            nameless = one.path.with_name(one.path.name + unique_suffix(TEMPORARY))
+            nameless = beside(one.path, TEMPORARY)
             os.rename(one.path, nameless)
             sync_folder(root)
             remove_tree(nameless)

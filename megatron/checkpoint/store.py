@@ -12,28 +12,23 @@ that killed ones left behind.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from megatron import durable
 from megatron.checkpoint import find
 from megatron.checkpoint.entries import Box, Entry, Json, LazyTensor, State
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.lock import SaveLock
-from megatron.checkpoint.manifest import (
-    MANIFEST,
-    FileInfo,
-    Manifest,
-    TensorInfo,
-    TensorPiece,
-    dump,
-)
+from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, TensorInfo, TensorPiece, dump
 from megatron.checkpoint.plan import SavePlan, describe, files_of, make_plan, share_of
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, prune
@@ -48,6 +43,35 @@ WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # histories of dela
 _SPARE = 64 << 20  # bytes to leave free in addition to the checkpoint: manifest, tracker, logs
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's share of a checkpoint that is about to be written.
+
+    Attributes:
+        iteration: Training steps taken.
+        plan: The plan of the parts that each rank writes.
+        tensors: This rank's share of the plan, which must not change until it is written.
+        meta: A JSON value; rank 0's is saved.
+        layout: The ranks that take part.
+    """
+
+    iteration: int
+    plan: SavePlan
+    tensors: Mapping[str, Tensor]
+    meta: Json
+    layout: Layout
+
+    @classmethod
+    def take(cls, iteration: int, entries: State, meta: Json, layout: Layout) -> Snapshot:
+        """Plan which rank writes which of the entries. Collective over all ranks of `layout`.
+
+        Raises:
+            ValueError: The ranks' entries do not add up to whole tensors.
+        """
+        plan = agree(entries, layout)
+        return cls(iteration, plan, share_of(plan, entries, layout.world.rank), meta, layout)
+
+
 def save(
     root: Path | str,
     iteration: int,
@@ -59,27 +83,19 @@ def save(
 ) -> Path:
     """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
 
-    If several ranks hold the same part of a tensor (data-parallel copies), one of them writes it. A
-    complete checkpoint of the same iteration is replaced: it is set aside, and deleted once the new
-    one is published.
-
     Args:
         root: Folder of checkpoints, created if it is missing.
         iteration: Training steps taken.
         entries: This rank's tensors.
         meta: A JSON value; rank 0's is saved.
         layout: The ranks that take part.
-        check: Check that rank 0 runs on the checkpoint before publishing it
-            (`durable.check_unpublished`).
+        check: Check that rank 0 runs on the checkpoint before publishing it.
 
     Raises:
-        StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-            tracker stays, and temporary files are removed.
+        StorageError: Raised on every rank if any rank cannot write.
         ValueError: The ranks' entries do not add up to whole tensors (an error in this program).
     """
-    plan = agree(entries, layout)
-    mine = share_of(plan, entries, layout.world.rank)
-    return write_checkpoint(root, iteration, plan, mine, meta, layout, check=check)
+    return write_checkpoint(root, Snapshot.take(iteration, entries, meta, layout), check=check)
 
 
 def agree(entries: State, layout: Layout) -> SavePlan:
@@ -93,37 +109,36 @@ def agree(entries: State, layout: Layout) -> SavePlan:
 
 def write_checkpoint(
     root: Path | str,
-    iteration: int,
-    plan: SavePlan,
-    mine: Mapping[str, torch.Tensor],
-    meta: Json,
-    layout: Layout,
+    snapshot: Snapshot,
     *,
     keep: Keep | None = None,
     check: durable.Check | None = None,
 ) -> Path:
-    """Write and publish a checkpoint as planned. Collective over all ranks of `layout`.
+    """Write and publish a checkpoint, and return its folder. Collective over the layout's ranks.
+
+    If several ranks hold the same part of a tensor (data-parallel copies), one of them writes it. A
+    complete checkpoint of the same iteration is replaced: it is set aside, and deleted once the new
+    one is published.
 
     Args:
         root: Folder of checkpoints, created if it is missing.
-        iteration: Training steps taken.
-        plan: The plan of the parts that each rank writes, from `agree`.
-        mine: This rank's share of the plan, which must not change during the call.
-        meta: A JSON value; rank 0's is saved.
-        layout: The ranks that take part.
+        snapshot: This rank's share of the checkpoint.
         keep: Which older checkpoints to keep. None keeps all of them.
-        check: Check that rank 0 runs on the checkpoint before publishing it.
+        check: Check that rank 0 runs on the checkpoint before publishing it
+            (`durable.check_unpublished`).
+
+    Raises:
+        StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
+            tracker stays, and temporary files are removed.
     """
-    exchange = JsonExchange(layout.world)
-    files, reports = files_of(plan, layout.world.rank), list[Json]()
+    exchange, reports = JsonExchange(snapshot.layout.world), list[Json]()
 
     def fill(temporary: Path) -> None:
-        reports.extend(exchange.together(lambda: _write_files(temporary, files, mine)))
+        reports.extend(exchange.together(lambda: _write_files(temporary, snapshot)))
 
-    last = (MANIFEST, lambda _: dump(_manifest(iteration, layout, plan, reports, meta)))
-    return write_folder(
-        root, find.iteration_folder(iteration), exchange, plan.total_bytes, fill, last, keep, check
-    )
+    last = (MANIFEST, lambda _: dump(_manifest(snapshot, reports)))
+    folder, need = find.iteration_folder(snapshot.iteration), snapshot.plan.total_bytes
+    return write_folder(root, folder, exchange, need, fill, last, keep, check)
 
 
 def write_folder(
@@ -155,8 +170,8 @@ def write_folder(
     before = find.read_tracker(root)[0] if exchange.is_main else None
 
     def finish() -> None:
-        with durable.storage_errors(root):
-            durable.write_file(temporary / last[0], last[1](temporary))
+        with durable.storage_errors(root), durable.new_file(temporary / last[0]) as file:
+            file.write(last[1](temporary))
         _publish(root, temporary, folder, check)
 
     owns_manifest = last[0] == MANIFEST
@@ -195,14 +210,13 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
                 f"{final} holds a checkpoint that this program did not write and will not "
                 "replace: give another folder to --save"
             )
-        disk = os.statvfs(root)
-        free = disk.f_bavail * disk.f_frsize
+        free = shutil.disk_usage(root).free
         if free < need + _SPARE:
             raise StorageError(
                 f"{root}: the checkpoint needs {need:,} bytes and {_SPARE:,} to spare, but "
                 f"only {free:,} are free: make room, or give another folder to --save"
             )
-        temporary = final.with_name(final.name + durable.unique_suffix(durable.TEMPORARY))
+        temporary = durable.beside(final, durable.TEMPORARY)
         temporary.mkdir()
     return str(temporary)
 
@@ -225,16 +239,15 @@ def reap(root: Path) -> None:
                 path.rename(final)
 
 
-def _write_files(
-    folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, torch.Tensor]
-) -> Json:
+def _write_files(folder: Path, snapshot: Snapshot) -> Json:
     """Write this rank's files concurrently and return a description of their content."""
+    files = files_of(snapshot.plan, snapshot.layout.world.rank)
     if not files:
         return {"files": {}, "tensors": {}}
     threads = max(1, THREADS // len(files))
 
     def write(name: str) -> tuple[Json, Json]:
-        share = {key: tensors[key] for key in files[name]}
+        share = {key: snapshot.tensors[key] for key in files[name]}
         header, places = plan_shard(share)
         with durable.storage_errors(folder / name):
             digests = write_shard(folder / name, share, header, places, threads)
@@ -253,24 +266,21 @@ def _write_files(
     }
 
 
-def _manifest(
-    iteration: int, layout: Layout, plan: SavePlan, reports: list[Json], meta: Json
-) -> Manifest:
+def _manifest(snapshot: Snapshot, reports: list[Json]) -> Manifest:
+    plan, layout = snapshot.plan, snapshot.layout
     files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
-    tensors = {
-        name: TensorInfo(
-            plan.dtypes[name],
-            plan.shapes[name],
-            tuple(
-                TensorPiece(part.file, part.box, *reports[part.rank]["tensors"][key])
-                for key, part in plan.keyed(name)
-            ),
+    tensors = {}
+    for name in plan.parts:
+        pieces = (
+            TensorPiece(
+                part.file, part.box.offset, part.box.shape, *reports[part.rank]["tensors"][key]
+            )
+            for key, part in plan.keyed(name)
         )
-        for name in plan.parts
-    }
+        tensors[name] = TensorInfo(plan.dtypes[name], plan.shapes[name], tuple(pieces))
     sizes = {"world": layout.world.size} | {axis: getattr(layout, axis).size for axis in AXES}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Manifest(iteration, created, sizes, files, tensors, meta)
+    return Manifest(snapshot.iteration, created, sizes, files, tensors, snapshot.meta)
 
 
 def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | None) -> None:
@@ -283,7 +293,7 @@ def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | No
     with durable.storage_errors(root):
         durable.sync_folder(temporary)
         if final.exists():
-            replaced = final.with_name(final.name + durable.unique_suffix(find.REPLACED))
+            replaced = durable.beside(final, find.REPLACED)
             os.rename(final, replaced)
         try:
             os.rename(temporary, final)

@@ -15,10 +15,9 @@ from megatron.checkpoint.compatibility import check_network, check_states
 from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten, model_state
 from megatron.checkpoint.legacy.writer import LegacySaver
 from megatron.checkpoint.loading import checkpoints_below, open_root
-from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader, restore
 from megatron.checkpoint.retention import Keep
-from megatron.checkpoint.store import agree, write_checkpoint
+from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
@@ -45,15 +44,12 @@ def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     options, iteration = run.config.checkpoint, run.progress.iteration
     assert options.save
-    started, state = time.perf_counter(), state_of(run)
-    plan = agree(state, run.layout)
-    mine, meta = share_of(plan, state, run.layout.world.rank), meta_of(run)
-    path = writer_of(run)(
-        options.save, iteration, plan, mine, meta, run.layout, keep=keep_of(options)
-    )
+    started = time.perf_counter()
+    snapshot = Snapshot.take(iteration, state_of(run), meta_of(run), run.layout)
+    path = writer_of(run)(options.save, snapshot, keep=keep_of(options))
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
-        report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
+        report_saved(Saved(iteration, path, snapshot.plan.total_bytes, seconds, seconds))
     return path
 
 
@@ -77,12 +73,9 @@ def save_weights(run: Run, root: Path) -> Path:
     """Write only the weights under `root`, as the only checkpoint there. Collective."""
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
-    plan = agree(state, run.layout)
-    mine = share_of(plan, state, run.layout.world.rank)
     meta = {**meta_of(run), "optimizer": None}
-    return write_checkpoint(
-        root, run.progress.iteration, plan, mine, meta, run.layout, keep=Keep(1)
-    )
+    snapshot = Snapshot.take(run.progress.iteration, state, meta, run.layout)
+    return write_checkpoint(root, snapshot, keep=Keep(1))
 
 
 def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:

@@ -39,8 +39,8 @@ def test_tensors_are_written_hashed_and_verified_in_pieces(tmp_path, monkeypatch
     path = save_state(tmp_path, 1)
     data, held = (path / FILES[0]).read_bytes(), NativeReader(path).manifest.tensors
     for name, (piece,) in ((name, info.pieces) for name, info in held.items()):
-        span = data[piece.start : piece.start + piece.size]
-        assert piece.digest == hashlib.sha256(span).hexdigest(), name
+        span = data[piece.start : piece.start + piece.bytes]
+        assert piece.sha256 == hashlib.sha256(span).hexdigest(), name
     assert_holds(open_checkpoint(tmp_path), make_state(1))
     (path / FILES[0]).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     save_state(tmp_path, 0)

@@ -8,17 +8,16 @@ from megatron.checkpoint import store
 from megatron.checkpoint.find import TRACKER, FoundCheckpoint, list_checkpoints
 from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.checkpoint.retention import Keep, hold_for_reading, prune
-from megatron.checkpoint.store import agree, share_of, write_checkpoint
+from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
 from tests.checkpoint.states import assert_loads, make_state, save_state
 
 
 def _save(root, iteration, keep):
-    layout, state = Layout.single(), make_state(iteration)
-    plan = agree(state, layout)
-    mine = share_of(plan, state, 0)
-    write_checkpoint(root, iteration, plan, mine, {"iteration": iteration}, layout, keep=keep)
+    meta = {"iteration": iteration}
+    snapshot = Snapshot.take(iteration, make_state(iteration), meta, Layout.single())
+    write_checkpoint(root, snapshot, keep=keep)
 
 
 def _iterations(root):

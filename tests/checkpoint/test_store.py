@@ -175,7 +175,7 @@ def test_a_file_that_cannot_grow_changes_nothing(tmp_path, share):
 
 def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     class Disk:
-        f_bavail, f_frsize = 10, 512
+        f_bavail, f_bfree, f_blocks, f_frsize = 10, 11, 12, 512
 
     monkeypatch.setattr(store.os, "statvfs", lambda _: Disk)
     with pytest.raises(StorageError, match="5,120 are free"):

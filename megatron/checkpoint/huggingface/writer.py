@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,24 +131,25 @@ def write_folder(
         raise CheckpointError(f"--save-dir {folder} exists: give a new folder")
     shards = plan_shards(export.tensors(), max_shard_bytes)
     total = sum(map(_size, shards.values()))
-    temporary = folder.with_name(folder.name + durable.unique_suffix(durable.TEMPORARY))
+    temporary = durable.beside(folder, durable.TEMPORARY)
     try:
         with durable.storage_errors(folder):
             temporary.mkdir(parents=True)
-            disk = os.statvfs(temporary)
-            free = disk.f_bavail * disk.f_frsize
+            free = shutil.disk_usage(temporary).free
             if free < total:
                 needed = f"{total:,} bytes are needed, but only {free:,} are free"
                 raise StorageError(f"--save-dir {folder.parent}: {needed}")
-            for name, data in companions.items():
-                durable.write_file(temporary / name, data)
             for name, tensors in shards.items():
                 header, places = plan_shard(tensors, metadata={"format": "pt"})
                 write_shard(temporary / name, tensors, header, places)
+            small = dict(companions)
             if len(shards) > 1:
                 held = {name: file for file, tensors in shards.items() for name in tensors}
                 index = {"metadata": {"total_size": total}, "weight_map": held}
-                durable.write_file(temporary / INDEX, json_bytes(index))
+                small[INDEX] = json_bytes(index)
+            for name, data in small.items():
+                with durable.new_file(temporary / name) as file:
+                    file.write(data)
             durable.sync_folder(temporary)
         durable.check_unpublished(check, temporary, folder)
         with durable.storage_errors(folder):

@@ -26,7 +26,6 @@ import collections
 import io
 import math
 import mmap
-import os
 import pickle
 import re
 import zipfile
@@ -42,6 +41,7 @@ from torch import Tensor
 
 from megatron.checkpoint.legacy.unpickler import STORAGES, TensorRef, read_pickle, show
 from megatron.checkpoint.shard import memory_of
+from megatron.durable import new_file
 from megatron.errors import CheckpointError
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -186,15 +186,12 @@ def write_torch_file(path: Path, tree: Any) -> None:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(tree)
-    with open(path, "xb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _add_record(archive, f"{path.stem}/data.pkl", buffer.getbuffer())
-            _add_record(archive, f"{path.stem}/byteorder", memoryview(b"little"))
-            for key, tensor in enumerate(pickler.tensors):
-                _add_record(archive, f"{path.stem}/data/{key}", memory_of(tensor))
-            _add_record(archive, f"{path.stem}/version", memoryview(_VERSION))
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add_record(archive, f"{path.stem}/data.pkl", buffer.getbuffer())
+        _add_record(archive, f"{path.stem}/byteorder", memoryview(b"little"))
+        for key, tensor in enumerate(pickler.tensors):
+            _add_record(archive, f"{path.stem}/data/{key}", memory_of(tensor))
+        _add_record(archive, f"{path.stem}/version", memoryview(_VERSION))
 
 
 def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from megatron.checkpoint.entries import Json, LazyTensor
+from megatron.checkpoint.entries import LazyTensor, flatten
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.arguments import megatron_arguments
@@ -33,10 +32,16 @@ from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.optimizer import FLAT_KINDS, flat_tensor
 from megatron.checkpoint.legacy.torch_file import DISTRIBUTED_FILE, MODEL_FILE, write_torch_file
 from megatron.checkpoint.lock import SaveLock
-from megatron.checkpoint.plan import SavePlan
 from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
 from megatron.checkpoint.retention import Keep, list_files
-from megatron.checkpoint.store import STATES, WEIGHTS, write_checkpoint, write_folder
+from megatron.checkpoint.store import (
+    STATES,
+    WEIGHTS,
+    Snapshot,
+    state_of,
+    write_checkpoint,
+    write_folder,
+)
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
 from megatron.config.run import ModelRun
@@ -93,26 +98,14 @@ class LegacySaver:
     config: ModelRun
     vocabulary: int
 
-    def write(
-        self,
-        root: Path | str,
-        iteration: int,
-        plan: SavePlan,
-        mine: Mapping[str, Tensor],
-        meta: Json,
-        layout: Layout,
-        *,
-        keep: Keep | None = None,
-    ) -> Path:
-        """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
+    def write(self, root: Path | str, snapshot: Snapshot, *, keep: Keep | None = None) -> Path:
+        """Save a state, as `store.write_checkpoint` does, and return the checkpoint's folder.
+
+        Collective over all ranks of the snapshot's layout.
 
         Args:
             root: Folder of checkpoints, created if it is missing.
-            iteration: Training steps taken.
-            plan: The plan of the parts that each rank holds, from `store.agree`.
-            mine: This rank's share of the plan.
-            meta: A JSON value; rank 0's is saved.
-            layout: The ranks that take part.
+            snapshot: This rank's share of the checkpoint.
             keep: Which older checkpoints to keep. None keeps all of them.
 
         Raises:
@@ -120,11 +113,12 @@ class LegacySaver:
                 tracker stays, and temporary files are removed.
             CheckpointError: Megatron's model lacks one of the parameters.
         """
-        exchange, folder = JsonExchange(layout.world), iteration_folder(iteration)
+        layout, folder = snapshot.layout, iteration_folder(snapshot.iteration)
+        exchange = JsonExchange(layout.world)
 
         def fill(temporary: Path) -> None:
             staging = temporary / _STAGING
-            write_checkpoint(staging, iteration, plan, mine, meta, layout)
+            write_checkpoint(staging, snapshot)
             exchange.together(lambda: write_share(temporary, NativeReader(staging / folder)))
             exchange.on_main(lambda: remove_tree(staging))
 
@@ -134,7 +128,7 @@ class LegacySaver:
             writer = LegacyWriter(padded, self.config, data_parallel=layout.replica.size)
             writer.write(temporary, layout.world.rank, layout.world.size)
 
-        need = plan.total_bytes  # the native checkpoint inside checks for its own space
+        need = snapshot.plan.total_bytes  # the native checkpoint inside checks for its own space
         last = (COMPLETE, list_files)
         return write_folder(root, folder, exchange, need, fill, last, keep, None)
 
@@ -227,10 +221,8 @@ class LegacyWriter:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors, without Megatron's copies of tied embeddings."""
-        written = (WEIGHTS, STATES) if self._keeps_optimizer else (WEIGHTS,)
-        names = (name for name in self._held if name.startswith(written))
-        shapes = ((self.reader.global_shape(n), self.reader.dtype(n)) for n in names)
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
+        state = state_of(self.reader, keep_optimizer=self._keeps_optimizer)
+        return sum(entry.tensor.nbytes for _, entry in flatten(state))
 
     def write(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """Write and flush a rank's share of the files into a new checkpoint's folder.

@@ -25,7 +25,7 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.retention import Keep
-from megatron.checkpoint.store import agree, save, share_of, write_checkpoint
+from megatron.checkpoint.store import Snapshot, save, write_checkpoint
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
@@ -188,10 +188,9 @@ def killed_in_a_background_save(folder: Path, count: int) -> Trials:
 
 
 def _write(root: Path, iteration: int, keep: Keep | None = None) -> None:
-    layout, state = Layout.single(), make_state(iteration)
-    plan = agree(state, layout)
     meta: Any = {"iteration": iteration}
-    write_checkpoint(root, iteration, plan, share_of(plan, state, 0), meta, layout, keep=keep)
+    snapshot = Snapshot.take(iteration, make_state(iteration), meta, Layout.single())
+    write_checkpoint(root, snapshot, keep=keep)
 
 
 def _write_in_background(root: Path) -> None:
