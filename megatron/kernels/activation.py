@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.amax import Amaxes
+from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, zero_for
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
@@ -41,7 +41,7 @@ class Activation(Protocol):
 def choose_activation(
     name: str,
     library: KernelLibrary | None = None,
-    amaxes: Amaxes | None = None,
+    handovers: Handovers = NO_HANDOVERS,
     *,
     fuses_gelu: bool = True,
 ) -> Activation:
@@ -50,8 +50,7 @@ def choose_activation(
     Args:
         name: The name, as in `ModelConfig.activation`.
         library: The fused kernels; `None` means PyTorch's operations.
-        amaxes: Where the kernel leaves the largest magnitudes of its result and of the gradient of
-            x; `None` measures nothing.
+        handovers: For the amaxes of the result and of the gradient of x. Only a kernel finds them.
         fuses_gelu: False keeps GeLU off the fused kernels (--no-bias-gelu-fusion).
     """
     plain = _FORMULAS[name]
@@ -59,7 +58,7 @@ def choose_activation(
     has_kernel = gated_or_squared or (plain in (gelu, gelu_tanh) and fuses_gelu)
     if library is None or not has_kernel:
         return plain
-    return partial(fused_activation, library, plain, amaxes=amaxes)
+    return partial(fused_activation, library, plain, handovers=handovers)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -114,7 +113,7 @@ def fused_activation(
     x: Tensor,
     bias: Tensor | None = None,
     *,
-    amaxes: Amaxes | None = None,
+    handovers: Handovers = NO_HANDOVERS,
 ) -> Tensor:
     """Apply one of the functions above by a kernel if the sizes allow it.
 
@@ -125,7 +124,7 @@ def fused_activation(
         plain: gelu, gelu_tanh, squared_relu or swiglu.
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: Like the last dimension of x, or None.
-        amaxes: As in `choose_activation`.
+        handovers: For the amaxes of the result and of the gradient of x.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
     fits = (
@@ -138,7 +137,7 @@ def fused_activation(
     if not fits:
         return plain(x, bias)
     kind = KINDS[plain.__name__]  # type: ignore[attr-defined]
-    out: Tensor = _apply(library, x, bias, kind, amaxes)
+    out: Tensor = _apply(library, x, bias, kind, handovers)
     return out
 
 
@@ -148,7 +147,7 @@ def activation_forward(
     x: Tensor,
     bias: Tensor | None,
     kind: int,
-    amaxes: Amaxes | None = None,
+    handovers: Handovers = NO_HANDOVERS,
 ) -> Tensor:
     """Compute an activation with one kernel.
 
@@ -157,7 +156,7 @@ def activation_forward(
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: Like the last dimension of x, or None.
         kind: Number of the formula in `KINDS`.
-        amaxes: Where the kernel leaves the largest magnitude of the result, if anywhere.
+        handovers: For the amaxes of the result and, in backward, of the gradient of x.
 
     Returns:
         [..., f].
@@ -165,9 +164,8 @@ def activation_forward(
     x = x.contiguous()
     columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
     out = x.new_empty(*x.shape[:-1], columns)
-    amax = None if amaxes is None else amaxes.measure(out)
     sizes = (x.numel() // x.shape[-1], columns, kind, DTYPE_CODES[x.dtype])
-    library.launch(ACTIVATION_FORWARD, x, bias, out, amax, *sizes)
+    library.launch(ACTIVATION_FORWARD, x, bias, out, zero_for(out, handovers.forward), *sizes)
     return out
 
 
@@ -178,7 +176,7 @@ def activation_backward(
     x: Tensor,
     bias: Tensor | None,
     kind: int,
-    amaxes: Amaxes | None = None,
+    handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of an activation's input and bias (None without a bias).
 
@@ -188,7 +186,7 @@ def activation_backward(
         x: What `activation_forward` took.
         bias: What it took.
         kind: Number of the formula in `KINDS`.
-        amaxes: Where the kernel leaves the largest magnitude of x's gradient, if anywhere.
+        handover: For the amax of x's gradient.
     """
     x = x.contiguous()
     grad_x = torch.empty_like(x)
@@ -200,8 +198,7 @@ def activation_backward(
     columns = grad.shape[-1]
     library.launch(
         ACTIVATION_BACKWARD,
-        *(x, bias, grad.contiguous(), grad_x, grad_bias, partials),
-        None if amaxes is None else amaxes.measure(grad_x),
+        *(x, bias, grad.contiguous(), grad_x, grad_bias, partials, zero_for(grad_x, handover)),
         *(PARTIALS * blocks, blocks, grad.numel() // columns, columns, kind),
         DTYPE_CODES[x.dtype],
     )
@@ -209,14 +206,16 @@ def activation_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.library, x, bias, ctx.kind, *amaxes = inputs
-    ctx.amaxes = amaxes[0] if amaxes else None
+    ctx.library, x, bias, ctx.kind, *handovers = inputs
+    ctx.handover = handovers[0].backward if handovers else None
     ctx.save_for_backward(x, bias)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
-    grad_x, grad_bias = activation_backward(ctx.library, grad, x, bias, ctx.kind, amaxes=ctx.amaxes)
+    grad_x, grad_bias = activation_backward(
+        ctx.library, grad, x, bias, ctx.kind, handover=ctx.handover
+    )
     return None, grad_x, None if bias is None else grad_bias, None, None
 
 

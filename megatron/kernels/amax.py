@@ -1,9 +1,20 @@
-"""Largest magnitudes on their way from the kernel that writes a tensor to the cast that reads it.
+"""Handovers: the way of a tensor's largest magnitude (amax) from a kernel to a cast.
 
-A cast to fp8 needs the largest magnitude of its tensor first: one more pass over memory, which is
-saved if the kernel that wrote the tensor has already found it. Only the kernel and the cast know of
-it: an operation between them (autograd, a gather over ranks, a dropout) may give the cast another
-tensor, which it then measures itself.
+A cast to fp8 needs the amax of its tensor first. That is one more pass over memory, unless the
+kernel that writes the tensor finds its amax on the way. A linear layer therefore owns two handovers
+(`Handovers`): one for the amax of its input, which its forward takes, and one for the amax of its
+output's gradient, which its backward takes. Whoever writes such a tensor is passed the handover and
+leaves the amax there:
+
+    normalization       forward: for the layer that reads it; backward: for the layer before it
+    activation          forward: for the second matrix of the MLP; backward: for the first
+    split and rotate    backward: for the projection to queries, keys and values
+
+A handover passes one amax from one kernel to the next cast: the layer takes it in the same pass in
+which it was left, before the next micro-batch or a recomputation leaves another. An operation in
+between that changes the tensor's values (dropout, a residual sum that is not deferred) must be
+given no handover. One that only gathers parts over ranks changes the number of elements, by which
+`take` notices; the cast then measures its tensor itself.
 """
 
 from __future__ import annotations
@@ -14,27 +25,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels.library import is_traced
+
 POOL = 512  # results that are zeroed at once
 VECTORS = 2**20  # elements of vectors that are zeroed at once
 
 
-class _Measured(NamedTuple):
-    tensor: Tensor  # held, so that no other can take its memory
-    version: int
-    amax: Tensor
+class Zeros:
+    """A supply of zeros for kernels to raise to the magnitudes that they find."""
 
-
-class Amaxes:
-    """The store in which a model's kernels leave the amaxes that they measure for its casts.
-
-    It holds the last tensor measured, until a cast has asked for it or a newer one replaces it.
-    """
+    _zeros: Iterator[Tensor]
+    _vectors: Tensor
 
     def __init__(self) -> None:
-        """Begin with nothing measured."""
-        self._zeros: Iterator[Tensor] = iter(())
-        self._vectors = torch.empty(0)
-        self._last: _Measured | None = None
+        """Begin with an empty supply."""
+        self.forget()
 
     def new(self, device: torch.device) -> Tensor:
         """Return a zero for a kernel to raise: fp32 []."""
@@ -53,32 +58,64 @@ class Amaxes:
         return zeros
 
     def forget(self) -> None:
-        """Zero new memory from now on, and forget the last tensor.
+        """Zero new memory from now on.
 
         Call this when a device begins or stops recording: a recording must zero the memory that it
         raises.
         """
         self._zeros = iter(())
         self._vectors = torch.empty(0)
-        self._last = None
+
+
+class Handover:
+    """The place where a kernel leaves the amax of the tensor that a layer casts next.
+
+    Args:
+        zeros: The supply of zeros for the kernel.
+    """
+
+    _left: tuple[Tensor, int] | None  # the amax, and how many elements its tensor has
+
+    def __init__(self, zeros: Zeros) -> None:
+        """Begin with nothing left here."""
+        self._zeros = zeros
+        self.forget()
 
     def measure(self, x: Tensor) -> Tensor:
-        """Return a zero that the kernel which writes x raises to its largest magnitude."""
-        amax = self.new(x.device)
-        x = x.detach()  # shares memory and version; holds no graph
-        self._last = _Measured(x, x._version, amax)
+        """Return a zero, fp32 [], that the kernel which writes x raises to x's amax."""
+        amax = self._zeros.new(x.device)
+        self._left = amax, x.numel()
         return amax
 
     def take(self, x: Tensor) -> Tensor | None:
-        """Return the largest magnitude of x, fp32 [], or None unless x was the last measured."""
-        last = self._last
-        if (
-            last is None
-            or x.data_ptr() != last.tensor.data_ptr()
-            or x.numel() != last.tensor.numel()
-            or x.dtype != last.tensor.dtype
-            or x._version != last.version
-        ):
-            return None
-        self._last = None
-        return last.amax
+        """Return the amax of x, fp32 [], or `None` if no kernel has left it here."""
+        if is_traced(x):
+            return None  # traced kernels leave nothing
+        left = self._left
+        self.forget()
+        return left[0] if left is not None and left[1] == x.numel() else None
+
+    def forget(self) -> None:
+        """Drop what was left here."""
+        self._left = None
+
+
+class Handovers(NamedTuple):
+    """The handovers of a layer, or of a kernel between two layers.
+
+    Attributes:
+        forward: For the layer's input, or the kernel's result; `None` hands nothing over.
+        backward: For the gradient of the layer's output, or of the kernel's argument; `None` hands
+            nothing over.
+    """
+
+    forward: Handover | None = None
+    backward: Handover | None = None
+
+
+NO_HANDOVERS = Handovers()
+
+
+def zero_for(x: Tensor, handover: Handover | None) -> Tensor | None:
+    """Return the zero that the kernel which writes x raises, or `None` without a handover."""
+    return None if handover is None else handover.measure(x)

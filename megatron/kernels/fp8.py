@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.amax import Amaxes
+from megatron.kernels.amax import Zeros
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, is_traced, operator
 
 AMAX = Kernel("fp8_amax", "ppii")
@@ -54,14 +54,14 @@ def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
     return held / torch.full_like(held, torch.finfo(fp8).max)
 
 
-def choose_fp8_casts(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> Fp8Casts:
+def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) -> Fp8Casts:
     """Choose the kernels if there is a library, otherwise plain PyTorch.
 
     Args:
         library: Compiled kernels.
-        amaxes: Where other kernels leave the amaxes that they measure.
+        zeros: The zeros that kernels raise to amaxes; `None` makes a new supply.
     """
-    return Fp8Casts() if library is None else KernelCasts(library, amaxes or Amaxes())
+    return Fp8Casts() if library is None else KernelCasts(library, zeros or Zeros())
 
 
 class Fp8Casts:
@@ -105,7 +105,7 @@ class Fp8Casts:
         return whole, self.transpose(whole)
 
     def forget(self) -> None:
-        """Forget what was measured, and zero new memory from now on (`Amaxes.forget`)."""
+        """Zero new memory from now on (`Zeros.forget`)."""
 
     def transpose(self, matrix: Fp8) -> Fp8:
         """Return the transpose [k, m] of a matrix with one scale."""
@@ -121,24 +121,18 @@ class Fp8Casts:
 
 
 class KernelCasts(Fp8Casts):
-    """Casts by compiled kernels, which read x once and write each result once.
+    """Casts by compiled kernels, which read x once and write each result once."""
 
-    A tensor that the kernel before has measured is not measured again.
-    """
-
-    def __init__(self, library: KernelLibrary, amaxes: Amaxes) -> None:
-        """Cast with these kernels, and with the amaxes that others leave."""
-        self.library, self.amaxes = library, amaxes
+    def __init__(self, library: KernelLibrary, zeros: Zeros) -> None:
+        """Cast with these kernels, which raise these zeros."""
+        self.library, self.zeros = library, zeros
 
     def forget(self) -> None:
-        """Forget what was measured, and zero new memory from now on."""
-        self.amaxes.forget()
+        """Zero new memory from now on."""
+        self.zeros.forget()
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude, measuring it only if no kernel has."""
-        known = None if is_traced(x) else self.amaxes.take(x)
-        if known is not None:
-            return known
+        """Return the largest magnitude, measured by a kernel."""
         result = self._zeros(x)
         fp8_amax(self.library, x, result)
         return result
@@ -190,8 +184,8 @@ class KernelCasts(Fp8Casts):
         if is_traced(x):
             return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
         if size is None:
-            return self.amaxes.new(x.device)
-        return self.amaxes.new_vector(size, x.device)
+            return self.zeros.new(x.device)
+        return self.zeros.new_vector(size, x.device)
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:

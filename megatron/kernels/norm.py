@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.amax import Amaxes
+from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, zero_for
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
@@ -30,19 +30,13 @@ ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiii")
 LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh has the same
 
 
-# (residual, delta, weight, bias, epsilon) -> (sum, its normalization): see `add_norm`
-AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+# (residual, delta, weight, bias, epsilon, handovers) -> (sum, its normalization): see `add_norm`
+AddNorm = Callable[..., tuple[Tensor, Tensor]]
 
 
-def choose_add_norm(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> AddNorm:
-    """Choose the kernel if there is a library, otherwise PyTorch's operations.
-
-    Args:
-        library: Compiled kernels.
-        amaxes: Where the kernel leaves the largest magnitudes of the normalized sum and of delta's
-            gradient, if anywhere.
-    """
-    return add_norm if library is None else partial(fused_add_norm, library, amaxes=amaxes)
+def choose_add_norm(library: KernelLibrary | None) -> AddNorm:
+    """Choose the kernel if there is a library, otherwise PyTorch's operations."""
+    return add_norm if library is None else partial(fused_add_norm, library)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -78,7 +72,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalize the sum, by PyTorch's operations.
 
@@ -88,6 +87,8 @@ def add_norm(
         weight: [h].
         bias: [h] for LayerNorm; None for RMSNorm.
         epsilon: Added to the variance.
+        handovers: For the amaxes of the normalized sum and of delta's gradient. Only the kernel
+            finds them.
 
     Returns:
         residual + delta in the residual's type, and its normalization in the weights'.
@@ -105,8 +106,7 @@ def fused_add_norm(
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
-    *,
-    amaxes: Amaxes | None = None,
+    handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
     """Add and normalize by one kernel.
 
@@ -116,7 +116,7 @@ def fused_add_norm(
     """
     if not _fits(residual, delta, weight, bias):
         return add_norm(residual, delta, weight, bias, epsilon)
-    total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, amaxes)
+    total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, handovers)
     # Traced without a delta, the operator returns no sum: results may not be arguments.
     return total if total.numel() else residual, normal
 
@@ -143,7 +143,7 @@ def add_norm_forward(
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
-    amaxes: Amaxes | None = None,
+    handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Add and normalize with one kernel.
 
@@ -154,7 +154,7 @@ def add_norm_forward(
         weight: The weight [h].
         bias: The bias [h] for LayerNorm; None for RMSNorm.
         epsilon: Added to the variance.
-        amaxes: Where the kernel leaves the largest magnitude of the normalized sum, if anywhere.
+        handovers: For the amaxes of the normalized sum and, in backward, of delta's gradient.
 
     Returns:
         The sum (None without a delta), its normalization, and fp32 [2, rows] or for RMSNorm
@@ -171,7 +171,7 @@ def add_norm_forward(
         ADD_NORM_FORWARD,
         *(residual, delta, weight, bias, total, normal),
         *(None if bias is None else moments[1], moments),
-        None if amaxes is None else amaxes.measure(normal),
+        zero_for(normal, handovers.forward),
         *(rows, hidden, DTYPE_CODES[residual.dtype], DTYPE_CODES[weight.dtype], epsilon),
     )
     return total, normal, moments
@@ -186,7 +186,7 @@ def add_norm_backward(
     weight: Tensor,
     moments: Tensor,
     round_for_delta: bool,
-    amaxes: Amaxes | None = None,
+    handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of `add_norm`'s arguments, the same bits every time.
 
@@ -198,8 +198,7 @@ def add_norm_backward(
         weight: [h].
         moments: As `add_norm_forward` returned them.
         round_for_delta: Also return the sum's gradient in the weight's type.
-        amaxes: Where the kernel leaves the largest magnitude of the gradient in the weight's type,
-            if anywhere.
+        handover: For the amax of the sum's gradient in the weight's type.
 
     Returns:
         Gradients of the sum in its type and (None if not asked for) in the weight's, of the
@@ -219,16 +218,16 @@ def add_norm_backward(
         *(total, grad_normal, grad_total, weight),
         *(None if kinds == 1 else moments[1], moments),
         *(grad, grad_delta, grad_weight, grad_bias, partials),
-        None if amaxes is None else amaxes.measure(grad if grad_delta is None else grad_delta),
+        zero_for(grad if grad_delta is None else grad_delta, handover),
         *(blocks, rows, hidden, DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
     )
     return grad, grad_delta, grad_weight, grad_bias
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.library, residual, delta, weight, bias, _, *amaxes = inputs
+    ctx.library, residual, delta, weight, bias, _, *handovers = inputs
     total, _, moments = output
-    ctx.amaxes = amaxes[0] if amaxes else None
+    ctx.handover = handovers[0].backward if handovers else None
     ctx.added, ctx.has_bias = delta is not None, bias is not None
     ctx.save_for_backward(total if ctx.added else residual, weight, moments)
     ctx.set_materialize_grads(False)
@@ -245,7 +244,7 @@ def _differentiate(
     grad, grad_delta, grad_weight, grad_bias = add_norm_backward(
         ctx.library,
         *(grad_normal, grad_total, total, weight, moments, rounds),
-        amaxes=ctx.amaxes if ctx.added else None,
+        handover=ctx.handover if ctx.added else None,
     )
     for_delta = (grad_delta if rounds else grad) if ctx.added else None
     return None, grad, for_delta, grad_weight, grad_bias if ctx.has_bias else None, None, None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.amax import Amaxes
+from megatron.kernels.amax import Handover, zero_for
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
@@ -94,7 +94,12 @@ class SplitRotate(Protocol):
     """One form of splitting and rotating."""
 
     def __call__(
-        self, qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
+        self,
+        qkv: Tensor,
+        groups: int,
+        head_size: int,
+        rotation: Rotation | None,
+        handover: Handover | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split a fused projection into heads, and rotate queries and keys.
 
@@ -103,30 +108,31 @@ class SplitRotate(Protocol):
             groups: g, key-value heads.
             head_size: d.
             rotation: Cosines and sines; None rotates nothing.
+            handover: For the amax of the projection's gradient. Only the kernel finds it.
 
         Returns:
             Queries [s, b, n, d], keys and values [s, b, g, d].
         """
 
 
-def choose_split_rotate(
-    model: ModelConfig, library: KernelLibrary | None, amaxes: Amaxes | None = None
-) -> SplitRotate:
+def choose_split_rotate(model: ModelConfig, library: KernelLibrary | None) -> SplitRotate:
     """Choose the kernel if there is a library and no --no-rope-fusion.
 
     Args:
         model: Network flags.
         library: Compiled kernels.
-        amaxes: Where the kernel leaves the largest magnitude of the projection's gradient, if
-            anywhere.
     """
     if library is None or not model.apply_rope_fusion:
         return split_rotate
-    return partial(fused_split_rotate, library, amaxes=amaxes)
+    return partial(fused_split_rotate, library)
 
 
 def split_rotate(
-    qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
+    qkv: Tensor,
+    groups: int,
+    head_size: int,
+    rotation: Rotation | None,
+    handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split into views, and rotated copies, in PyTorch."""
     by_group = qkv.unflatten(2, (groups, -1, head_size))
@@ -146,8 +152,7 @@ def fused_split_rotate(
     groups: int,
     head_size: int,
     rotation: Rotation | None,
-    *,
-    amaxes: Amaxes | None = None,
+    handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split and rotate by one kernel that writes contiguous heads.
 
@@ -158,7 +163,7 @@ def fused_split_rotate(
     if not _fits(qkv, head_size, rotation):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation
-    query, key, value = _apply(library, qkv, cosine, sine, groups, head_size, amaxes)
+    query, key, value = _apply(library, qkv, cosine, sine, groups, head_size, handover)
     return query, key, value
 
 
@@ -218,7 +223,7 @@ def split_rotate_backward(
     grad_value: Tensor,
     cosine: Tensor | None,
     sine: Tensor | None,
-    amaxes: Amaxes | None = None,
+    handover: Handover | None = None,
 ) -> Tensor:
     """Compute the gradient of the fused projection.
 
@@ -229,7 +234,7 @@ def split_rotate_backward(
         grad_value: Gradient of the values, likewise.
         cosine: The cosines, as for `split_rotate_forward`.
         sine: The sines, of the same shape as the cosines.
-        amaxes: Where the kernel leaves the largest magnitude of the result, if anywhere.
+        handover: For the amax of the result.
 
     Returns:
         Like `qkv`.
@@ -245,7 +250,7 @@ def split_rotate_backward(
     ]
     s, b, _, head_size = heads[0].shape
     grad = heads[0].new_empty(s, b, sum(x.shape[2] for x in heads) * head_size)
-    amax = None if amaxes is None else amaxes.measure(grad)
+    amax = zero_for(grad, handover)
     _launch(library, grad, (cosine, sine), heads, amax, backward=True)
     return grad
 
@@ -272,13 +277,13 @@ def _launch(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.library, _, cosine, sine, _, _, *amaxes = inputs
-    ctx.amaxes = amaxes[0] if amaxes else None
+    ctx.library, _, cosine, sine, _, _, *handover = inputs
+    ctx.handover = handover[0] if handover else None
     ctx.save_for_backward(cosine, sine)
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad = split_rotate_backward(ctx.library, *grads, *ctx.saved_tensors, amaxes=ctx.amaxes)
+    grad = split_rotate_backward(ctx.library, *grads, *ctx.saved_tensors, handover=ctx.handover)
     return None, grad, *(None,) * 5
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
 from megatron.kernels.rope import Rotation, rotate
 from megatron.models.norm import Stream, new_head_norm, norm_parameters
@@ -149,6 +150,9 @@ class SelfAttention(nn.Module):
             plan, context, layer_number, recompute=recompute_core, site="attention"
         )
         self.output = _output_projection(plan, context)
+        self.handovers = Handovers(
+            self.qkv.products.handovers.forward, self.output.products.handovers.backward
+        )
         self.query_norm = self.key_norm = None
         if plan.head_norm is not None:
             self.query_norm = new_head_norm(plan.head_norm, plan.head_size, context)
@@ -226,7 +230,8 @@ class SelfAttention(nn.Module):
         """
         ranks, groups = self.axis.size, self.plan.kv_heads
         if groups >= ranks:
-            return self.split_rotate(qkv, groups // ranks, self.plan.head_size, rotation)
+            handover = self.qkv.products.handovers.backward
+            return self.split_rotate(qkv, groups // ranks, self.plan.head_size, rotation, handover)
         per_group = self.plan.heads // groups + 2
         by_group = gather_to(qkv, self.axis).unflatten(2, (groups, per_group, -1))
         sharing = ranks // groups  # ranks per group
@@ -295,6 +300,9 @@ class CrossAttention(nn.Module):
             plan, context, layer_number, recompute=recompute_core, site="cross attention"
         )
         self.output = _output_projection(plan, context)
+        self.handovers = Handovers(
+            self.query.products.handovers.forward, self.output.products.handovers.backward
+        )
 
     @staticmethod
     def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:

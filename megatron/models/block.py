@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import (
@@ -51,9 +52,10 @@ class Sublayer(Protocol):
 
 
 # A mixer is constructed with (plan, context, layer_number, recompute_core=...) and called with (x,
-# mask, rotation, cache). The residual sum adds its `bias_to_add`.
+# mask, rotation, cache). The residual sum adds its `bias_to_add`. If it has `handovers`, the
+# normalizations before and after it leave there the amaxes of x and of its result's gradient.
 MIXERS: dict[str, Any] = {"attention": SelfAttention, "cross_attention": CrossAttention}
-# An MLP is constructed with (plan, context) and called with x.
+# An MLP is constructed with (plan, context) and called with x; the rest is as for a mixer.
 MLPS: dict[str, Any] = {"dense": MLP}
 
 
@@ -160,24 +162,28 @@ class Block(nn.Module):
         Returns:
             The stream after the layer, in the shape of `stream`.
         """
-        x, normal = self.attention_norm(stream)
-        residual = normal if self.residual_after_norm else x
-        update = self.attention(normal, mask, rotation, cache)
-        stream = self._add(residual, update, self.attention.bias_to_add, "attention output")
-        if self.cross_norm is not None and self.cross_attention is not None:
+        inputs = (mask, rotation, cache)
+        stream = self._add(stream, self.attention_norm, self.attention, inputs, "attention output")
+        if self.cross_norm is not None:
             assert encoder is not None, "a decoder's layer reads the encoder's output"
-            x, normal = self.cross_norm(stream)
-            residual = normal if self.residual_after_norm else x
-            update = self.cross_attention(normal, encoder)
-            stream = self._add(residual, update, self.cross_attention.bias_to_add, "cross output")
-        x, normal = self.mlp_norm(stream)
-        residual = normal if self.residual_after_norm else x
-        return self._add(residual, self.mlp(normal), self.mlp.bias_to_add, "mlp output")
+            norm, cross = self.cross_norm, self.cross_attention
+            stream = self._add(stream, norm, cross, (encoder,), "cross output")
+        return self._add(stream, self.mlp_norm, self.mlp, (), "mlp output")
 
-    def _add(self, residual: Tensor, update: Tensor, bias: Tensor | None, site: str) -> Stream:
-        """Return residual + dropout(update + bias). Without dropout the next norm adds the two."""
+    def _add(
+        self, stream: Stream, norm: nn.Module, sublayer: Any, inputs: tuple[Any, ...], site: str
+    ) -> Stream:
+        """Return residual + dropout(sublayer(norm(stream), *inputs) + bias).
+
+        Without dropout the next normalization adds the two.
+        """
+        handovers = getattr(sublayer, "handovers", NO_HANDOVERS)
+        joined, normal = norm(stream, handovers.forward)
+        residual = normal if self.residual_after_norm else joined
+        update, bias = sublayer(normal, *inputs), sublayer.bias_to_add
         if not self.training or self.dropout == 0:
-            return Stream(residual, update if bias is None else update + bias)
+            update = update if bias is None else update + bias
+            return Stream(residual, update, handovers.backward)
         with split_region(self.sequence, update.device, self.layer_number, site):
             return Stream(self.bias_dropout_add(update, bias, residual, self.dropout))
 

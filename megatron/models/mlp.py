@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megatron.kernels.amax import Handovers
 from megatron.models.plan import MicroBatch, MLPPlan, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
@@ -20,7 +21,6 @@ class MLP(nn.Module):
     def __init__(self, plan: MLPPlan, context: BuildContext) -> None:
         """Allocate both matrices."""
         super().__init__()
-        self.activation = context.kernels.activation(plan.activation)
         self.up = Linear(
             plan.hidden,
             plan.up,
@@ -40,6 +40,11 @@ class MLP(nn.Module):
             bias=plan.bias,
             adds_bias=not plan.defers_bias,
         )
+        up, down = self.up.products.handovers, self.down.products.handovers
+        self.activation = context.kernels.activation(
+            plan.activation, handovers=Handovers(down.forward, up.backward)
+        )
+        self.handovers = Handovers(up.forward, down.backward)
 
     @staticmethod
     def matrices(plan: MLPPlan) -> list[tuple[int, int]]:

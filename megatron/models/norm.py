@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megatron.kernels.amax import Handover, Handovers
 from megatron.kernels.norm import AddNorm, add_norm, choose_add_norm
 from megatron.models.plan import NormPlan
 from megatron.parallel.build import BuildContext
@@ -22,10 +23,13 @@ class Stream(NamedTuple):
         residual: [s, b, h].
         update: Output of the last sublayer, [s, b, h]; `None` at the start of a part of the model,
             and if dropout has added it already.
+        handover: For the amax of the update's gradient, which the layer that computed the update
+            takes in backward; `None` if that layer does not ask for it.
     """
 
     residual: Tensor
     update: Tensor | None = None
+    handover: Handover | None = None
 
     def join(self) -> Tensor:
         """Return the hidden states."""
@@ -59,10 +63,16 @@ class LayerNorm(nn.Module):
         """Count weight and bias."""
         return 2 * width
 
-    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h] and its normalization in the weight's type."""
+    def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
+        """Return the joined stream [s, b, h] and its normalization in the weight's type.
+
+        Args:
+            stream: The stream.
+            handover: For the amax of the normalization; `None` if the next layer does not ask.
+        """
         weight = self.weight + 1 if self.offset else self.weight
-        return self.form(*stream, weight, self.bias, self.epsilon)
+        handovers = Handovers(handover, stream.handover)
+        return self.form(*stream[:2], weight, self.bias, self.epsilon, handovers)
 
 
 class RMSNorm(nn.Module):
@@ -88,9 +98,15 @@ class RMSNorm(nn.Module):
         """Count the weight."""
         return width
 
-    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h] and its normalization in the weight's type."""
-        return self.form(*stream, self.weight, None, self.epsilon)
+    def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
+        """Return the joined stream [s, b, h] and its normalization in the weight's type.
+
+        Args:
+            stream: The stream.
+            handover: For the amax of the normalization; `None` if the next layer does not ask.
+        """
+        handovers = Handovers(handover, stream.handover)
+        return self.form(*stream[:2], self.weight, None, self.epsilon, handovers)
 
 
 NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -98,14 +114,14 @@ NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm"
 
 def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> LayerNorm | RMSNorm:
     """Build a normalization of hidden states (with sequence parallelism, of this rank's part)."""
-    form = choose_add_norm(context.kernels.library, context.kernels.amaxes)
+    form = choose_add_norm(context.kernels.library)
     is_partial = context.layout.sequence.size > 1
     return NORMS[plan.kind](plan, hidden, context, form=form, partial_gradient=is_partial)
 
 
 def new_head_norm(plan: NormPlan, head_size: int, context: BuildContext) -> LayerNorm | RMSNorm:
     """Build a normalization of a head's channels. Each tensor rank applies it to its own heads."""
-    form = choose_add_norm(context.kernels.library)  # no product reads the result
+    form = choose_add_norm(context.kernels.library)
     is_partial = context.layout.tensor.size > 1
     return NORMS[plan.kind](plan, head_size, context, form=form, partial_gradient=is_partial)
 

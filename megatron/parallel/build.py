@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.kernels.activation import Activation, choose_activation
-from megatron.kernels.amax import Amaxes
+from megatron.kernels.amax import Zeros
 from megatron.kernels.attention import (
     AttentionChoice,
     choose_attention,
@@ -60,10 +59,8 @@ class Kernels:
         library: The fused kernels; `None` means PyTorch's operations.
         new_products: Makes the products of one linear layer of an attention or MLP.
         output_products: The products that compute vocabulary scores.
-        amaxes: Where kernels leave the largest magnitudes of tensors that such a layer will cast;
-            `None` if layers do not need them.
         attention: The form of the attention core.
-        activation: Returns the form of an MLP's activation, given its name.
+        activation: Returns the form of an MLP's activation, given its name and `handovers`.
         split_rotate: Splits queries, keys and values, and rotates them.
         bias_dropout_add: Adds an update to the residual stream.
     """
@@ -71,9 +68,8 @@ class Kernels:
     library: KernelLibrary | None = None
     new_products: Callable[[], Products] = Products
     output_products: Products = PLAIN
-    amaxes: Amaxes | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
-    activation: Callable[[str], Activation] = choose_activation
+    activation: Callable[..., Activation] = choose_activation
     split_rotate: SplitRotate = split_rotate
     bias_dropout_add: BiasDropoutAdd = bias_dropout_add
 
@@ -182,38 +178,27 @@ def choose_kernels(
         precision,
         device,
     )
-    options: dict[str, Any] = {
-        "library": library,
-        "attention": attention,
-        "bias_dropout_add": choose_bias_dropout_add(model, library),
-    }
-    fuses_gelu = model.bias_gelu_fusion
+    chosen = Kernels(
+        library=library,
+        attention=attention,
+        activation=partial(choose_activation, library=library, fuses_gelu=model.bias_gelu_fusion),
+        split_rotate=choose_split_rotate(model, library),
+        bias_dropout_add=choose_bias_dropout_add(model, library),
+    )
     if precision.fp8_format is None:
-        return Kernels(
-            **options,
-            activation=partial(choose_activation, library=library, fuses_gelu=fuses_gelu),
-            split_rotate=choose_split_rotate(model, library),
-        )
+        return chosen
     form = Fp8Format(
         values=E4M3,
         gradients=E5M2 if precision.fp8_format == "hybrid" else E4M3,
         by_row=precision.fp8_recipe == "rowwise",
         weight_gradient=precision.fp8_wgrad,
     )
-    amaxes = Amaxes()
-    casts = choose_fp8_casts(library, amaxes)
+    zeros = Zeros()
+    casts = choose_fp8_casts(library, zeros)
     product = choose_fp8_product(device)
     # Only casts that scale a whole tensor by its own largest magnitude need it.
-    measured = amaxes if precision.fp8_recipe == "tensorwise" else None
-    return Kernels(
-        **options,
-        new_products=lambda: Fp8Products(form, casts, product),
-        amaxes=measured,
-        activation=partial(
-            choose_activation, library=library, amaxes=measured, fuses_gelu=fuses_gelu
-        ),
-        split_rotate=choose_split_rotate(model, library, measured),
-    )
+    handed = zeros if precision.fp8_recipe == "tensorwise" else None
+    return replace(chosen, new_products=lambda: Fp8Products(form, casts, product, handed))
 
 
 def over_context(

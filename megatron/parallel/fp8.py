@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, Zeros
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
@@ -227,6 +228,8 @@ class Fp8Products(Products):
         form: The formats.
         casts: The casts, by kernels or in plain PyTorch.
         multiply: The product, by a kernel or in plain PyTorch.
+        zeros: The zeros that kernels raise to the amaxes of the input and of the output's
+            gradient, if they are to hand them over; `None` if the casts need no amax or measure it.
 
     Attributes:
         slots: The slots for delayed scaling; without them, casts scale by their tensors' own
@@ -238,11 +241,17 @@ class Fp8Products(Products):
     is_autograds = False
 
     def __init__(
-        self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
+        self,
+        form: Fp8Format,
+        casts: Fp8Casts,
+        multiply: Fp8Product = reference_product,
+        zeros: Zeros | None = None,
     ) -> None:
         """Begin with current scaling and a weight that is cast here."""
         self.slots: LayerSlots = {}
         self.arriving: ArrivingWeight | None = None
+        self.handovers = Handovers(Handover(zeros), Handover(zeros)) if zeros else NO_HANDOVERS
+        self._handed = {"input": self.handovers.forward, "gradient": self.handovers.backward}
         self._form = form
         self._formats = dict(zip(ROLES, (form.values, form.values, form.gradients), strict=True))
         self.casts = casts
@@ -375,9 +384,12 @@ class Fp8Products(Products):
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop the cast weight and the casts' memory."""
+        """Drop the cast weight, the casts' memory, and amaxes that were left and not taken."""
         self._weight = None
         self.casts.forget()
+        for handover in self.handovers:
+            if handover is not None:
+                handover.forget()
 
     def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
         """Add the weight to those that are multiplied in 8 bits."""
@@ -433,4 +445,8 @@ class Fp8Products(Products):
         found = slot.found if slot is not None and records else None
         if slot is not None and slot.has_begun():
             return slot.held, found
-        return communication.start_max(self.casts.amax(x)).wait(), found
+        handover = self._handed.get(role)
+        amax = None if handover is None else handover.take(x)
+        if amax is None:
+            amax = self.casts.amax(x)
+        return communication.start_max(amax).wait(), found

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.row_product import RowProduct
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication
@@ -71,11 +72,14 @@ class Products:
         keeps_input: The weight's gradient needs the input itself.
         is_autograds: `F.linear` under autograd gives the same products.
         can_be_cut: A product may be computed row by row, wherever the rows are.
+        handovers: The places where kernels leave the amaxes of the input and of the output's
+            gradient, for a format that casts them.
     """
 
     keeps_input = True
     is_autograds = True
     can_be_cut = True
+    handovers = NO_HANDOVERS
 
     def forward(
         self, call: LinearCall, communication: Communication = ALONE

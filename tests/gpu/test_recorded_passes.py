@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.device import Device, StreamMarks, gpu_count
+from megatron.kernels.amax import Handover
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
 from megatron.training.recorded_passes import RecordedPasses
@@ -63,6 +65,31 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
 )
 def test_so_does_every_kind_of_training(words: str) -> None:
     assert _results([*words.split(), *GRAPHS], "gpt") == _results(words.split(), "gpt")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective",
+    ],
+)
+def test_recorded_fp8_takes_the_amaxes_that_kernels_hand_over(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without dropout, so that every kind of kernel hands one over."""
+    flags = [*f"{FP8}tensorwise --attention-dropout 0 --hidden-dropout 0 {words}".split(), *GRAPHS]
+    handed_over = _results(flags, "gpt")
+    taken = []
+    take = Handover.take
+
+    def measure_instead(self: Handover, x: Tensor) -> None:
+        taken.append(take(self, x))
+
+    monkeypatch.setattr(Handover, "take", measure_instead)
+    assert _results(flags, "gpt") == handed_over
+    assert any(amax is not None for amax in taken)
 
 
 def test_passes_are_recorded_once_for_each_way_to_write_gradients() -> None:

@@ -1,18 +1,18 @@
-"""Largest magnitudes that kernels find while they write, and their way to the casts."""
+"""Amaxes that kernels find while they write, and their way to the casts."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
 from megatron.kernels import norm
 from megatron.kernels.activation import fused_activation, gelu, swiglu
-from megatron.kernels.amax import POOL, VECTORS, Amaxes
+from megatron.kernels.amax import POOL, VECTORS, Handover, Handovers, Zeros
 from megatron.kernels.fp8 import AMAX, Fp8Casts
 from megatron.kernels.library import KernelLibrary, LibraryChoice
 from megatron.kernels.norm import fused_add_norm
 from megatron.kernels.rope import fused_split_rotate, rotation_table
+from megatron.models.recompute import RecomputePlan
 from tests.kernels.compare import BF16, FP16, FP32, fresh
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 
@@ -24,12 +24,18 @@ def draw(*size, dtype=BF16, device="cpu"):
     return torch.randn(*size, generator=fresh()).to(device, dtype).requires_grad_()
 
 
-def check(amaxes, x):
-    """x is the last tensor measured, and rightly so."""
+def new_handovers():
+    zeros = Zeros()
+    return Handovers(Handover(zeros), Handover(zeros))
+
+
+def check(handover, x):
+    """The amax of x was left here, once."""
     expected = REFERENCE.amax(x.detach())
-    found = amaxes.take(x)
+    found = handover.take(x)
     assert found is not None
     assert found.equal(expected), (found, expected)
+    assert handover.take(x) is None
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["layer", "rms"])
@@ -38,14 +44,14 @@ def check(amaxes, x):
 def test_norm(kernels, bias, x_dtype, shape, monkeypatch):
     library, device = kernels
     monkeypatch.setattr(norm.Device, "multiprocessors", property(lambda _: 2))
-    amaxes = Amaxes()
+    handovers = new_handovers()
     residual, delta = draw(*shape, dtype=x_dtype, device=device), draw(*shape, device=device)
     weight = draw(shape[1], device=device)
     shift = draw(shape[1], device=device) if bias else None
-    total, normal = fused_add_norm(library, residual, delta, weight, shift, 1e-5, amaxes=amaxes)
-    check(amaxes, normal)
+    total, normal = fused_add_norm(library, residual, delta, weight, shift, 1e-5, handovers)
+    check(handovers.forward, normal)
     torch.autograd.backward([total, normal], [torch.randn_like(total), torch.randn_like(normal)])
-    check(amaxes, delta.grad)
+    check(handovers.backward, delta.grad)
 
 
 @pytest.mark.parametrize("plain", [swiglu, gelu])
@@ -53,101 +59,84 @@ def test_norm(kernels, bias, x_dtype, shape, monkeypatch):
 @pytest.mark.parametrize("shape", [(5, 3, 48), (9, 2096)])
 def test_activation(kernels, plain, bias, shape):
     library, device = kernels
-    amaxes = Amaxes()
+    handovers = new_handovers()
     x = draw(*shape, dtype=FP16, device=device)
     shift = draw(shape[-1], dtype=FP16, device=device) if bias else None
-    out = fused_activation(library, plain, x, shift, amaxes=amaxes)
-    check(amaxes, out)
+    out = fused_activation(library, plain, x, shift, handovers=handovers)
+    check(handovers.forward, out)
     out.backward(torch.randn_like(out))
-    check(amaxes, x.grad)
+    check(handovers.backward, x.grad)
 
 
 @pytest.mark.parametrize("head_size", [16, 80])  # the second fills no whole number of warps
 def test_split_rotate(kernels, head_size):
     library, device = kernels
-    amaxes = Amaxes()
+    handover = Handover(Zeros())
     qkv = draw(3, 2, 2 * 5 * head_size, device=device)
     rotation = rotation_table(3, 16, device=device)[:, :, None, None].unbind()
-    heads = fused_split_rotate(library, qkv, 2, head_size, rotation, amaxes=amaxes)
-    assert amaxes.take(qkv) is None
+    heads = fused_split_rotate(library, qkv, 2, head_size, rotation, handover)
+    assert handover.take(qkv) is None
     torch.autograd.backward(heads, [torch.randn_like(x) for x in heads])
-    check(amaxes, qkv.grad)
+    check(handover, qkv.grad)
 
 
 def test_nan_survives(kernels):
     library, device = kernels
-    amaxes = Amaxes()
+    handovers = new_handovers()
     x = draw(4, 2096, device=device).detach()
     x[2, 70] = math.nan
-    out = fused_activation(library, gelu, x, amaxes=amaxes)
-    assert amaxes.take(out).isnan()
+    out = fused_activation(library, gelu, x, handovers=handovers)
+    assert handovers.forward.take(out).isnan()
 
 
-def test_only_the_very_tensor_is_known(kernels):
-    library, device = kernels
-    amaxes, x = Amaxes(), draw(4, 16, device=device).detach()
-    measured = partial(fused_activation, library, gelu, x, amaxes=amaxes)
-    assert amaxes.take(x) is None
-    out = measured()
-    assert amaxes.take(out.clone()) is None
-    assert amaxes.take(out[:2]) is None
-    assert amaxes.take(out.view(torch.int16)) is None
-    assert amaxes.take(out.view(64)) is not None
-    assert amaxes.take(out) is None  # once
-    out = measured()
-    out.mul_(2)
-    assert amaxes.take(out) is None  # changed since
-    older = measured()
-    measured()
-    assert amaxes.take(older) is None
+def test_a_handover_passes_one_amax_once():
+    handover, x = Handover(Zeros()), torch.ones(4, 16)
+    assert handover.take(x) is None
+    amax = handover.measure(x)
+    assert handover.take(x.view(64)) is amax
+    assert handover.take(x) is None  # once
+    handover.measure(x)
+    assert handover.take(x[:2]) is None  # other ranks' rows have been added or taken away
+    assert handover.take(x) is None  # and no later tensor gets what that one left
+    handover.measure(x)
+    newer = handover.measure(x)
+    assert handover.take(x) is newer
+    handover.measure(x)
+    handover.forget()
+    assert handover.take(x) is None
 
 
-def test_nothing_goes_past_the_start_or_the_end_of_a_recording():
-    amaxes, x = Amaxes(), torch.ones(4, 16)
-    before = amaxes.new(x.device)
-    amaxes.measure(x)
-    amaxes.forget()
-    assert amaxes.take(x) is None
-    after = amaxes.new(x.device)
+def test_no_zero_goes_past_the_start_or_the_end_of_a_recording():
+    zeros, device = Zeros(), torch.device("cpu")
+    before, vector = zeros.new(device), zeros.new_vector(16, device)
+    zeros.forget()
+    after = zeros.new(device)
     assert after.untyped_storage().data_ptr() != before.untyped_storage().data_ptr()
     assert after == 0
-    vector = amaxes.new_vector(16, x.device)
-    amaxes.forget()
-    after = amaxes.new_vector(16, x.device)
+    after = zeros.new_vector(16, device)
     assert after.untyped_storage().data_ptr() != vector.untyped_storage().data_ptr()
 
 
-def test_its_memory_is_not_another_tensors():
-    amaxes = Amaxes()
-    places = set()
-    for _ in range(20):
-        x = torch.ones(64, 64)
-        assert amaxes.take(x) is None
-        amaxes.measure(x)
-        places.add(x.data_ptr())
-    assert len(places) > 1  # memory that was free was used again
-
-
 def test_results_are_zero_and_never_handed_out_twice():
-    amaxes = Amaxes()
-    results = [amaxes.new(torch.device("cpu")) for _ in range(POOL + 3)]
+    zeros = Zeros()
+    results = [zeros.new(torch.device("cpu")) for _ in range(POOL + 3)]
     for i, result in enumerate(results):
         assert result == 0
         result.add_(i)
     assert [int(x) for x in results] == list(range(POOL + 3))
-    other = amaxes.new(torch.device("meta"))
+    other = zeros.new(torch.device("meta"))
     assert other.device.type == "meta"
 
 
 def test_vectors_are_zero_and_never_handed_out_twice():
-    amaxes, sizes = Amaxes(), [VECTORS // 2, VECTORS // 2 - 16, 32, VECTORS + 16, 16]
-    vectors = [amaxes.new_vector(size, torch.device("cpu")) for size in sizes]
+    zeros, sizes = Zeros(), [VECTORS // 2, VECTORS // 2 - 16, 32, VECTORS + 16, 16]
+    vectors = [zeros.new_vector(size, torch.device("cpu")) for size in sizes]
     for i, vector in enumerate(vectors):
         assert not vector.any()
         vector.add_(i + 1)
     assert [x.numel() for x in vectors] == sizes
     assert all((x == i + 1).all() for i, x in enumerate(vectors))
-    assert amaxes.new_vector(16, torch.device("meta")).device.type == "meta"
+    assert zeros.new_vector(16, torch.device("meta")).device.type == "meta"
 
 
 class Counting(KernelLibrary):
@@ -166,24 +155,74 @@ WIDE = {**LLAMA, "hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 64, "n
 OLD = {**WIDE, "swiglu": False, "normalization": "LayerNorm", "add_bias_linear": True}
 
 
-@pytest.mark.parametrize("flags", [WIDE, OLD], ids=["llama", "gpt"])
-@pytest.mark.parametrize("wgrad", [True, False])
-def test_a_model_gives_the_same_bits(emulated, flags, wgrad, monkeypatch):
-    """Handed over or measured again; only weights and attention's output are measured apart."""
+@pytest.fixture
+def counting(emulated, monkeypatch):
     monkeypatch.setattr("tests.models.small.SEQUENCE", 16)
     library = Counting(emulated.path)
     fused = LibraryChoice(library, "emulated")
     monkeypatch.setattr("megatron.parallel.build.find_library", lambda _: fused)
-    numbers = {"bf16": True, "fp8_format": "hybrid", "fp8_wgrad": wgrad}
+    return library
+
+
+TENSORWISE = {"bf16": True, "fp8_format": "hybrid"}
+
+
+@pytest.mark.parametrize("flags", [WIDE, OLD], ids=["llama", "gpt"])
+@pytest.mark.parametrize("wgrad", [True, False])
+def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
+    """Handed over or measured again; only weights and attention's output are measured apart."""
 
     def run():
-        library.measured = 0
-        model = gpt(flags, numbers, dtype=BF16)
-        return loss_and_gradients(model), library.measured
+        counting.measured = 0
+        model = gpt(flags, {**TENSORWISE, "fp8_wgrad": wgrad}, dtype=BF16)
+        return loss_and_gradients(model), counting.measured
 
     result, passes = run()
     assert passes == 2 * (4 + 1)  # layers: four weights, one activation
-    monkeypatch.setattr(Amaxes, "take", lambda *_: None)
+    monkeypatch.setattr(Handover, "take", lambda *_: None)
     again, passes = run()
     assert passes == 2 * 4 * 3
     torch.testing.assert_close(again, result, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "handed"),
+    [
+        (None, 2 * 3 + 2 * 4),
+        (RecomputePlan("selective"), 2 * 3 + 2 * 4),
+        # Forward twice. A group's end joins the stream, and its last gradient is handed to nobody.
+        (RecomputePlan("full"), 2 * 2 * 3 + 2 * 3),
+        (RecomputePlan("full", "block", 1), 3 * 3 + 2 * 4 - 1),
+    ],
+)
+@pytest.mark.parametrize("flags", [WIDE, OLD], ids=["llama", "gpt"])
+def test_every_amax_is_that_of_its_tensor(counting, flags, recompute, handed, monkeypatch):
+    """In two micro-batches whose passes interleave, as those of a pipeline do."""
+    found = []
+    take = Handover.take
+
+    def checked(self, x):
+        amax = take(self, x)
+        if amax is not None:
+            assert amax.equal(REFERENCE.amax(x.detach()))
+            found.append(amax)
+        return amax
+
+    monkeypatch.setattr(Handover, "take", checked)
+    model = gpt(flags, TENSORWISE, dtype=BF16, recompute=recompute)
+    texts = torch.randint(64, (3, 2, 17), generator=fresh())
+    first, second = (model(text[:, :-1], labels=text[:, 1:]).mean() for text in texts[:2])
+    first.backward()
+    third = model(texts[2, :, :-1], labels=texts[2, :, 1:]).mean()
+    (5 * second).backward()
+    third.backward()
+    assert len(found) == 3 * handed
+
+
+def test_dropout_lets_no_gradient_be_handed_over(counting, monkeypatch):
+    """It makes other gradients, which the layer before it measures."""
+    plain = gpt({**WIDE, "hidden_dropout": 0.3}, TENSORWISE, dtype=BF16)
+    result = loss_and_gradients(plain)
+    monkeypatch.setattr(Handover, "take", lambda *_: None)
+    measured = gpt({**WIDE, "hidden_dropout": 0.3}, TENSORWISE, dtype=BF16)
+    torch.testing.assert_close(loss_and_gradients(measured), result, rtol=0, atol=0)
