@@ -24,11 +24,7 @@ from megatron.kernels.attention import (
     flash_misfit,
     fused_attention,
 )
-from megatron.kernels.dropout import (
-    BiasDropoutAdd,
-    bias_dropout_add,
-    choose_bias_dropout_add,
-)
+from megatron.kernels.dropout import BiasDropoutAdd, bias_dropout_add, choose_bias_dropout_add
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library

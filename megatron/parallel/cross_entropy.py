@@ -57,12 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        axis: Axis,
-        form: CrossEntropy,
-        reuse_logits: bool,
+        ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, form: CrossEntropy, reuse_logits: bool
     ) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         local = _local_labels(labels, axis, rows.shape[1])
@@ -142,8 +137,18 @@ def linear_cross_entropy(
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     read = weight if slot is None else weight.detach()
-    options = (communication, form, slot, chunk_logits, torch.is_grad_enabled())
-    return ChunkedLoss(*_LinearCrossEntropy.apply(x, read, bias, labels, mask, *options))
+    how = _Chunking(communication, form, slot, chunk_logits, torch.is_grad_enabled())
+    return ChunkedLoss(*_LinearCrossEntropy.apply(x, read, bias, labels, mask, how))
+
+
+class _Chunking(NamedTuple):
+    """Arguments of `linear_cross_entropy`, and whether autograd wants gradients."""
+
+    communication: Communication
+    form: CrossEntropy
+    slot: WeightSlot | None
+    chunk_logits: int
+    with_gradients: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -155,20 +160,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         mask: Tensor,
-        communication: Communication,
-        form: CrossEntropy,
-        slot: WeightSlot | None,
-        chunk_logits: int,
-        with_gradients: bool,
+        how: _Chunking,
     ) -> tuple[Tensor, Tensor]:
-        gathered = communication.start_gather(x).wait()  # [s, b, h]
+        form, axis, size = how.form, how.communication.axis, weight.shape[0]
+        gathered = how.communication.start_gather(x).wait()  # [s, b, h]
         whole = gathered.flatten(0, -2)  # [n, h]
-        axis, size = communication.axis, weight.shape[0]
         weights = mask
         local, mask = _local_labels(labels, axis, size), mask.reshape(-1).float()  # [n]
         losses = torch.empty_like(mask)
-        gradients = _HeadGradients.like(gathered, weight, bias) if with_gradients else None
-        for rows in _chunks(whole.shape[0], size, chunk_logits):
+        gradients = _HeadGradients.like(gathered, weight, bias) if how.with_gradients else None
+        for rows in _chunks(whole.shape[0], size, how.chunk_logits):
             logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
             part = form.statistics(logits, local[rows])
             maxima, sums, losses[rows] = _join(part, local[rows], size, axis)
@@ -179,13 +180,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # before the next chunk takes memory
         if gradients is not None:
             ctx.save_for_backward(gradients.input, gradients.weight, gradients.bias, mask)
-            ctx.communication, ctx.slot, ctx.dtype = communication, slot, weight.dtype
+            ctx.how, ctx.dtype = how, weight.dtype
         losses = losses.view(labels.shape)
         ctx.mark_non_differentiable(losses)
         return losses, (losses.t() * weights.t()).sum()  # in the order of a batch [b, s]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _Chunking = ctx.how
         input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if nothing counts.
@@ -195,19 +197,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
-        summing = ctx.communication.start_sum(input_grad)
+        summing = how.communication.start_sum(input_grad)
         weight_grad = bias_grad = None
-        if ctx.slot is None:
+        if how.slot is None:
             weight_grad = (weight_sum * factor).to(ctx.dtype)
         else:
-            with ctx.slot() as (into, accumulate):
+            with how.slot() as (into, accumulate):
                 if accumulate:
                     into.addcmul_(weight_sum, factor)
                 else:
                     torch.mul(weight_sum, factor, out=into)
         if bias_sum is not None:
             bias_grad = (bias_sum * factor).to(ctx.dtype)
-        return summing.wait(), weight_grad, bias_grad, *[None] * 7
+        return summing.wait(), weight_grad, bias_grad, None, None, None
 
 
 # The factor on gradients until backward; without it the small ones would be lost in 16 bits (fp16's

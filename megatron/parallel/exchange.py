@@ -28,26 +28,21 @@ class Use(Protocol):
 
     def send(self, step: int, rows: Tensor) -> None:
         """Begin to send contiguous rows, which nobody changes until `close`."""
-        ...
 
     def computing(self) -> None:
         """Note that the kernels which run beside the messages have been launched."""
-        ...
 
     def receive(self, step: int) -> Tensor:
         """Return the received rows, [rows, ...], to be read until `close`."""
-        ...
 
     def whole(self, own: Tensor) -> Tensor:
         """Return everything received and this rank's own rows, in the order of the ranks.
 
         The result is [t rows, ...], to be read until `close`. Call it after all of `receive`.
         """
-        ...
 
     def close(self) -> None:
         """Note that the messages have been read."""
-        ...
 
 
 class Exchange(Protocol):
@@ -57,11 +52,9 @@ class Exchange(Protocol):
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
         """Return whether messages of this many elements can be sent; the same on every rank."""
-        ...
 
     def open(self, rows: Tensor) -> Use:
         """Begin a use, with messages like `rows`."""
-        ...
 
 
 class GroupExchange:

@@ -408,9 +408,7 @@ class GradientBuffer:
         return [run for flat in self.flats for run in flat.runs(select)]
 
     def share_weights(
-        self,
-        overlap_in: Sequence[nn.Module] | None,
-        in_8_bits: Mapping[nn.Parameter, Fp8Products],
+        self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> WeightBuffer | None:
         """Return the weight half of a sharded update; `None` if every process updates everything.
 

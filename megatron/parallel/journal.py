@@ -30,7 +30,6 @@ class DeviceMarks(Protocol):
 
     def behind(self, number: int) -> int:
         """Return how many numbers the device is behind this one."""
-        ...
 
 
 class Place(NamedTuple):

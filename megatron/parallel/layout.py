@@ -15,7 +15,6 @@ from megatron.parallel.journal import Journal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest
 
@@ -101,18 +100,23 @@ class Layout:
         cls, rank: int, world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1
     ) -> Layout:
         """Return the grid as process `rank` of `world_size` sees it, without communication."""
+
+        def axis(*ranks: int) -> Axis:
+            return Axis(len(ranks), ranks.index(rank), ranks)
+
         sizes = grid_sizes(world_size, tensor=tensor, context=context, pipeline=pipeline)
-        strides = _strides(sizes)
-        axes: dict[str, Any] = {}
-        for name in AXES:
-            size, stride = sizes[name], strides[name]
-            index = rank // stride % size
-            first = rank - index * stride
-            ranks = tuple(first + i * stride for i in range(size))
-            axes[name] = Axis(size=size, rank=index, ranks=ranks)
-        world = Axis(size=world_size, rank=rank, ranks=tuple(range(world_size)))
-        replica = _replica(axes["data"], axes["context"])
-        return cls(world=world, replica=replica, embedding=_ends(axes["pipeline"]), **axes)
+        axes: dict[str, Any] = {"world": axis(*range(world_size))}
+        stride = 1
+        for name in reversed(AXES):
+            reach = sizes[name] * stride
+            first = rank // reach * reach + rank % stride
+            axes[name] = axis(*range(first, first + reach, stride))
+            stride = reach
+        data, contexts, stages = (axes[name].ranks for name in ("data", "context", "pipeline"))
+        axes["replica"] = axis(*(d + c - rank for d in data for c in contexts))
+        ends = sorted({stages[0], stages[-1]})
+        axes["embedding"] = axis(*(ends if rank in ends else [rank]))
+        return cls(**axes)
 
     @classmethod
     def create(
@@ -131,36 +135,13 @@ class Layout:
         A world of one has no groups and needs no initialization.
         """
         layout = cls.at(rank, world_size, tensor=tensor, context=context, pipeline=pipeline)
-        layout = layout._with_journal(journal or Journal())
-        if world_size == 1:
-            return layout
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shape = tuple(getattr(layout, name).size for name in AXES)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        groups = _new_groups(layout, device_type) if world_size > 1 else {}
+        journal = journal or Journal()
         axes = {
-            name: replace(getattr(layout, name), group=mesh.get_group(name))
-            for name in AXES
-            if getattr(layout, name).size > 1
-        }
-        if layout.pipeline.size > 1:
-            axes["embedding"] = replace(layout.embedding, group=_embedding_group(layout, mesh))
-        if layout.replica.size > 1:
-            # If one of the two axes is the whole of it, its group serves: groups cost memory.
-            alike = [
-                n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size
-            ]
-            flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
-            axes["replica"] = replace(layout.replica, group=flat.get_group())
-        return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
-
-    def _with_journal(self, journal: Journal) -> Layout:
-        axes = {
-            name: replace(getattr(self, name), journal=journal)
+            name: replace(getattr(layout, name), group=groups.get(name), journal=journal)
             for name in (*AXES, "world", "replica", "embedding")
         }
-        return replace(self, **axes)
+        return replace(layout, **axes)
 
     @property
     def journal(self) -> Journal:
@@ -192,55 +173,33 @@ class Layout:
         return f"{self.world.size} process{'es' * (self.world.size > 1)}: {sizes}"
 
 
-def _replica(data: Axis, context: Axis) -> Axis:
-    own = data.ranks[data.rank]
-    return Axis(
-        size=data.size * context.size,
-        rank=data.rank * context.size + context.rank,
-        ranks=tuple(d + c - own for d in data.ranks for c in context.ranks),
-    )
-
-
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
     """Return the size of every axis; data gets the processes that the others leave."""
     model = tensor * context * pipeline
     assert world_size % model == 0, "rules_parallel.layout: the sizes divide the world"
-    return {
-        "pipeline": pipeline,
-        "data": world_size // model,
-        "context": context,
-        "tensor": tensor,
-    }
+    return dict(zip(AXES, (pipeline, world_size // model, context, tensor), strict=True))
 
 
-def _ends(pipeline: Axis) -> Axis:
-    """Return the axis of a pipeline's first and last stage; an axis of one for those between."""
-    if pipeline.size == 1 or not (pipeline.is_first or pipeline.is_last):
-        return Axis(ranks=(pipeline.ranks[pipeline.rank],))
-    ends = (pipeline.ranks[0], pipeline.ranks[-1])
-    return Axis(size=2, rank=int(pipeline.is_last), ranks=ends)
-
-
-def _embedding_group(layout: Layout, mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the group of this process's pipeline ends.
-
-    Every process makes all groups, in one order.
-    """
+def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | None]:
+    """Return the axes' process groups by name. Every process makes all groups, in one order."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
-    mine = None
-    for first, last in zip(
-        mesh.mesh[0].flatten().tolist(), mesh.mesh[-1].flatten().tolist(), strict=True
-    ):
-        group = dist.new_group([first, last])
-        if layout.embedding.size > 1 and (first, last) == layout.embedding.ranks:
-            mine = group
-    return mine
-
-
-def _strides(sizes: dict[str, int]) -> dict[str, int]:
-    strides, stride = {}, 1
-    for name in reversed(AXES):
-        strides[name] = stride
-        stride *= sizes[name]
-    return strides
+    shape = tuple(getattr(layout, name).size for name in AXES)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    groups: dict[str, ProcessGroup | None] = {
+        name: mesh.get_group(name) for name, size in zip(AXES, shape, strict=True) if size > 1
+    }
+    groups["world"] = dist.group.WORLD
+    if layout.pipeline.size > 1:
+        first_stage, last_stage = (mesh.mesh[i].flatten().tolist() for i in (0, -1))
+        for ends in zip(first_stage, last_stage, strict=True):
+            group = dist.new_group(list(ends))
+            if layout.world.rank in ends:
+                groups["embedding"] = group
+    if layout.replica.size > 1:
+        # If one of the two axes is the whole of it, its group serves: groups cost memory.
+        alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
+        flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
+        groups["replica"] = flat.get_group()
+    return groups

@@ -27,11 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.parallel.buckets import Span, runs
-from megatron.parallel.collectives import (
-    add_over_ranks,
-    all_gather_single,
-    reduce_scatter_single,
-)
+from megatron.parallel.collectives import add_over_ranks, all_gather_single, reduce_scatter_single
 from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
@@ -75,8 +71,12 @@ class ShardedModel:
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
         self._roots = [_shard(part, mesh, policy, device) for part in parts]
-        for part in parts:
-            _name_collectives(part, self.axis)
+        gather = _NamedCollective(self.axis, "all-gather", all_gather_single)
+        scatter = _NamedCollective(self.axis, "reduce-scatter", reduce_scatter_single)
+        for module in (module for part in parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(gather)  # type: ignore[arg-type] # a protocol
+                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         self._parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
         self._shards = {id(p): _local(p) for p in self._parameters}
         self._storage = torch.zeros(sum(s.numel() for s in self._shards.values()), device=device)
@@ -127,9 +127,7 @@ class ShardedModel:
         return [run.of(self._storage) for run in runs(members, select)]
 
     def share_weights(
-        self,
-        overlap_in: Sequence[nn.Module] | None,
-        in_8_bits: Mapping[nn.Parameter, Fp8Products],
+        self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> ShardedModel:
         """Return this object, which gathers the weights that forward needs."""
         assert not in_8_bits, "a rule refuses fp8"
@@ -191,53 +189,28 @@ def _shard(
     return root
 
 
-class _Gather:
-    """`fully_shard`'s all-gather as PyTorch does it, under its name in the journal.
+class _NamedCollective:
+    """A collective of `fully_shard` as PyTorch does it, under its name in the journal.
+
+    The watchdog can then name the pending collective and its missing ranks.
 
     Args:
         axis: The processes that share the model.
+        name: The name.
+        start: The collective.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, name: str, start: Callable[..., dist.Work | None]) -> None:
+        self._axis, self._name, self._start = axis, name, start
 
     def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
         return torch.empty(*size, **options)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, **options: Any
     ) -> dist.Work | None:
-        with self._axis.joining("all-gather"):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _Scatter(_Gather):
-    """`fully_shard`'s reduce-scatter as PyTorch does it, under its name in the journal."""
-
-    def __call__(  # type: ignore[override] # PyTorch passes `op`
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with self._axis.joining("reduce-scatter"):
-            return reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-
-
-def _name_collectives(part: nn.Module, axis: Axis) -> None:
-    """Let the watchdog see `fully_shard`'s pending collective and its missing ranks."""
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type] # a protocol
-            module.set_custom_reduce_scatter(_Scatter(axis))  # type: ignore[arg-type]
+        with self._axis.joining(self._name):
+            return self._start(output_tensor, input_tensor, **options)
 
 
 def _merge_leading_dimensions(part: nn.Module) -> None:

@@ -224,10 +224,7 @@ class Fp8Weights:
     """
 
     def __init__(
-        self,
-        flat: FlatBuffer,
-        storage: Tensor,
-        products: Mapping[nn.Parameter, Fp8Products],
+        self, flat: FlatBuffer, storage: Tensor, products: Mapping[nn.Parameter, Fp8Products]
     ) -> None:
         """Allocate the 8-bit buffer and give each weight its part of it."""
         self._axis = flat.axis

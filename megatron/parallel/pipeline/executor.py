@@ -32,7 +32,6 @@ class Channel(Protocol):
 
     def receive(self, operation: Operation) -> Tensor:
         """Return the tensor that an operation waits for."""
-        ...
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
         """Begin to send an operation's result."""
