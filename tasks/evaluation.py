@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron import __version__
 from megatron.command import format_panel, say
-from megatron.config import ParsedRun, parse_config
+from megatron.config import ParsedRun, Program, parse_config
 from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
@@ -67,13 +67,15 @@ def parse_evaluation(
     return parse_config(
         arguments,
         world_size=world_size,
-        program=PROGRAM,
-        extra=(TaskConfig, options),
-        find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH),
-        rules=SAVED_MODEL_RULES,
-        reads=lambda given: (SAVED_MODEL_READS | _READS) - {*unread},
-        check_extra=check,
-        elsewhere=flags_elsewhere(task),
+        program=Program(
+            name=PROGRAM,
+            extra=(TaskConfig, options),
+            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH),
+            rules=SAVED_MODEL_RULES,
+            reads=lambda given: (SAVED_MODEL_READS | _READS) - {*unread},
+            check_extra=check,
+            elsewhere=flags_elsewhere(task),
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from megatron.checkpoint.find import scan
 from megatron.checkpoint.reader import Reader
 from megatron.config import (
     ParsedRun,
+    Program,
     RunConfig,
     parse_config,
     rules_data,
@@ -174,18 +175,20 @@ def parse(
     parsed = parse_config(
         arguments,
         world_size=world_size,
-        program=PROGRAM,
         architecture="bert",
-        extra=(TaskConfig, FinetuneConfig),
-        find_start=find_start or partial(_pretrained, target=find_target(task)[0]),
-        rules=[
-            *(rule for rule in RULES if rule not in (*_LATE, *_OF_PRETRAINING)),
-            _required,
-            _own_order,
-        ],
-        reads=_reads,
-        check_extra=check,
-        elsewhere=flags_elsewhere(task),
+        program=Program(
+            name=PROGRAM,
+            extra=(TaskConfig, FinetuneConfig),
+            find_start=find_start or partial(_pretrained, target=find_target(task)[0]),
+            rules=[
+                *(rule for rule in RULES if rule not in (*_LATE, *_OF_PRETRAINING)),
+                _required,
+                _own_order,
+            ],
+            reads=_reads,
+            check_extra=check,
+            elsewhere=flags_elsewhere(task),
+        ),
     )
     options, own = parsed.extra
     if own.epochs and parsed.config.training.skip_train:

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron.config.arguments import split
 from megatron.config.fields import fields_of, nearest, suggestion
 from megatron.config.other_flags import translate
+from megatron.config.run import Findings
 from megatron.config.tasks import (
     FinetuneConfig,
     HarnessConfig,
@@ -68,7 +69,7 @@ def flags_elsewhere(task: str) -> dict[str, str]:
         for kind, (config, tasks) in _OWN.items()
         if kind != TASKS[task].kind
         for field in fields_of(config)
-        for flag in (*field.names, *field.off_names)
+        for flag in field.spellings
     }
 
 
@@ -84,7 +85,7 @@ def find_task(arguments: Sequence[str]) -> str:
     for flag in split(arguments):
         if nearest(flag.name, known) == "--task" and flag.name != "--task":
             misspelt.append(f"unknown flag {flag.name}: did you mean --task?")
-        for now in translate([flag], known).flags:
+        for now in translate([flag], Findings(), known):
             if now.name == "--task" and now.values:
                 asked[flag.name] = (str(flag), now.values[0])
     if not asked:

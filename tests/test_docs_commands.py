@@ -85,15 +85,17 @@ def _check_python(words: list[str]) -> None:
 
 def _check_generation(words: list[str]) -> None:
     """Of a program that takes the rest of its flags from a checkpoint, which is not there."""
-    from megatron.config.arguments import from_namespace
+    from megatron.config.arguments import ToolParser, add_flags, from_given
     from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems
-    from megatron.config.parser import build_parser
+    from megatron.config.run import sections
 
-    if words[0] == _SERVER:
-        build_parser((ServerConfig,)).parse_args(words[1:])
-        return
-    given = build_parser((SamplesConfig,)).parse_args(words[1:])
-    assert not sample_problems(from_namespace(SamplesConfig, given))
+    own = ServerConfig if words[0] == _SERVER else SamplesConfig
+    parser = ToolParser(words[0], None)
+    for section in (*sections().values(), own):
+        add_flags(parser, section)
+    given = parser.read(words[1:])
+    if own is SamplesConfig:
+        assert not sample_problems(from_given(SamplesConfig, vars(given)))
 
 
 def _check_curl(words: list[str]) -> None:
@@ -150,14 +152,14 @@ def _check_task(words: list[str], world_size: int) -> None:
 
 
 def _check_pretrain(words: list[str], world_size: int) -> None:
-    from megatron.config import parse_config
+    from megatron.config import Program, parse_config
 
     assert (ROOT / words[0]).is_file()
     if words[1:] != ["--help"]:
         parse_config(
             words[1:],
             world_size=world_size,
-            program=words[0],
+            program=Program(name=words[0]),
             architecture=Path(words[0]).stem.removeprefix("pretrain_"),
             read_checkpoint=_network,
         )

@@ -28,7 +28,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import leave, run_command
-from megatron.config.arguments import ToolParser, add_flags, from_namespace
+from megatron.config.arguments import ToolParser, add_flags, from_given
 from megatron.config.data import TokenizerConfig
 from megatron.durable import expect_no_file
 from megatron.environment import use_one_math_thread
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
     expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
     started = time.monotonic()
     use_one_math_thread()
-    tokenizer_config = from_namespace(TokenizerConfig, options)
+    tokenizer_config = from_given(TokenizerConfig, vars(options))
     tokenizer = build_tokenizer(tokenizer_config)
     from megatron.data.preprocess import BlockEncoder, EncodingOptions, choose_workers, preprocess
     from megatron.data.text_input import find_inputs

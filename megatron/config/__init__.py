@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.config.parser import ParsedRun, parse_config
+    from megatron.config.parser import ParsedRun, Program, parse_config
     from megatron.config.run import RunConfig
 
-__all__ = ["ParsedRun", "RunConfig", "parse_config"]
+__all__ = ["ParsedRun", "Program", "RunConfig", "parse_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.config.arguments import default_text, title_of
 from megatron.config.fields import Field, fields_of
-from megatron.config.other_flags import OtherFlag, other_flags
+from megatron.config.other_flags import other_flags
 from megatron.config.run import sections
 
 BEGIN = "<!-- flags: written by `python -m megatron.config`, do not edit -->"
@@ -68,11 +68,11 @@ def _known() -> Iterator[str]:
     yield from _table(("Flags", "Answer"), _families(other_flags().refused))
 
 
-def _families(flags: Sequence[OtherFlag]) -> list[tuple[str, str]]:
+def _families(flags: Sequence[Field]) -> list[tuple[str, str]]:
     """Neighbours with one reason in a row."""
     return [
         (", ".join(f"`{flag.name}`" for flag in group), reason)
-        for reason, group in groupby(flags, key=lambda flag: flag.reason)
+        for reason, group in groupby(flags, key=lambda flag: flag.help)
     ]
 
 

@@ -1,10 +1,10 @@
-"""A command line: split into flags, and argparse made from configuration dataclasses."""
+"""A command line: split into flags, read by a tool's parser, and explained by `--help`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -25,19 +25,9 @@ class Given:
         """Write the flag as it was typed."""
         return " ".join((self.name, *self.values)).strip()
 
-    def words(self) -> tuple[str, ...]:
-        """Return the flag for argparse, joined if that would mistake a value such as -1e-5."""
-        if self.name and len(self.values) == 1:
-            return (f"{self.name}={self.values[0]}",)
-        return (self.name, *self.values) if self.name else self.values
-
 
 def split(words: Sequence[str]) -> list[Given]:
-    """Split `--lr 0.1 --fp16` into two flags, each with the values that follow it.
-
-    Old flags are translated and misspelt ones found in this form, because argparse stops at the
-    first mistake and all of them are reported here.
-    """
+    """Split `--lr 0.1 --fp16` into two flags, each with the values that follow it."""
     flags: list[Given] = []
     for word in words:
         if word.startswith("--"):
@@ -51,9 +41,21 @@ def split(words: Sequence[str]) -> list[Given]:
     return flags
 
 
-def join(flags: Iterable[Given]) -> list[str]:
-    """Return the words that `split` took apart."""
-    return [word for flag in flags for word in flag.words()]
+def value_of(field: Field, given: Given) -> Any:
+    """Return the value that a flag gives to its field. Words beyond it are not looked at.
+
+    Raises:
+        ValueError: The message says what was expected.
+    """
+    if field.is_switch:
+        if given.values:
+            raise ValueError("takes no value")
+        return given.name not in field.off_names
+    if field.many:
+        return tuple(from_text(field, word) for word in given.values)
+    if not given.values:
+        raise ValueError("expected one argument")
+    return from_text(field, given.values[0])
 
 
 class _Group:
@@ -68,7 +70,7 @@ class _Group:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A tool's command line. Its mistakes exit with the code of a ConfigError, without the usage.
+    """A tool's command line. A mistake exits with the code of a ConfigError, without the usage.
 
     Args:
         prog: The tool's file.
@@ -111,18 +113,17 @@ class ToolParser(argparse.ArgumentParser):
         called missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        flags = words[: words.index("--")] if "--" in words else words  # behind it are none
+        flags = words[: words.index("--")] if "--" in words else words  # no flags follow it
         names = [given.name for given in split(flags)]
-        # With a space it is a text, for argparse too.
-        unknown = [
-            name for name in names if name and " " not in name and name not in self._spellings
-        ]
-        if unknown and not {"-h", "--help"} & set(names):
-            problems = []
-            for name in unknown:
-                hint = suggestion(name, self._spellings) or ": --help lists all flags"
-                gone = self._gone.get(name)
-                problems.append(f"{name}: {gone}" if gone else f"unknown flag {name}{hint}")
+        problems = []
+        for name in names:
+            # A name with a space is a text, for argparse too.
+            if not name or " " in name or name in self._spellings:
+                continue
+            hint = suggestion(name, self._spellings) or ": --help lists all flags"
+            gone = self._gone.get(name)
+            problems.append(f"{name}: {gone}" if gone else f"unknown flag {name}{hint}")
+        if problems and not {"-h", "--help"} & set(names):
             self.error("\nerror: ".join(problems))
         return self.parse_args(words)
 
@@ -156,50 +157,32 @@ def title_of(config_type: type) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
-    """Add a help group with the flags of a dataclass.
+    """Add a help group with the flags of a dataclass."""
+    add_group(parser, title_of(config_type), fields_of(config_type))
 
-    Flags that are not given leave no trace in the namespace; `from_namespace` fills defaults in.
+
+def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
+    """Add a help group with the flags of some fields.
+
+    Flags that are not given leave no trace in the namespace; `from_given` fills defaults in.
     """
-    group = parser.add_argument_group(title_of(config_type))
-    for field in fields_of(config_type):
+    group = parser.add_argument_group(title)
+    for field in fields:
+        options: dict[str, Any] = {"action": _Switch, "off": field.off_names}
+        if not field.is_switch:
+            options = {"type": _reader(field), "metavar": _metavar(field)}
+            options["nargs"] = "*" if field.many else None
         if field.names:
-            add_flag(group.add_argument, field)
+            options |= {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
+            group.add_argument(*field.shown_names, **options)
 
 
-def from_namespace(config_type: type[Config], namespace: argparse.Namespace) -> Config:
-    """Return the dataclass with what was given on the command line, and defaults for the rest."""
-    return config_type(**given_values(config_type, namespace))
-
-
-def given_values(config_type: type, namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return field name to value, only for what was given on the command line."""
-    given = vars(namespace)
-    values = {
-        field.name: given[field.name] for field in fields_of(config_type) if field.name in given
-    }
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-
-
-def add_flag(add: Callable[..., Any], field: Field) -> None:
-    """Add a field's flag with an `add_argument` of argparse."""
-    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-    help_text = _help(field)
-    if field.is_switch:
-        shown = field.shown_names
-        hidden = tuple(name for name in field.off_names if name not in shown)
-        add(*shown, action=_Switch, off=field.off_names, help=help_text, **options)
-        if hidden:
-            help_text = argparse.SUPPRESS
-            add(*hidden, action=_Switch, off=hidden, help=help_text, **options)
-        return
-    add(
-        *field.names,
-        type=_reader(field),
-        nargs="*" if field.many else None,
-        metavar=_metavar(field),
-        help=help_text,
-        **options,
-    )
+def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:
+    """Return the dataclass with the given values, by field name, and defaults for the rest."""
+    kind: type = config_type
+    names = [field.name for field in fields_of(kind) if field.name in given]
+    values = {name: given[name] for name in names}
+    return config_type(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def _reader(field: Field) -> Any:
@@ -217,9 +200,7 @@ def _reader(field: Field) -> Any:
 def _metavar(field: Field) -> str:
     if field.info.choices:
         return "{" + ",".join(str(choice) for choice in field.info.choices) + "}"
-    if field.kind is bool:
-        return "{true,false}"
-    return {int: "N", float: "X", str: "TEXT"}[field.kind]
+    return {int: "N", float: "X", str: "TEXT", bool: "{true,false}"}[field.kind]
 
 
 def _help(field: Field) -> str:

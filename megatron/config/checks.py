@@ -93,7 +93,7 @@ def find_problems(
         for section in sections().values()
         for field in fields_of(section)
         if field.name in spoilt
-        for name in (*field.names, *field.off_names)
+        for name in field.spellings
     }
     problems = (problem for rule in rules for problem in rule(config, world_size))
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]

@@ -1,23 +1,22 @@
 """Corpora that are named in a file: --data-args-path and --per-split-data-args-path.
 
 The words in the file take the place of the flags that it stands for as soon as flags and YAML file
-are read. So a saved config.yaml names the corpora themselves, and caches, fingerprints and
+are read. A saved config.yaml therefore names the corpora themselves, and caches, fingerprints and
 positions are those of a run that named them on its command line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.config.data import SPLIT_NAMES
-from megatron.config.run import RunOptions, field_at, flatten
+from megatron.config.run import Findings, RunOptions, field_at, flatten
 
 _WHOLE, _EACH = "data.data_args_path", "data.per_split_data_args_path"
-# What names a file, and what the file stands for.
+# The fields that name a file, and the fields that each file stands for.
 DATA_FILES: Mapping[str, tuple[str, ...]] = {
     _WHOLE: ("data.data_path",),
     _EACH: tuple(f"data.{split}_data_path" for split in SPLIT_NAMES),
@@ -27,37 +26,24 @@ _REMEDY = {
     _EACH: 'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", '
     '"test": null}, where null is no data',
 }
-_MOST_BYTES = 1 << 26  # a million corpora; what is larger is data, and no list of it
-
-
-@dataclass
-class Words:
-    """What the files say.
-
-    Attributes:
-        values: by "section.field"; None for a file that is overruled.
-        problems: one line for each that cannot be taken.
-        notices: lines about what is taken and not used.
-        spoilt: names of the fields that are not known for this reason.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    spoilt: set[str] = field(default_factory=set)
+_MOST_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list of corpora
 
 
 def read_data_files(
-    config: RunOptions, by_flag: Collection[str], unread: Collection[str] = ()
-) -> Words:
-    """Return the words of the files that a run names. Flags win over the YAML file.
+    config: RunOptions, by_flag: Collection[str], unread: Collection[str], found: Findings
+) -> dict[str, Any]:
+    """Return the words of the files that a run names, by "section.field".
+
+    Flags override the YAML file: if they override a file that it names, that file becomes `None`.
 
     Args:
-        config: as asked for.
-        by_flag: what of it stands on the command line, by "section.field".
-        unread: what the program does not read.
+        config: The run as asked for.
+        by_flag: The fields that are given on the command line, by "section.field".
+        unread: The fields that the program does not read.
+        found: Receives mistakes, and notices of keys without effect.
     """
-    words, values = Words(), flatten(config)
+    taken: dict[str, Any] = {}
+    values = flatten(config)
     for path, stands_for in DATA_FILES.items():
         file = values[path]
         if file is None or path in unread:
@@ -65,47 +51,47 @@ def read_data_files(
         others = [other for other in stands_for if values[other] is not None]
         flags = [other for other in others if other in by_flag]
         if flags and path not in by_flag:
-            words.values[path] = None
+            taken[path] = None
             continue
+        shown, problem = field_at(path).spell(file), ""
         if flags or (others and path not in by_flag):
             names = ", ".join(field_at(other).names[0] for other in flags or others)
-            problem = (
-                f"{field_at(path).spell(file)} cannot be combined with {names}: use one of them"
-            )
+            problem = f"{shown} cannot be combined with {names}: use one of them"
         else:
-            problem = _read(path, Path(file), words) or ""
+            try:
+                taken |= _read(path, Path(file), shown, found)
+            except ValueError as error:
+                problem = f"{shown}: {error}: {_REMEDY[path]}"
         if problem:
-            words.problems.append(problem)
-            words.spoilt.update(name.partition(".")[2] for name in (path, *stands_for))
-            # That there is no corpus would follow.
-            words.spoilt.add("data_path")
-    return words
+            found.problems.append(problem)
+            # With --data-path, so that the missing corpus is not reported too.
+            unknown = (path, *stands_for, "data.data_path")
+            found.spoilt |= {name.partition(".")[2] for name in unknown}
+    return taken
 
 
-def _read(path: str, file: Path, words: Words) -> str | None:
-    """Take the words of a file, or return what is wrong with it."""
-    named = f"{field_at(path).names[0]} {file}"
-    try:
-        text = _text_of(file)
-        if path == _WHOLE:
-            words.values[DATA_FILES[path][0]] = _some(tuple(text.split()))
-            return None
-        content = _object_of(text)
-        for split, taken in zip(SPLIT_NAMES, DATA_FILES[path], strict=True):
-            words.values[taken] = _words_of(split, content[split])
-    except ValueError as error:
-        return f"{named}: {error}: {_REMEDY[path]}"
+def _read(path: str, file: Path, shown: str, found: Findings) -> dict[str, Any]:
+    """Return the values of the fields that a file stands for.
+
+    Raises:
+        ValueError: The message says what is wrong with the file.
+    """
+    text = _text_of(file)
+    if path == _WHOLE:
+        return {DATA_FILES[path][0]: _words(text.split())}
+    content = _object_of(text)
     rest = ", ".join(repr(key) for key in content if key not in SPLIT_NAMES)
     if rest:
-        words.notices.append(f"{named}: {rest} has no effect")
-    return None
+        found.notices.append(f"{shown}: {rest} has no effect")
+    pairs = zip(DATA_FILES[path], SPLIT_NAMES, strict=True)
+    return {name: _words_of(split, content[split]) for name, split in pairs}
 
 
 def _text_of(file: Path) -> str:
     """Read a file.
 
     Raises:
-        ValueError: It cannot be read, or is not text.
+        ValueError: The file cannot be read, is too large, or is not text.
     """
     try:
         with open(file, "rb") as stream:
@@ -115,7 +101,7 @@ def _text_of(file: Path) -> str:
     if len(data) > _MOST_BYTES:
         raise ValueError(f"is larger than {_MOST_BYTES:,} bytes")
     try:
-        return data.decode("utf-8-sig")  # without the mark that some editors put first
+        return data.decode("utf-8-sig")  # drops the byte order mark that some editors write
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8 text") from None
 
@@ -124,7 +110,7 @@ def _object_of(text: str) -> dict[str, Any]:
     """Parse a JSON object with a key for each split.
 
     Raises:
-        ValueError: It is not JSON, not an object, or lacks a key or has one twice.
+        ValueError: The text is not JSON, is not an object, lacks a key or has one twice.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,27 +138,27 @@ def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
     """Return a split's words, from a text or a list of texts and numbers, or `None` for null.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is something else.
     """
     if value is None:
         return None
     if isinstance(value, str):
-        return _some(tuple(value.split()), f"{split!r} ")
-    texts = value if isinstance(value, list) else [value]
-    wrong = [x for x in texts if isinstance(x, bool) or not isinstance(x, str | int | float)]
-    if wrong or not isinstance(value, list):
-        shown = json.dumps((wrong or texts)[0])
+        return _words(value.split(), f"{split!r} ")
+    items = value if isinstance(value, list) else [value]
+    wrong = [x for x in items if isinstance(x, bool) or not isinstance(x, str | int | float)]
+    if wrong or items is not value:
+        shown = json.dumps((wrong or items)[0])
         shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
         raise ValueError(f"{split!r} holds {shown}, which is neither a string nor a list of words")
-    return _some(tuple(map(str, value)), f"{split!r} ")
+    return _words(list(map(str, items)), f"{split!r} ")
 
 
-def _some(words: tuple[str, ...], what: str = "") -> tuple[str, ...]:
-    """Return the words.
+def _words(words: Sequence[str], what: str = "") -> tuple[str, ...]:
+    """Return the words as a tuple.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are no words.
     """
     if not words:
         raise ValueError(f"{what}contains no words")
-    return words
+    return tuple(words)

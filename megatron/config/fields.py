@@ -128,6 +128,11 @@ class Field:
         return ()
 
     @property
+    def spellings(self) -> tuple[str, ...]:
+        """All spellings, those that turn a switch off included."""
+        return self.names + self.off_names
+
+    @property
     def shown_names(self) -> tuple[str, ...]:
         """Spellings that help and documentation list: with those of "off" if the default is on."""
         return self.names + (self.off_names if self.default is True else ())
@@ -178,6 +183,16 @@ def fields_of(config_type: type) -> tuple[Field, ...]:
         _field(entry, hints[entry.name], helps.get(entry.name, ""))
         for entry in dataclasses.fields(config_type)
     )
+
+
+def by_spelling(config_types: Iterable[type]) -> dict[str, Field]:
+    """Return the fields of several dataclasses by each spelling of their flags."""
+    return {
+        name: field
+        for config_type in config_types
+        for field in fields_of(config_type)
+        for name in field.spellings
+    }
 
 
 def _attributes(docstring: str) -> dict[str, str]:

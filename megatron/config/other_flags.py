@@ -26,12 +26,12 @@ import functools
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.config.arguments import Given
-from megatron.config.fields import nearest
+from megatron.config.fields import Field, FlagInfo, nearest
+from megatron.config.run import Findings
 
 _FILE = Path(__file__).with_suffix(".json")
 _KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
@@ -39,27 +39,6 @@ _ENTRY = re.compile(
     r"--(?P<no>\[no-\])?(?P<name>[\w-]+)"
     r"(?::(?P<kind>int|float|str|bool))?(?:=(?P<default>.+?))?(?P<many>\.\.\.)?"
 )
-
-
-@dataclass(frozen=True)
-class OtherFlag:
-    """A flag of Megatron's that no field stands for.
-
-    Attributes:
-        name: The spelling.
-        reason: One line for the user.
-        kind: The type of its value, or `None` for a switch.
-        default: Megatron's default, which passes. `None` passes for flags without one.
-        choices: The accepted values.
-        many: Whether it takes any number of values.
-    """
-
-    name: str
-    reason: str
-    kind: type | None = None
-    default: Any = None
-    choices: tuple[str, ...] | None = None
-    many: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,14 +89,14 @@ class GoneFlag:
 class OtherFlags:
     """The contents of the file: the attributes are its parts."""
 
-    refused: tuple[OtherFlag, ...]
-    honoured: tuple[OtherFlag, ...]
+    refused: tuple[Field, ...]
+    honoured: tuple[Field, ...]
     translated: tuple[OldFlag, ...]
     gone: tuple[GoneFlag, ...]
     other_programs: Mapping[str, str]
 
     @property
-    def answered(self) -> tuple[OtherFlag, ...]:
+    def answered(self) -> tuple[Field, ...]:
         """Flags of Megatron's that are answered by name."""
         return (*self.refused, *self.honoured)
 
@@ -160,23 +139,29 @@ def other_flags() -> OtherFlags:
     )
 
 
-def read_entry(entry: str, reason: str) -> tuple[OtherFlag, ...]:
-    """Return the flags that an entry of the file describes: one, or a switch and its opposite."""
+def read_entry(entry: str, reason: str) -> tuple[Field, ...]:
+    """Return the flags that an entry of the file describes: one, or a switch and its opposite.
+
+    They are fields whose name is the flag, whose help is the reason, and whose default passes.
+    """
     match = _ENTRY.fullmatch(entry)
     assert match is not None, f"{entry} describes no flag"
-    name, text = match["name"], match["default"]
+    name, text = f"--{match['name']}", match["default"]
+    switch = Field(name, bool, False, False, False, FlagInfo(names=name), reason)
     if match["no"]:
-        opposite = OtherFlag(f"--no-{name}", reason, default=True)
-        return (OtherFlag(f"--{name}", reason), opposite)
+        opposite = f"--no-{match['name']}"
+        info = FlagInfo(names=opposite)
+        return switch, replace(switch, name=opposite, default=True, info=info)
     if match["kind"] is None and text is None:
-        return (OtherFlag(f"--{name}", reason),)
+        return (switch,)
     choices = tuple(text.split("|")) if text and "|" in text else None
     default = choices[0] if choices else text
     kind = _KINDS[match["kind"]] if match["kind"] else _kind_of(default or "")
     value = None if default is None else default == "true" if kind is bool else kind(default)
     if match["many"]:
         value = () if value is None else (value,)
-    return (OtherFlag(f"--{name}", reason, kind, value, choices, bool(match["many"])),)
+    info = FlagInfo(names=name, choices=choices)
+    return (Field(name, kind, True, bool(match["many"]), value, info, reason),)
 
 
 def _kind_of(text: str) -> type:
@@ -190,64 +175,53 @@ def _kind_of(text: str) -> type:
     return str
 
 
-@dataclass
-class Translation:
-    """A command line in today's flags, a notice for each old flag, a problem for each gone one."""
-
-    flags: list[Given] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
-def translate(flags: Sequence[Given], own: Container[str] = ()) -> Translation:
+def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ()) -> list[Given]:
     """Return today's command line for an old one.
 
     Args:
         flags: The command line.
+        found: Receives a notice for each old flag, and a problem for each that is gone.
         own: Flags that only this program has. They are never old.
     """
     table = other_flags()
     old = {flag.name: flag for flag in table.translated if flag.name not in own}
     gone = {(flag.name, flag.value): flag for flag in table.gone if flag.name not in own}
-    result = Translation()
+    result = []
     for given in flags:
         value = given.values[0] if given.values else None
         lost = gone.get((given.name, None)) or gone.get((given.name, value))
+        entry = old.get(given.name)
         if lost is not None:
             shown = f"{lost.name} {lost.value}" if lost.value else lost.name
-            result.problems.append(f"{shown} is gone (last seen {lost.era}): {lost.remedy}")
-        elif given.name in old:
-            entry = old[given.name]
-            if entry.program is not None and entry.program[1] not in own:
-                result.problems.append(
-                    f"{given} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
-                    "run that, or drop it"
-                )
-                continue
-            now = entry.translate(given, flags)
-            result.flags += now
-            meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
-            result.notices.append(f"{given} is an old flag ({entry.era}), read as {meaning}")
+            found.problems.append(f"{shown} is gone (last seen {lost.era}): {lost.remedy}")
+        elif entry is None:
+            result.append(given)
+        elif entry.program is not None and entry.program[1] not in own:
+            found.problems.append(
+                f"{given} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
+                "run that, or drop it"
+            )
         else:
-            result.flags.append(given)
+            now = entry.translate(given, flags)
+            result += now
+            meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
+            found.notices.append(f"{given} is an old flag ({entry.era}), read as {meaning}")
     return result
 
 
-def explain(name: str, known: Mapping[str, str]) -> tuple[str, str]:
+def explain(name: str, known: Mapping[str, Field]) -> tuple[str, str]:
     """Return a line about an unknown flag, and the known flag that was probably meant, or "".
 
     Args:
         name: The flag as it was given.
-        known: Flags that the program knows, to what they set: themselves if they have no field.
+        known: The fields of the flags that the program knows, by spelling.
     """
     table = other_flags()
     called = table.other_programs.get(name.replace("_", "-"))
     if called is not None:
         first = re.search(r"--[\w-]+", called)
         return f"unknown flag {name}: {called}", first.group() if first else ""
-    refused = {
-        flag.name: flag.reason for flag in table.refused if known.get(flag.name) == flag.name
-    }
+    refused = {flag.name: flag.help for flag in table.refused if known.get(flag.name) is flag}
     taken = [word for word in known if word not in refused]
     meant = nearest(name, [*taken, *(flag.name for flag in table.translated)], refused)
     if meant is None:

@@ -66,6 +66,21 @@ class RunConfig(ModelRun):
 Run = TypeVar("Run", bound=RunOptions)
 
 
+@dataclass
+class Findings:
+    """What is found wrong, or given in vain, while a run is read.
+
+    Attributes:
+        problems: One line for each mistake.
+        notices: One line for each old flag, and for each flag that changes nothing.
+        spoilt: Names of the fields whose values a mistake leaves unknown.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    spoilt: set[str] = field(default_factory=set)
+
+
 def narrow(options: RunOptions, into: type[Run]) -> Run:
     """Return resolved and checked options as the configuration that other code takes.
 

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron.config.fields import fields_of, from_yaml, suggestion
-from megatron.config.run import RunOptions, sections, with_values
+from megatron.config.run import Findings, RunOptions, flatten, sections, with_values
 from megatron.errors import ConfigError
-
-
-@dataclass
-class Content:
-    """What a file says.
-
-    Attributes:
-        values: by "section.field", those that could be read.
-        problems: one line for each that could not.
-        spoilt: field names of the latter.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    spoilt: set[str] = field(default_factory=set)
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,21 +28,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read(path: Path) -> Content:
-    """Return every value and every mistake of a file.
+def read(path: Path, found: Findings) -> dict[str, Any]:
+    """Return the values of a file by "section.field", and add the mistakes in it to `found`.
 
     Raises:
         ConfigError: The file cannot be read, or is not YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        data = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
-    try:
-        data = _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
-    return _read_sections({} if data is None else data, str(path))
+    return _read_sections({} if data is None else data, str(path), found)
 
 
 def dump(config: RunOptions) -> str:
@@ -68,57 +50,61 @@ def dump(config: RunOptions) -> str:
 
 def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
     """Return sections of plain values, suitable for YAML and JSON."""
-    return {
-        name: {
-            entry.name: _plain(getattr(getattr(config, name), entry.name))
-            for entry in fields_of(section)
-        }
-        for name, section in sections().items()
-    }
+    result: dict[str, dict[str, Any]] = {}
+    for path, value in flatten(config).items():
+        section, _, name = path.partition(".")
+        plain = list(value) if isinstance(value, tuple) else value
+        result.setdefault(section, {})[name] = plain
+    return result
 
 
 def from_dict(data: Any, source: str) -> RunOptions:
     """Return the run that `to_dict` converted.
 
+    Args:
+        data: The sections.
+        source: The file that holds them, for messages.
+
     Raises:
-        ConfigError: unknown sections or keys, or values that do not fit; `source` names the file.
+        ConfigError: There are unknown sections or keys, or values that do not fit.
     """
-    content = _read_sections(data, source)
-    if content.problems:
-        raise ConfigError(content.problems)
-    return with_values(RunOptions(), content.values)
+    found = Findings()
+    values = _read_sections(data, source, found)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return with_values(RunOptions(), values)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _read_sections(data: Any, path: str) -> Content:
-    content = Content()
+def _read_sections(data: Any, path: str, found: Findings) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     if not isinstance(data, Mapping):
-        content.problems.append(f"{path}: expected sections such as `model:`, got {data!r}")
-        return content
+        found.problems.append(f"{path}: expected sections such as `model:`, got {data!r}")
+        return values
     known = sections()
     for name, part in data.items():
         if name not in known:
             hint = suggestion(str(name), known) or f": sections are {', '.join(known)}"
-            content.problems.append(f"{path}: unknown section {name}{hint}")
+            found.problems.append(f"{path}: unknown section {name}{hint}")
         elif part is not None and not isinstance(part, Mapping):
-            content.problems.append(f"{path}: {name}: expected `key: value` lines, got {part!r}")
+            found.problems.append(f"{path}: {name}: expected `key: value` lines, got {part!r}")
         else:
-            _read_section(name, part or {}, path, content)
-    return content
+            values |= _read_section(name, part or {}, path, found)
+    return values
 
 
-def _read_section(section: str, part: Mapping[Any, Any], path: str, content: Content) -> None:
+def _read_section(
+    section: str, part: Mapping[Any, Any], path: str, found: Findings
+) -> dict[str, Any]:
     known = {entry.name: entry for entry in fields_of(sections()[section])}
+    values = {}
     for key, value in part.items():
         if key not in known:
             hint = suggestion(str(key), known)
-            content.problems.append(f"{path}: unknown key {section}.{key}{hint}")
+            found.problems.append(f"{path}: unknown key {section}.{key}{hint}")
             continue
         try:
-            content.values[f"{section}.{key}"] = from_yaml(known[key], value)
+            values[f"{section}.{key}"] = from_yaml(known[key], value)
         except ValueError as error:
-            content.problems.append(f"{path}: {section}.{key}: {error}")
-            content.spoilt.add(key)
+            found.problems.append(f"{path}: {section}.{key}: {error}")
+            found.spoilt.add(key)
+    return values

@@ -20,6 +20,7 @@ from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import PanelRow
 from megatron.config import (
     ParsedRun,
+    Program,
     RunConfig,
     parse_config,
     rules_data,
@@ -294,12 +295,14 @@ def parse_generation(
     return parse_config(
         arguments,
         world_size=world_size,
-        program=program,
-        extra=(options,),
-        find_start=saved_run,
-        rules=RULES,
-        reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
-        check_extra=check,
+        program=Program(
+            name=program,
+            extra=(options,),
+            find_start=saved_run,
+            rules=RULES,
+            reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
+            check_extra=check,
+        ),
     )
 
 

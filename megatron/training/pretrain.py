@@ -12,7 +12,7 @@ from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import SaveLock
 from megatron.command import say
 from megatron.config import RunConfig
-from megatron.config.parser import parse_config
+from megatron.config.parser import Program, parse_config
 from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
@@ -65,7 +65,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         parsed = parse_config(
             arguments,
             world_size=launch.world_size,
-            program=recipe.program,
+            program=Program(name=recipe.program),
             architecture=recipe.architecture,
             read_checkpoint=network_of,
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.config.parser import ParsedRun, parse_config
+from megatron.config.parser import ParsedRun, Program, parse_config
 from megatron.errors import ConfigError
 
 BASE = {
@@ -45,7 +45,7 @@ def parse(
     return parse_config(
         command(*words, without=without),
         world_size=world_size,
-        program=f"pretrain_{architecture}.py",
+        program=Program(name=f"pretrain_{architecture}.py"),
         architecture=architecture,
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.parser import parse_config
+from megatron.config.parser import Program, parse_config
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import dump
 from megatron.errors import ConfigError
@@ -172,7 +172,7 @@ def test_the_yaml_file_of_another_script_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"run pretrain_bert\.py"):
         parse_config(words, world_size=1)
     with pytest.raises(ConfigError, match=r"is a bert, and pretrain_t5\.py trains a t5"):
-        parse_config(words, world_size=1, program="pretrain_t5.py", architecture="t5")
+        parse_config(words, world_size=1, program=Program(name="pretrain_t5.py"), architecture="t5")
 
 
 @pytest.mark.parametrize(

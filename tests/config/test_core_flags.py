@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config.fields import Field, fields_of
 from megatron.config.generation import ServerConfig
-from megatron.config.other_flags import OtherFlag, other_flags, read_entry
+from megatron.config.other_flags import other_flags, read_entry
 from megatron.config.run import sections
 from tests.config.command import parse, problems
 from tests.repository import ROOT
@@ -63,10 +63,10 @@ def _differences(name: str, row: dict[str, Any]) -> dict[str, Any]:
     here: dict[str, Any]
     if name in _KNOWN:
         known = _KNOWN[name]
-        here = {"type": known.kind and known.kind.__name__, "many": known.many}
+        here = {"type": None if known.is_switch else known.kind.__name__, "many": known.many}
         default = row.get("default")
         there["default"] = default if not known.many else () if default is None else (default,)
-        here["default"] = known.default
+        here["default"] = known.default or (None if known.is_switch else known.default)
     elif name in _FIELDS:
         field = _FIELDS[name]
         here = {"type": None if field.is_switch else field.kind.__name__, "many": field.many}
@@ -85,23 +85,23 @@ def test_every_flag_of_core_is_known_with_what_it_takes() -> None:
     assert {name: what for name, what in found.items() if what} == {}
 
 
-def _given(flag: OtherFlag, value: Any) -> list[str]:
-    if flag.kind is None:
+def _given(flag: Field, value: Any) -> list[str]:
+    if flag.is_switch:
         return [flag.name]
     values = value if isinstance(value, tuple) else (value,)
     return [flag.name, *map(str, values)]
 
 
-def _other_value(flag: OtherFlag) -> Any:
+def _other_value(flag: Field) -> Any:
     """One that asks for something."""
-    if flag.choices:
-        return next(choice for choice in flag.choices if choice != flag.default)
+    if flag.info.choices:
+        return next(choice for choice in flag.info.choices if choice != flag.default)
     if flag.kind is bool:
         return True
-    return {int: 98765, float: 0.98765, str: "other"}.get(flag.kind or str)
+    return {int: 98765, float: 0.98765, str: "other"}.get(flag.kind)
 
 
-def _asking(flags: tuple[OtherFlag, ...]) -> list[OtherFlag]:
+def _asking(flags: tuple[Field, ...]) -> list[Field]:
     """Those that ask for something when they are given: not `--no-x` of what is off anyway."""
     return [flag for flag in flags if flag.default is not True]
 
@@ -111,7 +111,7 @@ def test_all_refused_flags_at_once_are_answered_by_name_in_one_message() -> None
     lines = problems(*(word for flag in flags for word in _given(flag, _other_value(flag))))
     assert len(lines) == len(flags) > 600
     for flag, line in zip(flags, lines, strict=True):
-        assert line.startswith(f"{' '.join(_given(flag, _other_value(flag)))}: {flag.reason}")
+        assert line.startswith(f"{' '.join(_given(flag, _other_value(flag)))}: {flag.help}")
 
 
 def test_all_honoured_flags_at_once_get_a_note_each() -> None:
@@ -120,17 +120,17 @@ def test_all_honoured_flags_at_once_get_a_note_each() -> None:
     assert len(notices) == len(HONOURED)
     for flag, line in zip(HONOURED, notices, strict=True):
         assert line.startswith(flag.name)
-        assert line.endswith(f": {flag.reason}")
+        assert line.endswith(f": {flag.help}")
 
 
 def test_known_flags_at_their_defaults_ask_for_nothing() -> None:
-    flags = [flag for flag in _KNOWN.values() if flag.default not in (None, ())]
+    flags = [flag for flag in _KNOWN.values() if flag.default not in (None, (), False)]
     assert len(flags) > 200
     assert parse(*(word for flag in flags for word in _given(flag, flag.default))).notices == ()
 
 
 def test_what_a_remedy_names_is_there() -> None:
-    reasons = {flag.reason for flag in _KNOWN.values()} | set(OTHER_NAMES.values())
+    reasons = {flag.help for flag in _KNOWN.values()} | set(OTHER_NAMES.values())
     named = {name for reason in reasons for name in re.findall(r"--[\w-]+", reason)}
     of_others = {"--help", "--config", "--max-restarts"}
     assert named - set(_FIELDS) - of_others == set()
@@ -210,13 +210,19 @@ def test_names_of_other_programs_are_translated() -> None:
 def test_a_family_is_read_as_its_entries_say() -> None:
     table = "--a --[no-]b --c:int --d=0.5 --e=x|y --f:str=1 --g:int... --h=2... --i=-1"
     read = [
-        (flag.name, flag.kind, flag.default, flag.choices, flag.many)
+        (
+            flag.name,
+            None if flag.is_switch else flag.kind,
+            flag.default,
+            flag.info.choices,
+            flag.many,
+        )
         for entry in table.split()
         for flag in read_entry(entry, "why")
     ]
     assert read == [
-        ("--a", None, None, None, False),
-        ("--b", None, None, None, False),
+        ("--a", None, False, None, False),
+        ("--b", None, False, None, False),
         ("--no-b", None, True, None, False),
         ("--c", int, None, None, False),
         ("--d", float, 0.5, None, False),

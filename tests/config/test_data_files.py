@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.config.parser import parse_config
+from megatron.config.parser import Program, parse_config
 from megatron.config.yaml_file import dump
 from megatron.inference.load import SAVED_MODEL_READS
 from tests.config.command import command, parse, problems
@@ -216,11 +216,7 @@ def test_flags_win_over_the_yaml_file_and_it_keeps_the_words(folder: Path) -> No
 
 def test_a_program_that_reads_no_corpus_reads_no_file() -> None:
     sizes = {"training.micro_batch_size", "data.seq_length"}
-    parsed = parse_config(
-        command("--data-args-path nowhere"),
-        world_size=1,
-        rules=(),
-        reads=lambda given: SAVED_MODEL_READS | sizes,
-    )
+    program = Program(rules=(), reads=lambda given: SAVED_MODEL_READS | sizes)
+    parsed = parse_config(command("--data-args-path nowhere"), world_size=1, program=program)
     assert "--data-args-path" in parsed.notices[0]
     assert parsed.config.data.data_args_path is None

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config.checks import find_notices
 from megatron.config.fields import Field, fields_of
-from megatron.config.parser import parse_config
+from megatron.config.parser import Program, parse_config
 from megatron.config.run import RunOptions, sections, with_values
 from tests.config.command import command, parse
 
@@ -82,7 +82,7 @@ def test_files_that_the_tokenizer_does_not_read() -> None:
 
 def test_what_a_checkpoint_brings_along_was_not_given() -> None:
     inherited = with_values(RunOptions(), {"precision.hysteresis": 5})
-    run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
+    run = parse_config(command(), world_size=1, program=Program(find_start=lambda _: inherited))
     assert run.notices == ()
 
 
@@ -103,5 +103,5 @@ def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
 
 def test_a_flag_with_nothing_to_do_is_noted_where_it_was_given_alone() -> None:
     inherited = with_values(RunOptions(), {"parallel.use_cpu_initialization": True})
-    run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
+    run = parse_config(command(), world_size=1, program=Program(find_start=lambda _: inherited))
     assert run.notices == ()

@@ -204,10 +204,10 @@ def test_every_flag_is_known_with_its_type_and_default(flag: dict[str, Any]) -> 
         assert (field.default == default) != (name in _DEVIATIONS)
         return
     known = _KNOWN[name]
-    assert (known.kind is None) == (flag["nargs"] == 0)
+    assert known.is_switch == (flag["nargs"] == 0)
     assert known.many == (flag["nargs"] not in (None, 0))
-    assert choices <= set(known.choices or ())
-    if known.kind is not None:
+    assert choices <= set(known.info.choices or ())
+    if not known.is_switch:
         assert known.kind.__name__ == (flag["type"] or "str")
         unset = {(False, None), ((), None)}
         assert known.default == default or (known.default, default) in unset

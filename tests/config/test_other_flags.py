@@ -47,7 +47,7 @@ def test_every_entry_is_well_formed() -> None:
             for entry in family["flags"]:
                 for flag in read_entry(entry, family["reason"]):
                     assert re.fullmatch(r"--\w[\w-]*", flag.name)
-                    assert flag.choices is None or flag.default in flag.choices
+                    assert flag.info.choices is None or flag.default in flag.info.choices
     for old in other_flags().translated:
         assert re.fullmatch(r"--\w[\w-]*", old.name)
         assert all(text == "*" or text.startswith("--") for text, _ in old.becomes)

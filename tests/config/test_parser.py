@@ -7,14 +7,14 @@ import dataclasses
 import re
 import subprocess
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from megatron.config.arguments import add_flags, from_namespace, title_of
+from megatron.config.arguments import add_flags, from_given, title_of
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
-from megatron.config.parser import asks_for_mpi, parse_config
+from megatron.config.parser import Program, asks_for_mpi, parse_config
 from megatron.config.run import RunOptions, sections
 from megatron.errors import CheckpointError, ConfigError
 from tests.config.command import BASE, command, parse, problems
@@ -113,7 +113,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        parse_config(["--help-all"], world_size=1, program="pretrain_gpt.py")
+        parse_config(["--help-all"], world_size=1)
     text = capsys.readouterr().out
     words = " ".join(text.split())
     assert left.value.code == 0
@@ -133,7 +133,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
 
 def test_help_shows_the_flags_that_are_used_most(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse_config(["--help"], world_size=1, program="pretrain_gpt.py", extra=[_TaskConfig])
+        parse_config(["--help"], world_size=1, program=Program(extra=[_TaskConfig]))
     text = capsys.readouterr().out
     assert left.value.code == 0
     assert len(text.splitlines()) < 80
@@ -146,8 +146,9 @@ def test_help_shows_the_flags_that_are_used_most(capsys: pytest.CaptureFixture[s
 
 
 def test_help_of_a_program_with_a_trained_model(capsys: pytest.CaptureFixture[str]) -> None:
+    program = Program(find_start=lambda given: RunOptions())
     with pytest.raises(SystemExit):
-        parse_config(["-h"], world_size=1, find_start=lambda given: RunOptions())
+        parse_config(["-h"], world_size=1, program=program)
     text = capsys.readouterr().out
     assert "--load" in text
     assert "required" not in text
@@ -182,7 +183,7 @@ def test_flags_of_one_section_for_a_tool() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, TokenizerConfig)
     given = parser.parse_args(["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json"])
-    assert from_namespace(TokenizerConfig, given) == TokenizerConfig(
+    assert from_given(TokenizerConfig, vars(given)) == TokenizerConfig(
         tokenizer_type="GPT2BPETokenizer", vocab_file="v.json"
     )
 
@@ -209,7 +210,9 @@ class _TaskConfig:
 
 
 def test_a_program_may_add_flags() -> None:
-    parsed = parse_config(command("--task", "lambada"), world_size=1, extra=[_TaskConfig])
+    parsed = parse_config(
+        command("--task", "lambada"), world_size=1, program=Program(extra=[_TaskConfig])
+    )
     assert parsed.extra == (_TaskConfig(task="lambada"),)
 
 
@@ -284,9 +287,13 @@ def test_a_misspelt_flag_is_told_beside_a_checkpoint_that_is_missing(asked: str)
     def refuse(*_: object) -> NoReturn:
         raise CheckpointError("--load nowhere: there is no checkpoint")
 
+    options: dict[str, Any] = {
+        "find_start": {"program": Program(find_start=refuse)},
+        "read_checkpoint": {"read_checkpoint": refuse},
+    }[asked]
     words = command("--load nowhere --use-checkpoint-args --sead 5")
     with pytest.raises(ConfigError) as caught:
-        parse_config(words, world_size=1, **{asked: refuse})
+        parse_config(words, world_size=1, **options)
     assert caught.value.problems == [
         "unknown flag --sead: did you mean --seed?",
         "--load nowhere: there is no checkpoint",
@@ -294,7 +301,7 @@ def test_a_misspelt_flag_is_told_beside_a_checkpoint_that_is_missing(asked: str)
     words.remove("--sead")
     words.remove("5")
     with pytest.raises(CheckpointError):
-        parse_config(words, world_size=1, **{asked: refuse})
+        parse_config(words, world_size=1, **options)
 
 
 def test_the_caller_gets_every_problem_in_a_list() -> None:

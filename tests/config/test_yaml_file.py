@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.run import RunConfig, RunOptions, flatten, narrow, with_values
+from megatron.config.run import Findings, RunConfig, RunOptions, flatten, narrow, with_values
 from megatron.config.yaml_file import dump, read
 from megatron.errors import ConfigError
 from tests.config.command import BASE, parse, problems
@@ -19,10 +19,11 @@ def _write(folder: Path, text: str) -> str:
 
 
 def load(path: Path) -> RunOptions:
-    content = read(path)
-    if content.problems:
-        raise ConfigError(content.problems)
-    return with_values(RunOptions(), content.values)
+    found = Findings()
+    values = read(path, found)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return with_values(RunOptions(), values)
 
 
 def test_a_resolved_run_comes_back_identical(tmp_path: Path) -> None:

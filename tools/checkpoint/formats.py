@@ -27,7 +27,7 @@ from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
 from megatron.checkpoint.loading import nothing_at, open_checkpoint
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
-from megatron.config.arguments import from_namespace
+from megatron.config.arguments import from_given
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import divisors
 from megatron.config.model import ModelConfig
@@ -199,7 +199,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
         extra["huggingface"] = source.reader.meta["huggingface"]
     if "legacy_args" in source.reader.meta:  # needed to convert back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
-    if from_namespace(TokenizerConfig, options) == TokenizerConfig():
+    if from_given(TokenizerConfig, vars(options)) == TokenizerConfig():
         extra["tokenizer"] = source.reader.meta.get("tokenizer")
     return convert_to_native(
         PaddedReader(source.reader, rows=rows, entries=held),
@@ -215,7 +215,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check | No
     """Write files for Megatron-LM 23.08, split as the flags ask or as the source was split."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
-    given = from_namespace(TokenizerConfig, options)
+    given = from_given(TokenizerConfig, vars(options))
     if given == TokenizerConfig():
         entries = _entries_if_there(config.tokenizer)
     elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
@@ -367,7 +367,7 @@ def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerCo
     Raises:
         ConfigError: The tokenizer cannot be built from the given files.
     """
-    given = from_namespace(TokenizerConfig, options)
+    given = from_given(TokenizerConfig, vars(options))
     if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
         args = source.reader.meta.get("legacy_args")
         own = args or vars(source.config.tokenizer)
