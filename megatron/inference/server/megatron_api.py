@@ -7,6 +7,8 @@ a string, and the length penalty has bounds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +18,14 @@ from typing_extensions import TypedDict  # pydantic requires this one before Pyt
 
 from megatron.inference.request import MOST_LENGTH_PENALTY, Beam, Sampling
 from megatron.inference.server.endpoint import ApiError
-from megatron.inference.server.service import Service, TextAnswer, TextRequest, spell_prompt
+from megatron.inference.server.service import (
+    Answers,
+    Service,
+    TextAnswer,
+    TextPiece,
+    TextRequest,
+    spell_prompt,
+)
 from megatron.inference.server.settings import MAX_PROMPTS
 from megatron.tokenizer import Tokenizer
 
@@ -79,8 +88,8 @@ class MegatronAnswer(TypedDict, total=False):
     scores: list[float]
 
 
-# Returns whether a rule holds for a field's value, given the values of all earlier fields.
-Holds = Callable[[Any, Mapping[str, Any]], bool]
+# Returns whether a rule holds for a field's value, given the whole request.
+Holds = Callable[[Any, MegatronRequest], bool]
 
 
 def _is(kind: type) -> Holds:
@@ -88,90 +97,72 @@ def _is(kind: type) -> Holds:
     return lambda value, _: type(value) is kind
 
 
-# Each field's rules with Megatron's messages, in the order in which Megatron checks them.
-_RULES: dict[str, tuple[tuple[Holds, str], ...]] = {
-    "prompts": (
-        (
-            lambda v, _: isinstance(v, list) and all(isinstance(prompt, str) for prompt in v),
-            "prompts is not a list of strings",
-        ),
-        (lambda v, _: len(v) > 0, "prompts is empty"),
-        (lambda v, _: len(v) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}"),
-    ),
-    "tokens_to_generate": (
-        (_is(int), "tokens_to_generate must be an integer greater than 0"),
-        (lambda v, _: v >= 0, "tokens_to_generate must be an integer greater than or equal to 0"),
-    ),
-    "temperature": (
-        (
-            lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
-            "temperature must be a positive number less than or equal to 100.0",
-        ),
-    ),
-    "top_k": (
-        (
-            _is(int),
-            "top_k must be an integer equal to or greater than 0 and less than or equal to 1000",
-        ),
-        (
-            lambda v, _: 0 <= v <= _MAX_TOP_K,
-            "top_k must be equal to or greater than 0 and less than or equal to 1000",
-        ),
-    ),
-    "top_p": (
-        (_is(float), "top_p must be a positive float less than or equal to 1.0"),
-        (
-            lambda v, seen: not (v > 0 and seen["top_k"] > 0),
-            "cannot set both top-k and top-p samplings.",
-        ),
-        (lambda v, _: 0 <= v <= 1, "top_p must be less than or equal to 1.0"),
-    ),
-    "top_p_decay": (
-        (_is(float), "top_p_decay must be a positive float less than or equal to 1.0"),
-        (lambda _, seen: seen["top_p"] != 0, "top_p_decay cannot be set without top_p"),
-        (lambda v, _: 0 <= v <= 1, "top_p_decay must be less than or equal to 1.0"),
-    ),
-    "top_p_bound": (
-        (_is(float), "top_p_bound must be a positive float less than or equal to top_p"),
-        (lambda _, seen: seen["top_p"] != 0, "top_p_bound cannot be set without top_p"),
-        (
-            lambda v, seen: 0 < v <= seen["top_p"],
-            "top_p_bound must be greater than 0 and less than top_p",
-        ),
-    ),
-    "random_seed": (
-        (_is(int), "random_seed must be integer"),
-        (lambda v, _: v >= 0, "random_seed must be a positive integer"),
-    ),
-    "beam_width": (
-        (_is(int), "beam_width must be integer"),
-        (lambda v, _: v >= 1, "beam_width must be an integer > 1"),
-        (
-            lambda _, seen: len(seen["prompts"]) == 1,
-            "When doing beam_search, batch size must be 1",
-        ),
-    ),
-    "stop_token": ((_is(int), "stop_token must be an integer"),),
-    "length_penalty": (
-        (_is(float), "length_penalty must be a float"),
-        (
-            lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
-            f"length_penalty must be a float from {-MOST_LENGTH_PENALTY:g} to "
-            f"{MOST_LENGTH_PENALTY:g}",
-        ),
-    ),
-}
-# Rules that are also checked for defaults, after a field's own rules.
-_RULES_OF_DEFAULTS: dict[str, tuple[Holds, str]] = {
-    "logprobs": (
-        lambda v, seen: v or seen["tokens_to_generate"] > 0,
+def _are_texts(value: Any, _: MegatronRequest) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+# (field, rule, Megatron's message), in the order in which Megatron checks them. {} is the field.
+_RULES: tuple[tuple[str, Holds, str], ...] = (
+    ("prompts", _are_texts, "{} is not a list of strings"),
+    ("prompts", lambda v, _: len(v) > 0, "{} is empty"),
+    ("prompts", lambda v, _: len(v) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}"),
+    ("tokens_to_generate", _is(int), "{} must be an integer greater than 0"),
+    ("tokens_to_generate", lambda v, _: v >= 0, "{} must be an integer greater than or equal to 0"),
+    ("logprobs", _is(bool), "{} must be a boolean value"),
+    (
+        "logprobs",
+        lambda v, r: v or r.tokens_to_generate > 0,
         "tokens_to_generate=0 implies logprobs should be True",
     ),
-    "add_BOS": (
-        lambda v, seen: v or all(seen["prompts"]),
-        "Empty prompts require add_BOS=true",
+    (
+        "temperature",
+        lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
+        "{} must be a positive number less than or equal to 100.0",
     ),
-}
+    (
+        "top_k",
+        _is(int),
+        "{} must be an integer equal to or greater than 0 and less than or equal to 1000",
+    ),
+    (
+        "top_k",
+        lambda v, _: 0 <= v <= _MAX_TOP_K,
+        "{} must be equal to or greater than 0 and less than or equal to 1000",
+    ),
+    ("top_p", _is(float), "{} must be a positive float less than or equal to 1.0"),
+    ("top_p", lambda v, r: v <= 0 or r.top_k <= 0, "cannot set both top-k and top-p samplings."),
+    ("top_p", lambda v, _: 0 <= v <= 1, "{} must be less than or equal to 1.0"),
+    ("top_p_decay", _is(float), "{} must be a positive float less than or equal to 1.0"),
+    ("top_p_decay", lambda _, r: r.top_p != 0, "{} cannot be set without top_p"),
+    ("top_p_decay", lambda v, _: 0 <= v <= 1, "{} must be less than or equal to 1.0"),
+    ("top_p_bound", _is(float), "{} must be a positive float less than or equal to top_p"),
+    ("top_p_bound", lambda _, r: r.top_p != 0, "{} cannot be set without top_p"),
+    ("top_p_bound", lambda v, r: 0 < v <= r.top_p, "{} must be greater than 0 and less than top_p"),
+    ("add_BOS", _is(bool), "{} must be a boolean value"),
+    ("add_BOS", lambda v, r: v or all(r.prompts), "Empty prompts require add_BOS=true"),
+    ("stop_on_double_eol", _is(bool), "{} must be a boolean value"),
+    ("stop_on_eol", _is(bool), "{} must be a boolean value"),
+    ("prevent_newline_after_colon", _is(bool), "{} must be a boolean value"),
+    ("random_seed", _is(int), "{} must be integer"),
+    ("random_seed", lambda v, _: v >= 0, "{} must be a positive integer"),
+    ("no_log", _is(bool), "{} must be a boolean value"),
+    ("beam_width", _is(int), "{} must be integer"),
+    ("beam_width", lambda v, _: v >= 1, "{} must be an integer > 1"),
+    (
+        "beam_width",
+        lambda _, r: len(r.prompts) == 1,
+        "When doing beam_search, batch size must be 1",
+    ),
+    ("stop_token", _is(int), "{} must be an integer"),
+    ("length_penalty", _is(float), "{} must be a float"),
+    (
+        "length_penalty",
+        lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
+        f"{{}} must be a float from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
+    ),
+)
+# Fields whose rules are checked for the default, too.
+_CHECKED_DEFAULTS = ("logprobs", "add_BOS")
 
 # (name, whether it must be present, message), checked before anything else.
 _NAMES = (
@@ -181,30 +172,23 @@ _NAMES = (
 )
 
 
-def read_contract(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every field's value, ignoring fields that Megatron does not know, as it does.
+def read_contract(body: Mapping[str, Any]) -> MegatronRequest:
+    """Return the request in a body, ignoring fields that Megatron does not know, as it does.
 
     Raises:
         ApiError: A rule does not hold. The message is that of the first such rule.
     """
     for name, is_required, message in _NAMES:
         if (name in body) != is_required:
-            raise ApiError(400, message, field=name)
-    values = {name: field.default for name, field in MegatronRequest.model_fields.items()}
-    values |= {name: body[name] for name in values if name in body}
-    for name, field in MegatronRequest.model_fields.items():
-        rules: tuple[tuple[Holds, str], ...] = ()
-        if name in body:
-            is_switch = field.annotation is bool
-            switch = (_is(bool), f"{name} must be a boolean value")
-            rules = (switch,) if is_switch else _RULES[name]
-        if name in _RULES_OF_DEFAULTS:
-            rules = (*rules, _RULES_OF_DEFAULTS[name])
-        for holds, message in rules:
-            if not holds(values[name], values):
-                # Megatron always answers mistakes in the prompts with 400.
-                raise ApiError(400, message, field=name, always=name == "prompts")
-    return values
+            raise ApiError(400, message, name)
+    given = {name: body[name] for name in MegatronRequest.model_fields if name in body}
+    request = MegatronRequest.model_construct(**given)
+    for name, holds, message in _RULES:
+        is_checked = name in given or name in _CHECKED_DEFAULTS
+        if is_checked and not holds(getattr(request, name), request):
+            # Megatron always answers mistakes in the prompts with 400.
+            raise ApiError(400, message.format(name), name, always=name == "prompts")
+    return request
 
 
 class MegatronApi:
@@ -227,30 +211,40 @@ class MegatronApi:
         Raises:
             ApiError: The request has a mistake. The message is Megatron's.
         """
-        service = self._service
-        values = read_contract(body)
-        # The command line and the tokenizer have defaults of their own.
-        defaults = service.settings.defaults
-        values["top_k"], values["top_p"] = defaults.choose(body.get("top_k"), body.get("top_p"))
-        values["temperature"] = body.get("temperature", defaults.temperature)
-        if not values["no_log"]:
+        service, request = self._service, read_contract(body)
+        if not request.no_log:
             logger.info("/api %.2000s", dict(body))
-        start = service.begun(()) if values["add_BOS"] else ()
+        start = service.begun(()) if request.add_BOS else ()
         # A tokenizer may give no tokens for a text, which then counts as empty.
-        prompts = [service.begun(start + await service.tokenize(t)) for t in values["prompts"]]
-        self._check_length(prompts, values)
-        banned: tuple[tuple[int, int], ...] = ()
-        if values["prevent_newline_after_colon"]:
-            banned = tuple((colon, line) for colon in self._colon for line in self._newline)
-        if values["beam_width"] is None:
-            answer = await self._sample(prompts, values, banned)
+        prompts = [service.begun(start + await service.tokenize(t)) for t in request.prompts]
+        self._check_length(prompts, request)
+        if request.beam_width is None:
+            samplings = [self._sampling(request, number) for number in range(len(prompts))]
         else:
-            ends = {body["stop_token"]} if "stop_token" in body else service.ends
-            answer = await self._beam_search(prompts[0], values, banned, ends)
-        return dict(answer)
+            samplings = [self._beam_search(request)]
+        requests = [TextRequest(*each) for each in zip(prompts, samplings, strict=True)]
+        with contextlib.closing(Answers(service, requests)) as answers:
+            pieces = await answers.whole()
+        if request.beam_width is None:
+            found = [tuple(token.id for token in piece.tokens) for piece in pieces]
+            rows = zip(answers.each, pieces, strict=True)
+            logprobs = [_logprobs(*row) for row in rows] if request.logprobs else None
+            scores: dict[str, Any] = {"logprobs": logprobs}
+        else:
+            beams = _beams(answers.each[0], pieces[0])
+            found = [beam.tokens for beam in beams]
+            prompts *= len(beams)
+            scores = {"scores": [beam.score for beam in beams]}
+        texts, segments = [], []
+        for prompt, tokens in zip(prompts, found, strict=True):
+            ids = (*prompt, *tokens)
+            spelled = await asyncio.to_thread(spell_prompt, service.tokenizer, ids)
+            texts.append(service.tokenizer.detokenize(ids))
+            segments.append([token.text for token in spelled])
+        return {"text": texts, "segments": segments, **scores}
 
-    def _check_length(self, prompts: Sequence[Sequence[int]], values: Mapping[str, Any]) -> None:
-        new_tokens, width = values["tokens_to_generate"], values["beam_width"]
+    def _check_length(self, prompts: Sequence[Sequence[int]], request: MegatronRequest) -> None:
+        new_tokens, width = request.tokens_to_generate, request.beam_width
         if max(len(prompt) for prompt in prompts) + new_tokens > self._service.max_length:
             message = _TOO_LONG if width is None else _TOO_LONG_BEAM
             raise ApiError(422, message, always=False)
@@ -264,86 +258,69 @@ class MegatronApi:
             )
         self._service.check_total(prompts, new_tokens, copies=width or 1)
 
-    async def _sample(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        values: Mapping[str, Any],
-        banned: tuple[tuple[int, int], ...],
-    ) -> MegatronAnswer:
-        eol, double_eol = values["stop_on_eol"], values["stop_on_double_eol"]
+    def _banned(self, request: MegatronRequest) -> tuple[tuple[int, int], ...]:
+        is_banned = request.prevent_newline_after_colon
+        return tuple(itertools.product(self._colon, self._newline)) if is_banned else ()
+
+    def _sampling(self, request: MegatronRequest, number: int) -> Sampling:
+        """Return the settings for the prompt with this number."""
+        given, defaults = request.model_fields_set, self._service.settings.defaults
+        eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
         ends = set(self._service.ends)
         ends |= self._double_newline if eol or double_eol else set()
         ends |= self._newline if eol else set()
         pair = tuple(self._newline) * 2
+        # The command line has defaults of its own.
+        top_k, top_p = defaults.choose(
+            request.top_k if "top_k" in given else None, request.top_p if "top_p" in given else None
+        )
+        is_set = "temperature" in given
+        return Sampling(
+            max_new_tokens=request.tokens_to_generate,
+            temperature=float(request.temperature if is_set else defaults.temperature),
+            top_k=top_k,
+            top_p=top_p,
+            top_p_decay=request.top_p_decay,
+            top_p_bound=request.top_p_bound,
+            seed=self._service.seed_of(request.random_seed, number),
+            stop_tokens=tuple(sorted(ends)),
+            stop_sequences=(pair,) if double_eol and pair else (),
+            banned_pairs=self._banned(request),
+            logprobs=request.logprobs,
+            prompt_logprobs=request.logprobs,
+        )
 
-        def sampling(number: int) -> Sampling:
-            return Sampling(
-                max_new_tokens=values["tokens_to_generate"],
-                temperature=float(values["temperature"]),
-                top_k=values["top_k"],
-                top_p=values["top_p"],
-                top_p_decay=values["top_p_decay"],
-                top_p_bound=values["top_p_bound"],
-                seed=self._service.seed_of(values["random_seed"], number),
-                stop_tokens=tuple(sorted(ends)),
-                stop_sequences=(pair,) if double_eol and pair else (),
-                banned_pairs=banned,
-                logprobs=values["logprobs"],
-                prompt_logprobs=values["logprobs"],
-            )
-
-        requests = [TextRequest(prompt, sampling(number)) for number, prompt in enumerate(prompts)]
-        answers, stack = self._service.start(requests, silent=frozenset())
-        with stack:
-            rows = await asyncio.gather(*(self._row(answer) for answer in answers))
-        texts, segments, logprobs = zip(*rows, strict=True)
-        scores = list(logprobs) if values["logprobs"] else None
-        return {"text": list(texts), "segments": list(segments), "logprobs": scores}
-
-    async def _row(self, answer: TextAnswer) -> tuple[str, list[str], list[float]]:
-        """Return the text, segments and log probabilities of one prompt with its answer."""
-        tokens = [token async for piece in answer.pieces() for token in piece.tokens]
-        ids = [*answer.prompt_ids, *(token.id for token in tokens)]
-        text, segments = await asyncio.to_thread(_spell, self._service.tokenizer, ids)
-        scored = [token.logprob for token in tokens if token.logprob is not None]
-        return text, segments, [*(answer.prompt.logprobs if answer.prompt else ()), *scored]
-
-    async def _beam_search(
-        self,
-        prompt: tuple[int, ...],
-        values: Mapping[str, Any],
-        banned: tuple[tuple[int, int], ...],
-        ends: frozenset[int] | set[int],
-    ) -> MegatronAnswer:
+    def _beam_search(self, request: MegatronRequest) -> Sampling:
+        is_set = "stop_token" in request.model_fields_set
+        ends = {request.stop_token} if is_set else self._service.ends
         vocabulary = range(self._service.settings.engine.vocab_size)
-        sampling = Sampling(
-            max_new_tokens=values["tokens_to_generate"],
+        assert request.beam_width is not None
+        return Sampling(
+            max_new_tokens=request.tokens_to_generate,
             top_k=1,
             stop_tokens=tuple(token for token in ends if token in vocabulary),
-            banned_pairs=banned,
-            beam_width=values["beam_width"],
-            length_penalty=values["length_penalty"],
+            banned_pairs=self._banned(request),
+            beam_width=request.beam_width,
+            length_penalty=request.length_penalty,
             logprobs=True,
         )
-        requests = [TextRequest(prompt, sampling)]
-        (answer,), stack = self._service.start(requests, silent=frozenset())
-        with stack:
-            tokens = [token async for piece in answer.pieces() for token in piece.tokens]
-        assert answer.finished is not None
-        beams = answer.finished.beams
-        if not beams:  # a search of width 1 is greedy decoding, scored here as the engine would
-            logprobs = tuple(token.logprob or 0.0 for token in tokens)
-            score = sum(logprobs) / max(1, len(logprobs)) ** sampling.length_penalty
-            beams = (Beam(tuple(token.id for token in tokens), score, logprobs),)
-        spelled = [
-            await asyncio.to_thread(_spell, self._service.tokenizer, [*prompt, *beam.tokens])
-            for beam in beams
-        ]
-        return {
-            "text": [text for text, _ in spelled],
-            "segments": [segments for _, segments in spelled],
-            "scores": [beam.score for beam in beams],
-        }
+
+
+def _logprobs(answer: TextAnswer, piece: TextPiece) -> list[float]:
+    """Return the log probabilities of a prompt and its answer, beginning with the second token."""
+    prompt = answer.prompt.logprobs if answer.prompt else ()
+    return [*prompt, *(token.logprob for token in piece.tokens if token.logprob is not None)]
+
+
+def _beams(answer: TextAnswer, piece: TextPiece) -> Sequence[Beam]:
+    """Return the answers of a beam search, best first."""
+    assert answer.finished is not None
+    if answer.finished.beams:
+        return answer.finished.beams
+    # A search of width 1 is greedy decoding, scored here as the engine would.
+    logprobs = tuple(token.logprob or 0.0 for token in piece.tokens)
+    score = sum(logprobs) / max(1, len(logprobs)) ** answer.request.sampling.length_penalty
+    return [Beam(tuple(token.id for token in piece.tokens), score, logprobs)]
 
 
 def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
@@ -353,7 +330,3 @@ def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
     """
     ids = tokenizer.tokenize_open(text)
     return frozenset(token for token in ids[-1:] if tokenizer.detokenize([token]) == text)
-
-
-def _spell(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[str]]:
-    return tokenizer.detokenize(ids), [token.text for token in spell_prompt(tokenizer, ids)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -17,16 +16,15 @@ from megatron.inference.server.schema import (
     ChatRequest,
     CompletionRequest,
     Message,
-    OpenAiRequest,
     read_request,
 )
 from megatron.inference.server.service import (
+    Answers,
     Service,
     Spelled,
     TextAnswer,
     TextPiece,
     TextRequest,
-    spell_prompt,
 )
 from megatron.inference.server.settings import MAX_PROMPTS
 
@@ -41,22 +39,20 @@ class ResponseForm:
         prefix: Prefix of the answers' ids.
         whole: Value of `object` in a whole answer.
         part: Value of `object` in a chunk of a streamed answer.
-        choice: Function that returns a whole answer without its index. It takes the piece, and
-            whether to report log probabilities.
-        delta: Function that returns a chunk of a streamed answer. It takes the same arguments.
+        choice: Function that returns a choice without its index. It takes the text, whether to
+            report log probabilities, and whether the text is a part of a streamed answer.
         first: Chunk with which a stream begins, before any text.
     """
 
     prefix: str
     whole: str
     part: str
-    choice: Callable[[TextPiece, bool], Choice]
-    delta: Callable[[TextPiece, bool], Choice]
+    choice: Callable[[TextPiece, bool, bool], Choice]
     first: Choice | None = None
 
 
-def _completion(piece: TextPiece, logprobs: bool) -> Choice:
-    """Return the text, and its tokens in four lists."""
+def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
+    """Return the text, and its tokens in four lists. Whole texts and parts have the same form."""
     if not logprobs:
         return {"text": piece.text, "logprobs": None}
     lists = {
@@ -68,16 +64,12 @@ def _completion(piece: TextPiece, logprobs: bool) -> Choice:
     return {"text": piece.text, "logprobs": lists}
 
 
-def _message(piece: TextPiece, logprobs: bool) -> Choice:
-    """Return a message, and the list of its tokens."""
-    message = {"role": "assistant", "content": piece.text, "refusal": None}
-    return {"message": message, "logprobs": _token_objects(piece.tokens) if logprobs else None}
-
-
-def _message_delta(piece: TextPiece, logprobs: bool) -> Choice:
-    """Return the next part of a message, and the list of its tokens."""
-    delta = {"content": piece.text} if piece.text else {}
-    return {"delta": delta, "logprobs": _token_objects(piece.tokens) if logprobs else None}
+def _message(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
+    """Return a message or its next part, and the list of its tokens."""
+    scored = {"logprobs": _token_objects(piece.tokens) if logprobs else None}
+    if is_part:
+        return {"delta": {"content": piece.text} if piece.text else {}, **scored}
+    return {"message": {"role": "assistant", "content": piece.text, "refusal": None}, **scored}
 
 
 def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
@@ -93,15 +85,12 @@ def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-_COMPLETION = ResponseForm(
-    "cmpl-", "text_completion", "text_completion", choice=_completion, delta=_completion
-)
+_COMPLETION = ResponseForm("cmpl-", "text_completion", "text_completion", _completion)
 _CHAT = ResponseForm(
     "chatcmpl-",
     "chat.completion",
     "chat.completion.chunk",
-    choice=_message,
-    delta=_message_delta,
+    _message,
     first={"delta": {"role": "assistant", "content": ""}, "logprobs": None},
 )
 
@@ -225,7 +214,10 @@ class OpenAiApi:
         return ids
 
     def _make_requests(
-        self, request: OpenAiRequest, prompts: Sequence[tuple[int, ...]], new_tokens: int
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: Sequence[tuple[int, ...]],
+        new_tokens: int,
     ) -> list[TextRequest]:
         """Return n sequences for each prompt, in the order of OpenAI's `choices`.
 
@@ -255,6 +247,7 @@ class OpenAiApi:
         if request.top_p == 0:  # for OpenAI 0 is the smallest possible set; our 0 is no limit
             top_k = 1
         temperature = request.temperature
+        echo = isinstance(request, CompletionRequest) and request.echo
         sampling = Sampling(
             max_new_tokens=new_tokens,
             temperature=defaults.temperature if temperature is None else temperature,
@@ -264,64 +257,56 @@ class OpenAiApi:
             stop_tokens=tuple(sorted(service.ends)),
             logprobs=request.tops is not None,
             top_logprobs=request.tops or 0,
-            prompt_logprobs=request.echoes and request.tops is not None,
+            prompt_logprobs=echo and request.tops is not None,
         )
+        seeds = [service.seed_of(request.seed, copy) for copy in range(copies)]
         return [
-            TextRequest(
-                prompt, replace(sampling, seed=service.seed_of(request.seed, copy)), request.stops
-            )
+            TextRequest(prompt, replace(sampling, seed=seed), request.stops, echo)
             for prompt in prompts
-            for copy in range(copies)
+            for seed in seeds
         ]
 
     async def _answer(
         self,
-        request: OpenAiRequest,
+        request: CompletionRequest | ChatRequest,
         form: ResponseForm,
         prompts: Sequence[tuple[int, ...]],
         new_tokens: int,
     ) -> dict[str, Any] | Events:
-        started = time.perf_counter()
         requests = self._make_requests(request, prompts, new_tokens)
-        answers, stack = self._service.start(requests, silent=self._service.ends)
-        sources = self._sources(request, answers, started)
+        answers = Answers(self._service, requests, self._service.ends, self._observe_first)
         if request.stream:
-            return Events(self._stream(request, form, answers, sources), stack.close)
-        with stack:
-            pieces = await asyncio.gather(*map(_joined, sources))
+            return Events(self._stream(request, form, answers), answers.close)
+        with contextlib.closing(answers):
+            pieces = await answers.whole()
         choices = [
             {
                 "index": index,
-                **form.choice(piece, request.tops is not None),
+                **form.choice(piece, request.tops is not None, False),
                 "finish_reason": answer.reason,
             }
-            for index, (piece, answer) in enumerate(zip(pieces, answers, strict=True))
+            for index, (piece, answer) in enumerate(zip(pieces, answers.each, strict=True))
         ]
         head = self._head(form.prefix, form.whole)
-        return {**head, "choices": choices, "usage": _usage(answers, request.n)}
+        return {**head, "choices": choices, "usage": _usage(answers.each, request.n)}
 
     async def _stream(
-        self,
-        request: OpenAiRequest,
-        form: ResponseForm,
-        answers: Sequence[TextAnswer],
-        sources: Sequence[AsyncGenerator[TextPiece, None]],
+        self, request: CompletionRequest | ChatRequest, form: ResponseForm, answers: Answers
     ) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(form.prefix, form.part)
         tail = {"usage": None} if request.include_usage else {}
         if form.first is not None:
-            for index in range(len(answers)):
+            for index in range(len(answers.each)):
                 choice = {"index": index, **form.first, "finish_reason": None}
                 yield {**head, "choices": [choice], **tail}
-        async with contextlib.aclosing(_merged(sources)) as merged:
-            async for index, piece in merged:
-                end = answers[index].reason if piece is None else None
-                logprobs = request.tops is not None and piece is not None
-                delta = form.delta(piece or TextPiece("", ()), logprobs)
-                choice = {"index": index, **delta, "finish_reason": end}
-                yield {**head, "choices": [choice], **tail}
+        async for index, piece in answers.pieces():
+            end = answers.each[index].reason if piece is None else None
+            logprobs = request.tops is not None and piece is not None
+            part = form.choice(piece or TextPiece("", ()), logprobs, True)
+            choice = {"index": index, **part, "finish_reason": end}
+            yield {**head, "choices": [choice], **tail}
         if request.include_usage:
-            yield {**head, "choices": [], "usage": _usage(answers, request.n)}
+            yield {**head, "choices": [], "usage": _usage(answers.each, request.n)}
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -331,82 +316,10 @@ class OpenAiApi:
             "model": self._service.settings.model,
         }
 
-    def _sources(
-        self, request: OpenAiRequest, answers: Sequence[TextAnswer], started: float
-    ) -> list[AsyncGenerator[TextPiece, None]]:
-        """Return the pieces of every choice, beginning with an echoed prompt. No piece is empty."""
-        is_first = True
-
-        async def pieces(answer: TextAnswer) -> AsyncGenerator[TextPiece, None]:
-            nonlocal is_first
-            offset, echoed = 0, not request.echoes
-            if request.echoes:
-                prompt = self._service.tokenizer.detokenize(answer.prompt_ids)
-                offset = len(prompt)
-                if request.tops is None:
-                    echoed = True
-                    yield TextPiece(prompt, ())
-            async for piece in answer.pieces():
-                if not echoed:
-                    echoed = True
-                    assert answer.prompt is not None
-                    spelled = await asyncio.to_thread(
-                        spell_prompt, self._service.tokenizer, answer.prompt_ids, answer.prompt
-                    )
-                    yield TextPiece(prompt, tuple(spelled))
-                if piece.text or piece.tokens:
-                    if is_first:
-                        is_first = False
-                        self._observe_first(time.perf_counter() - started)
-                    tokens = (replace(t, offset=t.offset + offset) for t in piece.tokens)
-                    yield TextPiece(piece.text, tuple(tokens) if offset else piece.tokens)
-
-        return [pieces(answer) for answer in answers]
-
-
-async def _joined(pieces: AsyncGenerator[TextPiece, None]) -> TextPiece:
-    every = [piece async for piece in pieces]
-    text = "".join(piece.text for piece in every)
-    return TextPiece(text, tuple(token for piece in every for token in piece.tokens))
-
-
-async def _merged(
-    sources: Sequence[AsyncGenerator[TextPiece, None]],
-) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
-    """Yield (index, piece) as pieces arrive, and (index, None) at the end of each source."""
-    if len(sources) == 1:
-        async for piece in sources[0]:
-            yield 0, piece
-        yield 0, None
-        return
-    ready: asyncio.Queue[tuple[int, TextPiece | None | BaseException]] = asyncio.Queue()
-
-    async def forward(index: int) -> None:
-        try:
-            async for piece in sources[index]:
-                ready.put_nowait((index, piece))
-            ready.put_nowait((index, None))
-        except Exception as error:
-            ready.put_nowait((index, error))
-
-    tasks = [asyncio.ensure_future(forward(index)) for index in range(len(sources))]
-    try:
-        left = len(tasks)
-        while left:
-            index, ended = await ready.get()
-            if isinstance(ended, BaseException):
-                raise ended
-            left -= ended is None
-            yield index, ended
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
 
 def _usage(answers: Sequence[TextAnswer], copies: int) -> dict[str, Any]:
     """Return the token counts. Each prompt counts once, however many answers it has."""
-    prompts = sum(len(answer.prompt_ids) for answer in answers[::copies])
+    prompts = sum(len(answer.request.prompt) for answer in answers[::copies])
     new = sum(answer.new_tokens for answer in answers)
     cached = sum(answer.finished.cached_tokens for answer in answers[::copies] if answer.finished)
     return {

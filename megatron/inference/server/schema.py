@@ -105,16 +105,6 @@ class OpenAiRequest(_Schema):
         return self
 
     @property
-    def tops(self) -> int | None:
-        """Number of most likely tokens to report with each, `None` without log probabilities."""
-        raise NotImplementedError
-
-    @property
-    def echoes(self) -> bool:
-        """Whether each answer begins with its prompt."""
-        return False
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -141,11 +131,6 @@ class CompletionRequest(OpenAiRequest):
     def tops(self) -> int | None:
         """Number of most likely tokens to report with each, `None` without log probabilities."""
         return self.logprobs
-
-    @property
-    def echoes(self) -> bool:
-        """Whether each answer begins with its prompt."""
-        return self.echo
 
     @model_validator(mode="after")
     def _check_tokens(self) -> CompletionRequest:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,44 +32,21 @@ _GONE = "the engine has stopped; the server's log has the reason"
 _LONG_TEXT = 4096  # characters
 
 
-class EventStream:
-    """The events of one request, in order. It must be closed to free the request's place."""
+@dataclass(frozen=True)
+class TextRequest:
+    """A sequence that a client requests.
 
-    def __init__(self, client: EngineClient, request: Request) -> None:
-        """Start without events.
+    Attributes:
+        prompt: Token ids of the prompt, at least one.
+        sampling: Settings for continuing the prompt.
+        stops: Strings that end the answer.
+        echo: Whether the answer begins with the prompt.
+    """
 
-        Args:
-            client: The connection to the engine.
-            request: The request that the events belong to.
-        """
-        self._client = client
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._finished = False
-        self.request = request
-
-    async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield all events, as many at a time as have arrived. The last one is a `Finished`.
-
-        When many clients share the server, they get fewer and larger batches, instead of falling
-        further and further behind.
-        """
-        while True:
-            events = [await self._events.get()]
-            while not self._events.empty():
-                events.append(self._events.get_nowait())
-            yield events
-            if isinstance(events[-1], Finished):
-                return
-
-    def close(self) -> None:
-        """End the request if it still runs."""
-        if not self._finished:
-            self._client.cancel(self.request.id)
-
-    def put(self, event: Event) -> None:
-        """Add the next event."""
-        self._finished = self._finished or isinstance(event, Finished)
-        self._events.put_nowait(event)
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    echo: bool = False
 
 
 class EngineClient:
@@ -88,7 +65,7 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._most = most
-        self._streams: dict[str, EventStream] = {}
+        self._queues: dict[str, asyncio.Queue[Event]] = {}  # by the names of requests
         self._numbers = itertools.count(1)
         self.stats = Stats()
         self.alive = True
@@ -96,37 +73,42 @@ class EngineClient:
     @property
     def active(self) -> int:
         """Number of sequences that the engine has not ended."""
-        return len(self._streams)
+        return len(self._queues)
 
-    def start(self, prompts: Sequence[tuple[tuple[int, ...], Sampling]]) -> list[EventStream]:
+    def start(self, requests: Sequence[TextRequest]) -> tuple[list[str], asyncio.Queue[Event]]:
         """Send the sequences of one client's request, either all or none.
+
+        Args:
+            requests: The sequences.
+
+        Returns:
+            The names that the sequences get, and the queue of their events. The last event of each
+            is a `Finished`.
 
         Raises:
             ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
         """
         if not self.alive:
             raise ApiError(503, _GONE)
-        if self.active + len(prompts) > self._most:
+        if self.active + len(requests) > self._most:
             raise ApiError(
                 429,
-                f"{self.active} sequences run or wait, and {len(prompts)} more would exceed the "
+                f"{self.active} sequences run or wait, and {len(requests)} more would exceed the "
                 f"server's {self._most}: try again in a moment",
             )
-        streams = []
-        for prompt, sampling in prompts:
-            request = Request(f"r{next(self._numbers)}", prompt, sampling)
-            self._streams[request.id] = stream = EventStream(self, request)
-            self._send(Add(request))
-            streams.append(stream)
-        return streams
+        names, events = [f"r{next(self._numbers)}" for _ in requests], asyncio.Queue[Event]()
+        for name, request in zip(names, requests, strict=True):
+            self._queues[name] = events
+            self._send(Add(Request(name, request.prompt, request.sampling)))
+        return names, events
 
-    def cancel(self, request: str) -> None:
-        """Send the command to end a request. It keeps its place until the engine has ended it."""
-        if request in self._streams:
-            self._send(Cancel(request))
+    def cancel(self, name: str) -> None:
+        """End a request if it still runs. It keeps its place until the engine has ended it."""
+        if name in self._queues:
+            self._send(Cancel(name))
 
     async def run(self) -> None:
-        """Pass events to their streams until rank 0 is gone, then end all streams."""
+        """Pass events to their queues until rank 0 is gone, then end all requests."""
         unpacker = Unpacker[Report](Report)
         try:
             while data := await self._reader.read(_CHUNK):
@@ -136,17 +118,17 @@ class EngineClient:
                     self.stats = report.stats
         finally:
             self.alive = False
-            for name in list(self._streams):
+            for name in list(self._queues):
                 self._hand_on(Finished(name, "error", _GONE))
             self._writer.close()
 
     def _hand_on(self, event: Event) -> None:
-        stream = self._streams.get(event.request)
-        if stream is None:
+        queue = self._queues.get(event.request)
+        if queue is None:
             return
         if isinstance(event, Finished):
-            del self._streams[event.request]
-        stream.put(event)
+            del self._queues[event.request]
+        queue.put_nowait(event)
 
     def _send(self, command: Command) -> None:
         if self.alive:
@@ -184,17 +166,18 @@ class TextPiece:
 class Speller:
     """A converter of tokens to their texts, each in the context of the tokens before it."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), offset: int = 0) -> None:
         """Start after a prompt.
 
         Args:
             tokenizer: Tokenizer of the model.
             prompt: Tokens before the first one. They are context only.
+            offset: Number of characters before the first token.
         """
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt)
         self._last = tuple(prompt[-1:])
-        self._characters = 0
+        self._characters = offset
         self._holding = False
 
     def add(
@@ -241,41 +224,32 @@ class TextAnswer:
     """The engine's answer to one sequence, as text.
 
     Attributes:
+        request: The sequence.
         prompt: Log probabilities of the prompt, once they have arrived.
         new_tokens: Number of new tokens so far, including silent ones.
         finished: The engine's last event, or `None` if a stop string ended the answer before it.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stream: EventStream,
-        stops: Sequence[str],
-        silent: frozenset[int],
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: TextRequest, silent: frozenset[int]) -> None:
         """Start without text.
 
         Args:
             tokenizer: Tokenizer of the model.
-            stream: The sequence's events. The caller closes the stream.
-            stops: Strings that end the answer and are not part of it.
+            request: The sequence.
             silent: Stop tokens that end the answer and are not part of its text.
         """
-        self._stream = stream
-        self._speller = Speller(tokenizer, stream.request.prompt)
-        self._stops = StopStrings(stops)
+        self.request = request
+        self._tokenizer = tokenizer
+        self._prompt_text = tokenizer.detokenize(request.prompt) if request.echo else ""
+        self._shown = len(self._prompt_text)  # characters
+        self._speller = Speller(tokenizer, request.prompt, self._shown)
+        self._stops = StopStrings(request.stops)
         self._silent = silent
         self._waiting: list[Spelled] = []  # tokens whose text is held back
-        self._shown = 0  # characters
         self._stopped = False  # by a stop string
         self.prompt: Prompt | None = None
         self.new_tokens = 0
         self.finished: Finished | None = None
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Token ids of the prompt."""
-        return self._stream.request.prompt
 
     @property
     def reason(self) -> Literal["stop", "length"]:
@@ -283,28 +257,36 @@ class TextAnswer:
         ended_by_length = self.finished is not None and self.finished.reason == "length"
         return "length" if ended_by_length and not self._stopped else "stop"
 
-    async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the answer piece by piece. The prompt's log probabilities arrive before the first.
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete."""
+        return self._stopped or self.finished is not None
+
+    def echo(self) -> TextPiece:
+        """Return the prompt, with its tokens if their log probabilities have arrived."""
+        tokens = []
+        if self.prompt is not None:
+            tokens = spell_prompt(self._tokenizer, self.request.prompt, self.prompt)
+        return TextPiece(self._prompt_text, tuple(tokens))
+
+    def take(self, events: Sequence[Event]) -> TextPiece:
+        """Return what can be shown because of the next events.
 
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
         """
-        async for events in self._stream.batches():
-            text = ""
-            for event in events:
-                text += self._take(event)
-                if self._stopped:
-                    break
-            self._shown += len(text)
-            # At the end nothing is held back, so this includes tokens that have no text or only the
-            # beginning of a character.
-            upto = self._shown + (self.finished is not None)
-            count = sum(token.offset < upto for token in self._waiting)
-            tokens, self._waiting = self._waiting[:count], self._waiting[count:]
-            yield TextPiece(text, tuple(tokens))
+        text = ""
+        for event in events:
+            text += self._take(event)
             if self._stopped:
-                self._stream.close()
-                return
+                break
+        self._shown += len(text)
+        # At the end nothing is held back, so this includes tokens that have no text or only the
+        # beginning of a character.
+        upto = self._shown + (self.finished is not None)
+        count = sum(token.offset < upto for token in self._waiting)
+        tokens, self._waiting = self._waiting[:count], self._waiting[count:]
+        return TextPiece(text, tuple(tokens))
 
     def _take(self, event: Event) -> str:
         """Return the text that can be shown because of an event."""
@@ -332,19 +314,92 @@ class TextAnswer:
         return shown.text
 
 
-@dataclass(frozen=True)
-class TextRequest:
-    """A sequence that a client requests.
+class Answers:
+    """The answers to the sequences of one client's request. They must be closed to free its places.
 
     Attributes:
-        prompt: Token ids of the prompt, at least one.
-        sampling: Settings for continuing the prompt.
-        stops: Strings that end the answer.
+        each: The answers, in the order of the sequences.
     """
 
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    stops: tuple[str, ...] = ()
+    def __init__(
+        self,
+        service: Service,
+        requests: Sequence[TextRequest],
+        silent: frozenset[int] = frozenset(),
+        observe_first: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """Send the sequences to the engine.
+
+        Args:
+            service: The tokenizer and the engine.
+            requests: The sequences.
+            silent: Stop tokens that are not part of an answer's text.
+            observe_first: Function that is called with the seconds from now to the first text.
+
+        Raises:
+            ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
+        """
+        self._engine = service.engine
+        self._observe_first = observe_first
+        self._started = time.perf_counter()
+        names, self._events = service.engine.start(requests)
+        self.each = [TextAnswer(service.tokenizer, request, silent) for request in requests]
+        self._unfinished = dict(zip(names, enumerate(self.each), strict=True))
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
+        """Yield (index, piece) as text arrives, and (index, None) at the end of each answer.
+
+        A piece has all text that has arrived. When many clients share the server, they get fewer
+        and larger pieces, instead of falling further and further behind.
+
+        Raises:
+            ApiError: The engine cannot answer the request (422), or it failed (500).
+        """
+        unechoed = {index for index, answer in enumerate(self.each) if answer.request.echo}
+        is_first = True
+        while self._unfinished:
+            events = [await self._events.get()]
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            events_of: dict[str, list[Event]] = {}
+            for event in events:
+                events_of.setdefault(event.request, []).append(event)
+            for name, own in events_of.items():
+                if name not in self._unfinished:  # a stop string has ended it
+                    continue
+                index, answer = self._unfinished[name]
+                piece = answer.take(own)
+                if index in unechoed:
+                    unechoed.remove(index)
+                    yield index, await asyncio.to_thread(answer.echo)
+                if piece.text or piece.tokens:
+                    if is_first:
+                        is_first = False
+                        self._observe_first(time.perf_counter() - self._started)
+                    yield index, piece
+                if answer.ended:
+                    del self._unfinished[name]
+                    self._engine.cancel(name)  # it runs on if a stop string ended the answer
+                    yield index, None
+
+    async def whole(self) -> list[TextPiece]:
+        """Return each answer as a single piece, once all are complete."""
+        pieces: list[list[TextPiece]] = [[] for _ in self.each]
+        async for index, piece in self.pieces():
+            if piece is not None:
+                pieces[index].append(piece)
+        return [
+            TextPiece(
+                "".join(piece.text for piece in own),
+                tuple(token for piece in own for token in piece.tokens),
+            )
+            for own in pieces
+        ]
+
+    def close(self) -> None:
+        """End the sequences that still run."""
+        for name in self._unfinished:
+            self._engine.cancel(name)
 
 
 class Service:
@@ -417,26 +472,3 @@ class Service:
         A seed of `None` or below 0 counts as not given, and the result is then `None`.
         """
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
-
-    def start(
-        self, requests: Sequence[TextRequest], silent: frozenset[int]
-    ) -> tuple[list[TextAnswer], ExitStack]:
-        """Send sequences to the engine.
-
-        Args:
-            requests: The sequences.
-            silent: Stop tokens that are not part of an answer's text.
-
-        Returns:
-            The answers, and a stack that ends those still running when it is closed.
-
-        Raises:
-            ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
-        """
-        stack = ExitStack()
-        answers = []
-        streams = self.engine.start([(each.prompt, each.sampling) for each in requests])
-        for each, stream in zip(requests, streams, strict=True):
-            stack.callback(stream.close)
-            answers.append(TextAnswer(self.tokenizer, stream, each.stops, silent))
-        return answers, stack
