@@ -35,7 +35,8 @@ class EngineOptions:
 
     Attributes:
         max_sequences: Largest number of sequences computed at a time. Further ones wait.
-        max_step_tokens: Largest number of tokens in a step. Longer prompts take several steps.
+        max_step_tokens: Largest number of tokens in a step, or `max_sequences` if that is larger.
+            Longer prompts take several steps.
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
             many as fit in memory, but no more than `max_sequences` of full length need.
         block_size: Number of tokens in a cache block.
@@ -57,11 +58,6 @@ class EngineOptions:
             for name in ("max_sequences", "max_step_tokens", "cache_tokens", "block_size")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if self.max_step_tokens < self.max_sequences:
-            problems.append(
-                f"max_step_tokens {self.max_step_tokens} is less than max_sequences "
-                f"{self.max_sequences}: each sequence of a step adds at least one token"
-            )
         if problems:
             raise ConfigError(problems)
 
@@ -102,11 +98,12 @@ def build_engine(
         without = "the attention kernels cannot be recorded"
     elif copy.size > 1:
         without = f"the model is split over {copy.size} processes"
-    graphs = None if without else DecodeGraphs(model, memory, device, options.max_sequences)
     channel = PipelineChannel.create(
         layout, ring=False, device=where, dtype=precision.stream_dtype, shape=()
     )
-    vocab_size, size = loaded.tokenizer.vocab_size, options.block_size
+    most, size = options.max_sequences, options.block_size
+    vocab_size = loaded.tokenizer.vocab_size
+    graphs = None if without else DecodeGraphs(model, memory, device, most)
     cache_tokens = memory.blocks * size
     each = " on rank 0" if copy.size > 1 else ""
     in_gb = f"{memory.size_bytes / 1e9:.3g} GB{each}"
@@ -114,8 +111,8 @@ def build_engine(
     chunks = describe_chunks(head_size, dtype, where)
     return BatchEngine(
         Executor(model, layout, memory, device, channel, copy, graphs, vocab_size),
-        SchedulerSettings(memory.blocks, size, options.max_sequences, options.max_step_tokens),
-        EngineLimits(vocab_size, plan.positions, cache_tokens, options.max_sequences),
+        SchedulerSettings(memory.blocks, size, most, max(most, options.max_step_tokens)),
+        EngineLimits(vocab_size, plan.positions, cache_tokens, max_beams=most),
         seed=options.seed,
         looks_ahead=is_asynchronous(device),
         choices=[
@@ -124,7 +121,7 @@ def build_engine(
             ("other kernels", str(library)),
             ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
             ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {in_gb}"),
-            ("batch", f"up to {options.max_sequences:,} sequences"),
+            ("batch", f"up to {most:,} sequences"),
         ],
     )
 

@@ -53,6 +53,7 @@ class BatchEngine:
     All ranks make the same calls in the same order.
 
     Attributes:
+        executor: Executor that runs the model.
         limits: Limits of the requests that `add` accepts.
         choices: Names and descriptions of what it runs on, for the start-up panel.
     """
@@ -79,7 +80,7 @@ class BatchEngine:
         """
         self.limits = limits
         self.choices = tuple(choices)
-        self._executor = executor
+        self.executor = executor
         self._looks_ahead = looks_ahead
         self._flight: _Flight | None = None
         self._scheduler = Scheduler(settings)
@@ -170,7 +171,7 @@ class BatchEngine:
             for index, row_choices in enumerate(choices)
             for place, choice in row_choices
         ]
-        wait = self._executor.begin(plan, wanted)
+        wait = self.executor.begin(plan, wanted)
         self._scheduler.begun(plan)
         return _Flight(plan, [len(row_choices) for row_choices in choices], wait)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -56,37 +57,35 @@ class Filler:
         Raises:
             UserError: Nothing is marked, or the text is longer than the model's window.
         """
-        parts = [self.tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
-        if len(parts) == 1:
+        model, tokenizer = self.model, self.tokenizer
+        first, *others = [tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
+        if not others:
             raise UserError(
                 f"--text {text!r} has nothing to fill in: write {MARK} in place of words"
             )
-        if isinstance(self.model, BertModel):
-            return guess_tokens(self.model, self.tokenizer, self._checked(parts, 2), top=top)
         limit = self.config.data.decoder_seq_length or _DECODER_LENGTH
-        # Each place takes a sentinel and at least one token, after the first token.
-        most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
-        if len(parts) - 1 > most:
-            raise UserError(
-                f"--text {text!r} has {len(parts) - 1} {MARK}, but this T5 fills in at most "
-                f"{most}: mark fewer places"
-            )
-        runs = guess_runs(
-            self.model,
-            self.tokenizer,
-            self._checked(parts, len(self.tokenizer.encoder_end)),
-            limit=limit,
-        )
-        return [[run] for run in runs]
-
-    def _checked(self, parts: list[list[int]], specials: int) -> list[list[int]]:
-        length = sum(map(len, parts)) + len(parts) - 1 + specials
+        if isinstance(model, BertModel):
+            marks, begin, end = [tokenizer.mask] * len(others), [tokenizer.cls], [tokenizer.sep]
+        else:
+            marks, begin, end = tokenizer.additional_special_tokens_ids, [], tokenizer.encoder_end
+            # Each place takes a sentinel and at least one token, after the first token.
+            most = min(len(marks), (limit - 1) // 2)
+            if len(others) > most:
+                raise UserError(
+                    f"--text {text!r} has {len(others)} {MARK}, but this T5 fills in at most "
+                    f"{most}: mark fewer places"
+                )
+        marked = [[mark, *part] for mark, part in zip(marks, others, strict=False)]
+        ids = [*begin, *first, *chain.from_iterable(marked), *end]
         window = self.config.data.seq_length or _ENCODER_LENGTH
-        if length > window:
+        if len(ids) > window:
             raise UserError(
-                f"--text has {length} tokens, but the model reads at most {window}: shorten it"
+                f"--text has {len(ids)} tokens, but the model reads at most {window}: shorten it"
             )
-        return parts
+        if isinstance(model, BertModel):
+            return guess_tokens(model, tokenizer, ids, top)
+        runs = guess_runs(model, tokenizer, ids, marks[: len(others)], limit)
+        return [[run] for run in runs]
 
 
 def load_filler(folder: str, device: Device) -> Filler:
@@ -110,10 +109,9 @@ def load_filler(folder: str, device: Device) -> Filler:
 
 @torch.no_grad()
 def guess_tokens(
-    model: BertModel, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, top: int
+    model: BertModel, tokenizer: Tokenizer, ids: Sequence[int], top: int
 ) -> list[list[Guess]]:
-    """Return the `top` most likely tokens between each pair of neighboring parts of a text."""
-    ids = [tokenizer.cls, *_joined(parts, [tokenizer.mask] * len(parts)), tokenizer.sep]
+    """Return the `top` most likely tokens in place of each mask token of a text."""
     tokens = _row(ids, model)
     result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
     assert isinstance(result, BertResult)
@@ -121,19 +119,20 @@ def guess_tokens(
     scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # without padding entries
     best = scores.softmax(dim=-1).topk(top)
     return [
-        [
-            Guess(tokenizer.detokenize([token]), share)
-            for token, share in zip(tokens_here, shares, strict=True)
-        ]
-        for tokens_here, shares in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        [Guess(tokenizer.detokenize([token]), share) for token, share in zip(*pair, strict=True)]
+        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 
 
 @torch.no_grad()
 def guess_runs(
-    model: T5Model, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, limit: int
+    model: T5Model,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    sentinels: Sequence[int],
+    limit: int,
 ) -> list[Guess]:
-    """Return the words between neighboring parts of a text, taking the likeliest token each time.
+    """Return the words for each sentinel of a text, taking the most likely token each time.
 
     The decoder may only write the form that it was trained on: sentinels in order, words after
     each, then the end.
@@ -141,44 +140,32 @@ def guess_runs(
     Args:
         model: The T5.
         tokenizer: Tokenizer of the model.
-        parts: Token ids of the parts.
+        ids: Token ids of the text.
+        sentinels: The sentinels in the text, in order.
         limit: Number of tokens that the decoder reads, at least two for each run and one more.
     """
-    sentinels = tokenizer.additional_special_tokens_ids[: len(parts) - 1]
-    encoder = _row([*_joined(parts, sentinels), *tokenizer.encoder_end], model)
+    encoder = _row(ids, model)
     padding = torch.ones_like(encoder, dtype=torch.bool)
     decoder = [tokenizer.decoder_start]
     longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
+    special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
+    ends = {*tokenizer.additional_special_tokens_ids, tokenizer.eos}
     runs: list[Guess] = []
     for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
         decoder.append(sentinel)
         start, probability = len(decoder), 1.0
         while len(decoder) - start < longest:
             scores = model(encoder, _row(decoder, model), padding)[0, -1, : tokenizer.vocab_size]
-            scores = _allowed(scores.float(), tokenizer, following, is_first=len(decoder) == start)
-            share, token = scores.softmax(dim=-1).max(dim=-1)
+            # A run is never empty, and only the next sentinel, or the end of the text, ends it.
+            allowed = {following} if len(decoder) > start else set()
+            scores[[*special, *(ends - allowed)]] = -torch.inf
+            share, token = scores.float().softmax(dim=-1).max(dim=-1)
             probability *= float(share)
             if int(token) == following:
                 break
             decoder.append(int(token))
         runs.append(Guess(tokenizer.detokenize(decoder[start:]), probability))
     return runs
-
-
-def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: bool) -> Tensor:
-    """Return scores `[v]` without special tokens that cannot come here. A run is never empty."""
-    marks = {*tokenizer.additional_special_tokens_ids, tokenizer.eos} - {following}
-    special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
-    banned = [*marks, *special, *([following] if is_first else [])]
-    return scores.index_fill(0, torch.tensor(banned, device=scores.device), float("-inf"))
-
-
-def _joined(parts: Sequence[Sequence[int]], marks: Sequence[int]) -> list[int]:
-    """Return the parts with a mark between neighbors."""
-    ids = list(parts[0])
-    for part, mark in zip(parts[1:], marks, strict=False):
-        ids += [mark, *part]
-    return ids
 
 
 def _row(ids: Sequence[int], model: torch.nn.Module) -> Tensor:

@@ -18,22 +18,15 @@ from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import PanelRow
-from megatron.config import (
-    ParsedRun,
-    Program,
-    RunConfig,
-    parse_config,
-    rules_data,
-    rules_model,
-    rules_parallel,
-)
-from megatron.config.checks import Rule, bounds
+from megatron.config import ParsedRun, parse_config, rules_data, rules_model, rules_parallel
+from megatron.config.checks import Rule, bounds, find_problems
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
 from megatron.config.parallel import ParallelOptions
+from megatron.config.parser import Program
 from megatron.config.resolve import resolve
-from megatron.config.run import ModelRun, RunOptions, narrow, with_values
+from megatron.config.run import ModelRun, RunConfig, RunOptions, narrow, with_values
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
@@ -123,7 +116,10 @@ def load_gpt(
         check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
-    rows = _rows(reader, layout.tensor.size)
+    # Each rank's share is a multiple of the matrix products' granule. With an odd size, such as
+    # GPT-2's 50257 entries, products would not always add up in the same order.
+    unit = layout.tensor.size * GRANULE
+    rows = -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
     plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
@@ -228,24 +224,11 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
     batch = {"training.micro_batch_size": 1, "training.global_batch_size": 1}
     asked = with_values(replace(config, parallel=parallel), batch)
     run = narrow(resolve(asked, 1), RunConfig)
-    problems = [
-        line
-        for rule in (rules_parallel.layout, rules_parallel.pipeline, rules_parallel.tensor_parallel)
-        for line in rule(run, layout.world.size)
-    ]
+    rules = (rules_parallel.layout, rules_parallel.pipeline, rules_parallel.tensor_parallel)
+    problems = find_problems(run, layout.world.size, rules=rules)
     if problems:
         raise ConfigError(problems)
     return run
-
-
-def _rows(reader: Reader, ranks: int) -> int:
-    """Return the saved number of vocabulary rows, padded so that it divides over the ranks.
-
-    Each rank's share is a multiple of the matrix products' granule. With an odd size, such as
-    GPT-2's 50257 entries, products would not always add up in the same order.
-    """
-    unit = ranks * GRANULE
-    return -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
 
 
 def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
@@ -253,19 +236,13 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
 
     An imported model keeps its tokenizer there, so the checkpoint folder can be moved.
     """
-
-    def find(path: str | None) -> str | None:
-        if path is None or Path(path).exists():
-            return path
-        moved = beside / Path(path).name
-        return str(moved) if moved.is_file() else path
-
-    return replace(
-        config,
-        tokenizer_model=find(config.tokenizer_model),
-        vocab_file=find(config.vocab_file),
-        merge_file=find(config.merge_file),
-    )
+    found: dict[str, Any] = {}
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(config, name)
+        moved = beside / Path(path or "").name
+        if path is not None and not Path(path).exists() and moved.is_file():
+            found[name] = str(moved)
+    return replace(config, **found)
 
 
 def parse_generation(

@@ -66,18 +66,14 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         prompts = read_prompts(Path(source)) if launch.rank == 0 else []
         target = samples.sample_output_file or f"{source}.out"
     seed = parsed.config.training.seed
-    options = EngineOptions(
-        max_sequences=samples.max_batch_size,
-        max_step_tokens=max(EngineOptions.max_step_tokens, samples.max_batch_size),
-        seed=seed,
-    )
+    options = EngineOptions(max_sequences=samples.max_batch_size, seed=seed)
     with processes(parsed.config, launch) as (device, layout):
         folder = parsed.config.checkpoint.load
         assert folder is not None
         loaded = load_gpt(folder, device, layout, config=parsed.config)
         engine = build_engine(loaded, device, options)
         if layout.world.rank:
-            serve(engine, None, layout.world, device=device.torch_device)
+            serve(engine, None)
             return EXIT_OK
         sampling = Sampling(
             max_new_tokens=samples.out_seq_length,
@@ -96,7 +92,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             # More than are computed at a time, so that others are ready when some end.
             asked = 2 * samples.max_batch_size
             inbox = SampleInbox(prompts, loaded.tokenizer, sampling, engine.limits, write, asked)
-            serve(engine, inbox, layout.world, device=device.torch_device)
+            serve(engine, inbox)
             return inbox.failed
 
         if target is None:

@@ -82,9 +82,10 @@ class StopStrings:
         if met:
             start, stop = min(met)
             return Shown(self._held[:start], stop)
-        # Characters at the end that may begin a stop string.
-        held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        free = len(self._held) - held
+        # Hold back the longest end that may begin a stop string.
+        sizes = range(max(map(len, self._stops), default=1) - 1, 0, -1)
+        ends = (n for n in sizes if any(self._held[-n:] == stop[:n] for stop in self._stops))
+        free = len(self._held) - next(ends, 0)
         shown, self._held = self._held[:free], self._held[free:]
         return Shown(shown)
 
@@ -92,9 +93,3 @@ class StopStrings:
         """Return the held text once no more text comes."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)

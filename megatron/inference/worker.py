@@ -40,19 +40,15 @@ class Inbox(Protocol):
         ...
 
 
-def serve(
-    engine: BatchEngine, inbox: Inbox | None, world: Axis, *, device: torch.device | None = None
-) -> None:
-    """Run until the command to shut down. Collective over `world`.
+def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
+    """Run until the command to shut down. Collective over all ranks of the layout.
 
     Args:
         engine: This rank's engine. All ranks' engines are equal.
         inbox: Rank 0's inbox, or `None` on the other ranks.
-        world: All ranks of the layout; `Layout.single().world` for a single process.
-        device: Device for the tensors of the world's collectives. `None` means the CPU.
     """
+    world, device = engine.executor.layout.world, engine.executor.device.torch_device
     assert (inbox is not None) == (world.rank == 0), "rank 0, and no other, has an inbox"
-    device = device or torch.device("cpu")
     world.journal.enter("text generation")
     running = True
     while running:

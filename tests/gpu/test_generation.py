@@ -59,7 +59,7 @@ def test_recorded_steps_say_what_others_say() -> None:
     """To the bit, though a recording has more rows."""
     recorded = engine(OPTIONS)
     found = drain(recorded, ASKED)
-    graphs = recorded._executor.graphs
+    graphs = recorded.executor.graphs
     assert graphs is not None
     assert graphs._recordings
     assert found == drain(engine(replace(OPTIONS, graphs=False)), ASKED)

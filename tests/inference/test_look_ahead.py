@@ -64,7 +64,7 @@ def test_steps_are_begun_ahead_and_as_many_as_needed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = toy_engine(folder, looks_ahead=True)
-    executor, unknown, steps = engine._executor, 0, 0
+    executor, unknown, steps = engine.executor, 0, 0
     begin = executor.begin
 
     def count(plan, outputs):

@@ -58,7 +58,7 @@ ARRIVALS: list[list[Command]] = [
 def _serve(layout: Layout, folder: Path) -> dict[str, list[Event]] | None:
     engine = toy_engine(folder, layout=layout)
     inbox = Script(ARRIVALS) if layout.world.rank == 0 else None
-    serve(engine, inbox, layout.world)
+    serve(engine, inbox)
     assert not engine.has_work
     return None if inbox is None else inbox.events
 
@@ -84,7 +84,7 @@ def test_commands_reach_every_rank_and_events_come_from_one(
 
 def test_an_idle_loop_waits_and_a_busy_one_does_not(folder: Path) -> None:
     inbox = Script([[], [Add(REQUESTS[0])]])
-    serve(toy_engine(folder), inbox, Layout.single().world)
+    serve(toy_engine(folder), inbox)
     assert inbox.waits[0] > 0
     assert inbox.waits[1] > 0
     assert inbox.waits[2:-1] == [0.0] * 5
@@ -93,7 +93,7 @@ def test_an_idle_loop_waits_and_a_busy_one_does_not(folder: Path) -> None:
 
 def test_shutting_down_ends_what_runs(folder: Path) -> None:
     inbox = Script([[Add(REQUESTS[0])], [Shutdown()]])
-    serve(toy_engine(folder), inbox, Layout.single().world)
+    serve(toy_engine(folder), inbox)
     assert end_of(inbox.events["0"]).reason == "error"
     assert "shutting down" in end_of(inbox.events["0"]).message
 
@@ -112,7 +112,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_ones_run(
     monkeypatch.setattr(BatchEngine, "step", fails_once)
     inbox = Script([[Add(REQUESTS[0])], [], [Add(REQUESTS[1])]])
     with caplog.at_level(logging.ERROR):
-        serve(engine, inbox, Layout.single().world)
+        serve(engine, inbox)
     assert end_of(inbox.events["0"]).message == "MemoryError: no room"
     assert end_of(inbox.events["1"]).reason == "length"
     assert engine.stats.blocks_used == 0
@@ -123,7 +123,7 @@ def test_scores_that_are_not_finite_end_the_request(folder: Path) -> None:
     engine = toy_engine(folder)
     (word,) = (
         parameter
-        for name, parameter in engine._executor.model.named_parameters()
+        for name, parameter in engine.executor.model.named_parameters()
         if name == "embedding.word.weight"
     )
     word.data[7] = float("nan")

@@ -58,7 +58,6 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     listener = take_address(server) if launch.rank == 0 else None
     options = EngineOptions(
         max_sequences=server.max_batch_size,
-        max_step_tokens=max(EngineOptions.max_step_tokens, server.max_batch_size),
         cache_tokens=server.cache_tokens,
         seed=parsed.config.training.seed,
     )
@@ -75,7 +74,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             # would wait for it forever.
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            serve(engine, None, layout.world, device=device.torch_device)
+            serve(engine, None)
             return EXIT_OK
         url = url_of(listener)
         with web_server(listener) as connection:
@@ -89,7 +88,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
                 # place while the web server ends, so that a second Ctrl-C does not leave it behind.
                 for number in _SIGNALS:
                     signal.signal(number, lambda *_: inbox.shut_down())
-                serve(engine, inbox, layout.world, device=device.torch_device)
+                serve(engine, inbox)
     return EXIT_OK
 
 
