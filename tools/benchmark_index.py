@@ -61,7 +61,7 @@ def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
 
 def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: int) -> None:
     """Time the map of sentences of 25 tokens on average in documents of random lengths."""
-    from megatron.data.sentence_map import SentenceMapPlan, build_sentence_map
+    from megatron.data.sentence_map import DocumentSentences, SentenceMapPlan, build_sentence_map
 
     random = np.random.RandomState(0)
     bounds = np.cumsum([0, *_random_parts(random, sentences, documents)])
@@ -74,8 +74,9 @@ def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: i
         min_sentences=2,
     )
     print(f"{sentences} sentences, {documents} documents, sequence length {seq_length}")
-    samples = len(build_sentence_map(plan, bounds, lengths))
-    seconds = best(lambda: build_sentence_map(plan, bounds, lengths), repeat)
+    text = DocumentSentences(bounds, lengths)
+    samples = len(build_sentence_map(plan, text))
+    seconds = best(lambda: build_sentence_map(plan, text), repeat)
     print(f"sentence map: {samples} samples in {seconds:.2f} s")
 
 

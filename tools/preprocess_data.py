@@ -36,7 +36,7 @@ from megatron.errors import ConfigError, warn
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess import BlockEncoder, Counts
+    from megatron.data.preprocess import Counts
     from megatron.data.text_input import TextBlock
 
 _MOST_WORKERS = 1024
@@ -225,7 +225,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         counts = preprocess(
             paths,
-            options.output_prefix,
+            prefixes,
             encoder,
             workers=workers,
             skip_bad_lines=options.on_error == "skip",
@@ -234,7 +234,17 @@ def run(options: argparse.Namespace) -> None:
         )
     finally:
         progress.close()
-    _summarize(options, encoder, counts, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    for prefix, tokens in zip(prefixes, counts.tokens, strict=True):
+        print(f"{prefix}: {tokens:,} tokens as {encoder.dtype}")
+    print(
+        f"{counts.documents:,} documents, {counts.bad_lines:,} bad lines left out, "
+        f"{counts.text_bytes / 1e6:.1f} MB in {seconds:.2f} s "
+        f"({counts.text_bytes / seconds / 1e6:.1f} MB/s, "
+        f"{counts.documents / seconds:,.0f} documents/s)"
+    )
+    if not counts.documents:
+        warn(f"--input {' '.join(options.input)}: no documents found; the output is empty")
 
 
 def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
@@ -304,22 +314,6 @@ class _Progress:
         """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _summarize(
-    options: argparse.Namespace, encoder: BlockEncoder, counts: Counts, seconds: float
-) -> None:
-    level = "sentence" if options.split_sentences else "document"
-    for key, tokens in counts.tokens.items():
-        print(f"{options.output_prefix}_{key}_{level}: {tokens:,} tokens as {encoder.dtype}")
-    print(
-        f"{counts.documents:,} documents, {counts.bad_lines:,} bad lines left out, "
-        f"{counts.text_bytes / 1e6:.1f} MB in {seconds:.2f} s "
-        f"({counts.text_bytes / seconds / 1e6:.1f} MB/s, "
-        f"{counts.documents / seconds:,.0f} documents/s)"
-    )
-    if not counts.documents:
-        warn(f"--input {' '.join(options.input)}: no documents found; the output is empty")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ Blocks are returned in the order of the input, so the output does not depend on 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -16,8 +17,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -145,12 +145,12 @@ class EncodedBlock(NamedTuple):
 
 @dataclass
 class Counts:
-    """The work done so far."""
+    """The work done so far; the tokens of each key are counted at the end."""
 
     documents: int = 0
     bad_lines: int = 0
     text_bytes: int = 0
-    tokens: dict[str, int] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
 
 
 class BlockEncoder:
@@ -180,21 +180,20 @@ class BlockEncoder:
     def __call__(self, block: TextBlock) -> EncodedBlock:
         """Encode the documents of a block; texts that the tokenizer refuses become bad lines."""
         documents = parse_lines(block.read(), self.options.keys)
-        values, bad = documents.values, documents.bad
         try:
-            columns = self._encode(values)
+            columns = self._encode(documents.values)
         except DataError:
             # A text that the tokenizer refuses must not make its neighbors fail.
-            values = []
+            accepted = []
             for value, place in zip(documents.values, documents.places, strict=True):
                 try:
                     self._encode([value])
-                    values.append(value)
+                    accepted.append(value)
                 except DataError as error:
-                    bad = [*bad, BadLine(*place, str(error))]
-            columns = self._encode(values)
-        light = TextBlock(block.path, block.offset, block.size, block.done)
-        return EncodedBlock(light, columns, documents.lines, sorted(bad))
+                    documents.bad.append(BadLine(*place, str(error)))
+            columns = self._encode(accepted)
+        without_text = replace(block, data=None)
+        return EncodedBlock(without_text, columns, documents.lines, sorted(documents.bad))
 
     def _encode(self, values: Sequence[Sequence[Value]]) -> list[Column]:
         keys = range(len(self.options.keys))
@@ -220,7 +219,7 @@ class BlockEncoder:
         counts: list[int] = []
         for cut, document in zip(is_cut, documents, strict=True):
             # A sentence without ids is left out; a document without ids stays as an empty one.
-            own = [ids for ids in islice(encoded[cut], len(document)) if len(ids)]
+            own = [ids for ids in itertools.islice(encoded[cut], len(document)) if len(ids)]
             pieces += own
             lengths += map(len, own)
             counts.append(len(own))
@@ -234,7 +233,7 @@ class BlockEncoder:
 
 def preprocess(
     paths: Sequence[str],
-    output_prefix: str,
+    prefixes: Sequence[str],
     encoder: BlockEncoder,
     *,
     workers: int,
@@ -242,11 +241,11 @@ def preprocess(
     on_block: Callable[[Counts, TextBlock], None],
     on_bad_line: Callable[[str], None],
 ) -> Counts:
-    """Write `<prefix>_<key>_document` (or `_sentence`) `.bin` and `.idx` for each key.
+    """Write one dataset for each key.
 
     Args:
         paths: The input files in order.
-        output_prefix: The start of the names of the output files.
+        prefixes: The prefix of each key's dataset, in the order of the encoder's keys.
         encoder: The encoder, which turns lines into ids.
         workers: The number of processes that encode.
         skip_bad_lines: Whether to leave bad lines out instead of stopping at the first.
@@ -260,13 +259,8 @@ def preprocess(
         StorageError: The output cannot be written.
     """
     counts = Counts()
-    keys = encoder.options.keys
-    level = "document" if encoder.options.splitter is None else "sentence"
-    with (
-        map_in_order(encoder, read_blocks(paths, keys), workers) as results,
-        contextlib.ExitStack() as stack,
-    ):
-        prefixes = [f"{output_prefix}_{key}_{level}" for key in keys]
+    blocks = read_blocks(paths, encoder.options.keys)
+    with map_in_order(encoder, blocks, workers) as results, contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype)) for prefix in prefixes
         ]
@@ -289,7 +283,7 @@ def preprocess(
             counts.text_bytes += block.size
             on_block(counts, block)
             lines[block.path] += encoded.lines
-    counts.tokens = {key: b.num_tokens for key, b in zip(keys, builders, strict=True)}
+    counts.tokens = [builder.num_tokens for builder in builders]
     return counts
 
 
@@ -318,68 +312,49 @@ def map_in_order(
     if workers <= 1:
         yield map(function, tasks)
         return
-    pool = _Pool(function, tasks, workers)
-    try:
-        yield pool.results()
-    finally:
-        pool.close()
+    import multiprocessing  # takes 25 ms, which a run without workers saves
 
+    # Forking shares the modules that are loaded. It is not safe with the libraries of macOS.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool: list[tuple[Any, Connection]] = []  # each worker's process, and our end of its pipe
+    for _ in range(workers):
+        ours, theirs = context.Pipe()
+        # A forked worker must not hold our ends, or it would never notice that we have ended.
+        inherited = [*(end for _, end in pool), ours] if sys.platform == "linux" else []
+        process = context.Process(target=_serve, args=(theirs, function, inherited), daemon=True)
+        process.start()
+        theirs.close()
+        pool.append((process, ours))
+    free, stopped = threading.Semaphore(2 * workers), threading.Event()
+    order: queue.SimpleQueue[tuple[Any, Connection] | Exception | None] = queue.SimpleQueue()
 
-class _Pool:
-    """Several workers. A thread sends task i to worker i modulo their number."""
-
-    def __init__(self, function: Callable[[Any], Any], tasks: Iterable[Any], workers: int) -> None:
-        import multiprocessing  # takes 25 ms, which a run without workers saves
-
-        # Forking shares the modules that are loaded. It is not safe with the libraries of macOS.
-        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self._ends: list[Connection] = []
-        self._processes: list[Any] = []
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            self._ends.append(ours)
-            # A forked worker must not hold our ends, or it would never notice that we have ended.
-            inherited = list(self._ends) if sys.platform == "linux" else []
-            process = context.Process(
-                target=_serve, args=(theirs, function, inherited), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-        self._free = threading.Semaphore(2 * workers)
-        self._order: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
-        self._stopped = False
-        threading.Thread(target=self._hand_out, args=(tasks,), daemon=True).start()
-
-    def _hand_out(self, tasks: Iterable[Any]) -> None:
+    def hand_out() -> None:
         try:
-            for i, task in enumerate(tasks):
-                self._free.acquire()
-                if self._stopped:
+            for task, worker in zip(tasks, itertools.cycle(pool), strict=False):
+                free.acquire()
+                if stopped.is_set():
                     return
-                worker = i % len(self._ends)
-                self._order.put(worker)
+                order.put(worker)
                 # `results` reports a worker that has died.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self._ends[worker].send(task)
+                    worker[1].send(task)
             # No task is left. Workers take 8 ms to free their 70 MB, while the last results are
             # written.
-            for end in self._ends:
+            for _, end in pool:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     end.send(None)
-            self._order.put(None)
+            order.put(None)
         except Exception as error:  # passed to the caller's thread, which raises it
-            self._order.put(error)
+            order.put(error)
 
-    def results(self) -> Iterator[Any]:
-        """Yield the results in the order of the tasks."""
-        while (worker := self._order.get()) is not None:
+    def results() -> Iterator[Result]:
+        while (worker := order.get()) is not None:
             if isinstance(worker, Exception):
                 raise worker
+            process, end = worker
             try:
-                result, error = self._ends[worker].recv()
+                result, error = end.recv()
             except (EOFError, OSError):  # before a result, or in the middle of one
-                process = self._processes[worker]
                 process.join(timeout=5)
                 raise RuntimeError(
                     f"a worker process ended with exit code {process.exitcode} (-9: killed, "
@@ -388,18 +363,19 @@ class _Pool:
             if error is not None:
                 raise error if isinstance(error, UserError) else RuntimeError(error)
             yield result
-            self._free.release()
+            free.release()
 
-    def close(self) -> None:
-        """Stop everything, finished or not."""
-        self._stopped = True
-        self._free.release()
-        for process in self._processes:
+    threading.Thread(target=hand_out, daemon=True).start()
+    try:
+        yield results()
+    finally:
+        stopped.set()
+        free.release()
+        for process, _ in pool:
             # Workers hold nothing to save; a fresh one still has the parent's SIGTERM handler.
             process.kill()
-        for process in self._processes:
+        for process, end in pool:
             process.join()
-        for end in self._ends:
             end.close()
 
 
@@ -414,12 +390,11 @@ def _serve(
         end.close()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (task := connection.recv()) is not None:
-            result: Any = None
-            failure: UserError | str | None = None
+            answer: tuple[Any, UserError | str | None]
             try:
-                result = function(task)
+                answer = function(task), None
             except UserError as error:
-                failure = error
+                answer = None, error
             except Exception:
-                failure = traceback.format_exc()
-            connection.send((result, failure))
+                answer = None, traceback.format_exc()
+            connection.send(answer)

@@ -58,6 +58,32 @@ class SentenceMapPlan:
         return int(1 / self.short_seq_prob + 0.5) if self.short_seq_prob > 0 else 0
 
 
+class DocumentSentences(NamedTuple):
+    """The sentences of some documents of a dataset.
+
+    Attributes:
+        documents: The first sentence of each document, then the end of the last, `[D + 1]`.
+        lengths: The number of tokens in each sentence of the whole dataset.
+    """
+
+    documents: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+
+    def usable(self, min_sentences: int) -> NDArray[np.bool_]:
+        """Return whether samples of at least `min_sentences` come from each document, `[D]`.
+
+        A document must have that many sentences. If it has several, none may exceed 512 tokens.
+        """
+        return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
+
+    def overlong(self) -> NDArray[np.bool_]:
+        """Return whether each document has several sentences, one above 512 tokens, `[D]`."""
+        first, last = int(self.documents[0]), int(self.documents[-1])
+        is_long = self.lengths[first:last] > LONGEST_SENTENCE
+        long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]
+        return (np.diff(long_so_far) > 0) & (np.diff(self.documents) > 1)
+
+
 class _Places(NamedTuple):
     """The places at which samples can start and documents end. Each array is `[places]`."""
 
@@ -66,62 +92,33 @@ class _Places(NamedTuple):
     end: NDArray[np.int64]  # the place of the document's end
 
 
-def usable_documents(
-    documents: NDArray[np.int64], lengths: NDArray[np.int32], min_sentences: int
-) -> NDArray[np.bool_]:
-    """Return whether samples are taken from each document, `[D]`.
-
-    A document must have `min_sentences` sentences. If it has several, none may exceed 512 tokens.
-
-    Args:
-        documents: The first sentence of each document, then the end of the last, `[D + 1]`.
-        lengths: The number of tokens in each sentence of the dataset.
-        min_sentences: The fewest sentences in a sample.
-    """
-    return (np.diff(documents) >= min_sentences) & ~overlong_documents(documents, lengths)
-
-
-def overlong_documents(
-    documents: NDArray[np.int64], lengths: NDArray[np.int32]
-) -> NDArray[np.bool_]:
-    """Return whether each document has several sentences, one of them above 512 tokens, `[D]`."""
-    first, last = int(documents[0]), int(documents[-1])
-    long_so_far = np.concatenate([[0], np.cumsum(lengths[first:last] > LONGEST_SENTENCE)])
-    return (np.diff(long_so_far[documents - first]) > 0) & (np.diff(documents) > 1)
-
-
-def build_sentence_map(
-    plan: SentenceMapPlan, documents: NDArray[np.int64], lengths: NDArray[np.int32]
-) -> NDArray[Any]:
+def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArray[Any]:
     """Return the map, `[n, 3]` uint32, or uint64 from 2^32 sentences on.
 
     n is at least `plan.num_samples`.
 
     Args:
         plan: Everything that decides the map except the lengths.
-        documents: The bounds as for `usable_documents`. At least one document must be usable.
-        lengths: The number of tokens in each sentence of the dataset.
+        text: The documents, of which at least one must be usable.
     """
-    rows = _rows_in_order(plan, _places(plan, documents, lengths))
-    dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
+    rows = _rows_in_order(plan, _places(plan, text))
+    dtype = np.uint64 if len(text.lengths) > np.iinfo(np.uint32).max else np.uint32
     in_order = np.concatenate([part.astype(dtype) for part in rows])
     return in_order[_shuffled(len(in_order), plan.seed + 1)]
 
 
-def _places(
-    plan: SentenceMapPlan, documents: NDArray[np.int64], lengths: NDArray[np.int32]
-) -> _Places:
+def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
     """Number the sentences and ends of the usable documents."""
-    usable = usable_documents(documents, lengths, plan.min_sentences)
+    usable = text.usable(plan.min_sentences)
     assert usable.any(), "without a usable document there is no map"
-    starts, counts = documents[:-1][usable], np.diff(documents)[usable]
+    starts, counts = text.documents[:-1][usable], np.diff(text.documents)[usable]
     ends = np.cumsum(counts + 1) - 1
     end = np.repeat(ends, counts + 1)
     number = np.arange(len(end))
     sentence = number + np.repeat(starts - (ends - counts), counts + 1)
     inside = number != end
     sizes = np.zeros(len(end), np.int64)
-    sizes[inside] = lengths[sentence[inside]]
+    sizes[inside] = text.lengths[sentence[inside]]
     return _Places(sentence, np.cumsum(sizes) - sizes, end)
 
 
@@ -216,10 +213,7 @@ def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def is_sound_sentence_map(
-    plan: SentenceMapPlan,
-    rows: NDArray[Any],
-    documents: NDArray[np.int64],
-    lengths: NDArray[np.int32],
+    plan: SentenceMapPlan, text: DocumentSentences, rows: NDArray[Any]
 ) -> bool:
     """Return whether the sums and bounds of rows read from a file match the plan.
 
@@ -227,8 +221,8 @@ def is_sound_sentence_map(
     """
     if len(rows) < plan.num_samples:
         return False
-    usable = usable_documents(documents, lengths, plan.min_sentences)
-    starts, ends = documents[:-1][usable], documents[1:][usable]
+    usable = text.usable(plan.min_sentences)
+    starts, ends = text.documents[:-1][usable], text.documents[1:][usable]
     first, last, target = rows.T
     sizes = last.astype(np.int64) - first.astype(np.int64)
     return bool(

@@ -31,11 +31,10 @@ from megatron.data.mock import MockSentences
 from megatron.data.sample import DescribedDataset, Sample, outside_vocabulary
 from megatron.data.sentence_map import (
     LONGEST_SENTENCE,
+    DocumentSentences,
     SentenceMapPlan,
     build_sentence_map,
     is_sound_sentence_map,
-    overlong_documents,
-    usable_documents,
 )
 from megatron.durable import renamed_when_done
 from megatron.errors import ConfigError, DataError, warn
@@ -209,17 +208,16 @@ def map_sentences(
         DataError: No document can be used.
     """
     data, (start, end) = part.data, part.bounds
-    documents, lengths = data.document_indices[start : end + 1], data.sequence_lengths
-    if not usable_documents(documents, lengths, plan.min_sentences).any():
-        need = "at least one sentence"
-        if plan.min_sentences > 1:
-            need = "at least two sentences (or --bert-no-binary-head)"
+    text = DocumentSentences(data.document_indices[start : end + 1], data.sequence_lengths)
+    if not text.usable(plan.min_sentences).any():
+        two = plan.min_sentences > 1
+        need = "two sentences (or --bert-no-binary-head)" if two else "one sentence"
         raise DataError(
             f"{data.prefix}: no sample can be made from the {part.split} documents {start} to "
-            f"{end - 1}: a document needs {need}, none of more than {LONGEST_SENTENCE} tokens. "
-            "Preprocess the text with --split-sentences, change --split or give more data"
+            f"{end - 1}: a document needs at least {need}, none of more than {LONGEST_SENTENCE} "
+            "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
-    lost = int(overlong_documents(documents, lengths).sum())
+    lost = int(text.overlong().sum())
     if request.is_builder and lost:  # Megatron leaves them out silently
         warn(
             f"{data.prefix}: {lost} of the {end - start} {part.split} documents are left out, "
@@ -249,10 +247,10 @@ def map_sentences(
     source = idx_path(data.prefix)
     for path in dict.fromkeys([*beside, *own]):
         rows = _load(path, description, source)
-        if rows is not None and is_sound_sentence_map(plan, rows, documents, lengths):
+        if rows is not None and is_sound_sentence_map(plan, text, rows):
             break
     else:
-        rows = build_sentence_map(plan, documents, lengths)
+        rows = build_sentence_map(plan, text)
         taken = open_array(own[0], source)
         path = own[0] if taken is None or taken.ndim != 2 else own[1]
         with saving(f"sentence map {path}", warns=request.is_builder):

@@ -27,15 +27,8 @@ _PACKED_SUFFIXES = (".gz", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; {_PARQUET}, {_TEXT}"
 _PARQUET_ROWS = 1000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_JSON_KINDS = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    type(None): "null",
-}
+_JSON_KINDS = {bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+_JSON_KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
 Value = str | list[str]  # a document's text, or its sentences if they are split already
 
@@ -173,8 +166,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         DataError: A pattern matches no file, a file is named twice, so that its text would count
             twice, or a file has an unknown ending.
     """
-    found: list[str] = []
-    seen: set[str] = set()
+    found: dict[str, str] = {}  # by absolute path
     for pattern in patterns:
         nothing = "no such file or folder"
         if os.path.isdir(pattern):
@@ -189,18 +181,17 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
                 nothing = "no file matches this pattern"
         if not matches:
             raise DataError(f"--input {pattern}: {nothing}")
-        places = {os.path.abspath(path): path for path in matches}
-        for place, path in places.items():
-            if place in seen:
+        for path in matches:
+            place = os.path.abspath(path)
+            if place in found:
                 raise DataError(f"--input {path}: this file is given twice: give it once")
-        seen.update(places)
-        found += matches
-    for path in found:
+            found[place] = path
+    for path in found.values():
         if not os.path.exists(path):
             raise DataError(f"--input {path}: this is a link to a file that does not exist")
         if not _suffix(path):
             raise DataError(f"--input {path}: unknown ending; expected {_KNOWN}; rename the file")
-    return found
+    return [*found.values()]
 
 
 def read_blocks(

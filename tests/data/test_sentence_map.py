@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from megatron.data.sentence_map import (
     LONGEST_SENTENCE,
+    DocumentSentences,
     SentenceMapPlan,
     build_sentence_map,
     mt19937,
     mt19937_64,
-    usable_documents,
 )
 
 
@@ -34,7 +34,7 @@ def test_megatrons_own_rows(min_sentences: int, num_samples: int, want: list[lis
     documents = np.array([0, 3, 5, 6, 10])
     lengths = np.array([10, 12, 8, 20, 30, 15, 5, 6, 7, 40], np.int32)
     plan = SentenceMapPlan(num_samples, 32, 0.1, 1234, min_sentences)
-    rows = build_sentence_map(plan, documents, lengths)
+    rows = build_sentence_map(plan, DocumentSentences(documents, lengths))
     assert rows.dtype == np.uint32
     assert rows.tolist() == [[*row, 32] for row in want]
 
@@ -92,12 +92,13 @@ def test_rows_are_those_of_the_rules_read_one_by_one(
         seed=1234 + seed,
         min_sentences=1 + seed % 2,
     )
-    rows = build_sentence_map(plan, documents, lengths)
+    rows = build_sentence_map(plan, DocumentSentences(documents, lengths))
     assert rows.tolist() == sentence_by_sentence(plan, documents, lengths)
 
 
 def test_which_documents_are_used() -> None:
     lengths = np.array([600, 5, 5, 5, 513, 512, 5], np.int32)
     documents = np.array([0, 1, 1, 3, 5, 7])  # one long sentence, none, two, a long one, two
-    assert usable_documents(documents, lengths, 1).tolist() == [True, False, True, False, True]
-    assert usable_documents(documents, lengths, 2).tolist() == [False, False, True, False, True]
+    text = DocumentSentences(documents, lengths)
+    assert text.usable(1).tolist() == [True, False, True, False, True]
+    assert text.usable(2).tolist() == [False, False, True, False, True]
