@@ -106,17 +106,16 @@ class IndexedDataset:
         available = int(self.sequence_lengths[i]) - offset
         length = available if length is None else length
         if not 0 <= length <= available or offset < 0:
+            size = available + offset
             raise IndexError(
-                f"{self.prefix}: sequence {i} has {available + offset} tokens, but {length} from "
-                f"{offset} on were requested"
+                f"{self.prefix}: sequence {i} has {size} tokens, not {length} from {offset} on"
             )
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         tokens = self._tokens[start : start + length]
         if self.dtype.kind == "i" and length and int(tokens.min()) < 0:
             raise DataError(
-                f"{bin_path(self.prefix)}: sequence {i} holds the token id {int(tokens.min())}; "
-                "ids are never negative, so this file or the dtype in its .idx is damaged: "
-                "restore it, or preprocess the text again"
+                f"{bin_path(self.prefix)}: negative token id {tokens.min()} in sequence {i}: this "
+                "file or the dtype in its .idx is damaged: restore it, or preprocess the text again"
             )
         return tokens
 
@@ -149,12 +148,9 @@ class IndexedDataset:
             falls = bounds < np.concatenate([[previous], bounds[:-1]])
             _refuse_first(f"{path}: document bound", start, bounds, falls, "not to fall")
             previous = int(bounds[-1])
-        first_and_last, expected = self.document_indices[[0, -1]].tolist(), [0, len(self)]
-        if first_and_last != expected:
-            raise DataError(
-                f"{path}: the first and the last document bound are {first_and_last}, expected "
-                f"{expected}: the file is damaged"
-            )
+        found, wanted = self.document_indices[[0, -1]].tolist(), [0, len(self)]
+        if found != wanted:
+            raise DataError(f"{path}: first and last document bound {found}, expected {wanted}")
 
 
 def _require_files(prefix: str) -> None:
@@ -202,9 +198,7 @@ def _read_index(
             "preprocess the text again with tools/preprocess_data.py"
         )
     if not start.startswith(_MAGIC):
-        raise DataError(
-            f"{path}: not an index file: it starts with {start[:9]!r}, expected {_MAGIC!r}"
-        )
+        raise DataError(f"{path}: not an index file: starts with {start[:9]!r}, not {_MAGIC!r}")
     if len(start) < _HEADER.size:
         raise DataError(f"{path}: {len(raw)} bytes, shorter than the header of {_HEADER.size}")
     _, version, code, sequences, documents = _HEADER.unpack(start)
@@ -221,14 +215,12 @@ def _read_index(
             f"{path}: {sequences} bytes of modes follow the index: this is a multimodal dataset, "
             "which text training does not read; use a text dataset"
         )
-    if actual != expected:
+    if actual != expected or documents == 0:
         raise DataError(
             f"{path}: {actual} bytes, expected {expected} for {sequences} sequences and "
             f"{documents} document bounds: the file is truncated or damaged; copy it again or "
             "preprocess the text again"
         )
-    if documents == 0:
-        raise DataError(f"{path}: no document bounds; expected at least 1: the file is damaged")
     lengths, offsets, bounds = np.split(raw[_HEADER.size :], np.cumsum([4, 8]) * sequences)
     return _DTYPES[code], lengths.view("<i4"), offsets.view("<i8"), bounds.view("<i8")
 

@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,8 +61,7 @@ class SentenceSplitter:
             part = text[first : first + _SLICE]
             spans = list(self.punkt.span_tokenize(part))
             if self.keep_newlines:  # a sentence then extends to the start of the next
-                starts = [start for start, _ in spans]
-                spans = list(zip(starts, [*starts[1:], len(part)], strict=True))
+                spans = list(itertools.pairwise([*(start for start, _ in spans), len(part)]))
             sentences += [part[start:end] for start, end in spans]
         return sentences
 
@@ -102,8 +101,7 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
     return PunktSentenceTokenizer(trainer.get_params())
 
 
-@dataclass(frozen=True)
-class EncodingOptions:
+class EncodingOptions(NamedTuple):
     """The settings that decide a document's ids.
 
     Attributes:
@@ -192,7 +190,7 @@ class BlockEncoder:
                 except DataError as error:
                     documents.bad.append(BadLine(*place, str(error)))
             columns = self._encode(accepted)
-        without_text = replace(block, data=None)
+        without_text = block._replace(data=None)
         return EncodedBlock(without_text, columns, documents.lines, sorted(documents.bad))
 
     def _encode(self, values: Sequence[Sequence[Value]]) -> list[Column]:
@@ -269,13 +267,11 @@ def preprocess(
             block = encoded.block
             for bad in encoded.bad:
                 where = f"{block.path}:{lines[block.path] + 1 + bad.line}"
-                what = f"{bad.reason} (line starts at byte {block.offset + bad.offset})"
+                what = f"{where}: {bad.reason} (line starts at byte {block.offset + bad.offset})"
                 if not skip_bad_lines:
-                    raise DataError(
-                        f"{where}: {what}; fix the line, or leave bad lines out with "
-                        "--on-error skip"
-                    )
-                on_bad_line(f"{where}: {what}")
+                    remedy = "fix the line, or leave bad lines out with --on-error skip"
+                    raise DataError(f"{what}; {remedy}")
+                on_bad_line(what)
             for builder, column in zip(builders, encoded.columns, strict=True):
                 builder.add_documents(*column)
             counts.documents += len(encoded.columns[0].sequences_per_document)

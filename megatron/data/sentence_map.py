@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,8 +32,7 @@ _BLOCKS = 256  # state updates in each array of 64-bit draws
 _WORDS, _MIDDLE = 312, 156
 
 
-@dataclass(frozen=True)
-class SentenceMapPlan:
+class SentenceMapPlan(NamedTuple):
     """Everything that decides a map except the lengths.
 
     Attributes:

@@ -159,7 +159,7 @@ def build_sentence_datasets(
     ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else find_ids(tokenizer)
 
     def build_part(part: DatasetPart) -> DescribedDataset:
-        of_part = dataclasses.replace(plan, num_samples=part.num_samples)
+        of_part = plan._replace(num_samples=part.num_samples)
         dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
         _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the data
         return dataset

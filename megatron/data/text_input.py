@@ -12,7 +12,6 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -33,8 +32,7 @@ _JSON_KINDS |= {str: "a string", list: "a list", dict: "an object"}
 Value = str | list[str]  # a document's text, or its sentences if they are split already
 
 
-@dataclass(frozen=True)
-class TextBlock:
+class TextBlock(NamedTuple):
     """Whole lines of one file.
 
     Attributes:
@@ -78,8 +76,7 @@ class BadLine(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """The documents of one block.
 
     Attributes:
