@@ -100,9 +100,9 @@ class CyclicSampler(_Sampler):
         super().__post_init__()
         if self.consumed_samples % self.epoch_samples % self.block:
             raise DataError(
-                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are no multiple "
-                f"of {self.micro_batch} on each of {self.size} data-parallel processes: resume with "
-                "the sizes that the run began with, or use --dataloader-type single"
+                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not whole "
+                f"micro-batches of {self.micro_batch} on each of {self.size} processes: resume "
+                "with the sizes that the run began with, or use --dataloader-type single"
             )
 
     @property
