@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from torch import nn
 
@@ -34,8 +35,7 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 
     Matrices and embeddings decay; biases (of any shape) and 1-D tensors do not.
     """
-    is_bias = name.rpartition(".")[2] == "bias"
-    return not is_bias and parameter.ndim > 1
+    return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
 def is_vocabulary(parameter: nn.Parameter) -> bool:
@@ -64,18 +64,15 @@ def split_groups(
         decouples: Whether word embedding and output layer, which have a learning rate of their own,
             form separate groups at the end of each rule.
     """
-    members: dict[tuple[UpdateRule, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    members: dict[tuple[UpdateRule, bool, bool], dict[str, nn.Parameter]] = {}
     for name, p in named_parameters:
         if p.requires_grad:
             rule = choose_rule(name, p)
-            for apart in (False, True):  # a rule's groups in a fixed order
-                for decays in (True, False):
-                    members.setdefault((rule, apart, decays), [])
-            key = (rule, decouples and is_vocabulary(p), is_decayed(name, p))
-            members[key].append((name, p))
-    groups = []
-    for (rule, apart, decays), group in members.items():
-        if group:
-            names, parameters = zip(*group, strict=True)
-            groups.append(ParameterGroup(rule, decays, apart, names, parameters))
-    return groups
+            for apart, decays in product((False, True), (True, False)):  # in a fixed order
+                members.setdefault((rule, apart, decays), {})
+            members[rule, decouples and is_vocabulary(p), is_decayed(name, p)][name] = p
+    return [
+        ParameterGroup(rule, decays, apart, tuple(group), tuple(group.values()))
+        for (rule, apart, decays), group in members.items()
+        if group
+    ]

@@ -1,4 +1,4 @@
-"""Loss scales: constant ones, and dynamic ones for fp16.
+"""The loss scale: constant, or dynamic for fp16.
 
 fp16 gradients below 6e-8 vanish. So the loss is multiplied by a scale before backward, and the
 gradients are divided by it before the update. A scale is immutable: `update` returns the next one.
@@ -15,63 +15,36 @@ GROWTH = 2.0
 
 
 @dataclass(frozen=True)
-class ConstantScale:
-    """A scale that does not change (1 means no scaling)."""
-
-    value: float = 1.0
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether the scale can still become smaller: never."""
-        return False
-
-    def update(self, *, found_overflow: bool) -> ConstantScale:
-        """Return this scale for the next iteration."""
-        return self
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty state, because the scale comes from the flags."""
-        return {}
-
-    def with_state(self, state: dict[str, Any]) -> ConstantScale:
-        """Return this scale, whatever the saved run used."""
-        return self
-
-
-@dataclass(frozen=True)
-class DynamicScale:
-    """A scale that halves on repeated overflow and doubles after a run of clean iterations.
+class LossScale:
+    """A scale, which halves on repeated overflow and doubles after a run of clean iterations.
 
     Attributes:
-        value: Current scale.
+        value: Current scale. 1 means no scaling.
+        is_dynamic: Whether the scale changes. If not, the other attributes have no meaning.
         minimum: Lower bound of the scale.
         window: Clean iterations before it doubles.
         hysteresis: Overflows, not necessarily in a row, before it starts to halve.
-        clean_iterations: Iterations since the last overflow or doubling.
         overflows_left: Overflows left until it halves. Only a doubling refills them.
+        clean_iterations: Iterations since the last overflow or doubling.
     """
 
-    value: float
-    minimum: float
-    window: float
-    hysteresis: int
-    clean_iterations: int
-    overflows_left: int
-
-    @classmethod
-    def start(
-        cls, *, initial: float, minimum: float, window: float, hysteresis: int
-    ) -> DynamicScale:
-        """Return the scale of a new run."""
-        return cls(initial, minimum, window, hysteresis, 0, hysteresis)
+    value: float = 1.0
+    is_dynamic: bool = False
+    minimum: float = 1.0
+    window: float = 1000
+    hysteresis: int = 2
+    overflows_left: int = 2
+    clean_iterations: int = 0
 
     @property
     def can_shrink(self) -> bool:
         """Whether the scale can still become smaller."""
-        return self.value > self.minimum
+        return self.is_dynamic and self.value > self.minimum
 
-    def update(self, *, found_overflow: bool) -> DynamicScale:
+    def update(self, *, found_overflow: bool) -> LossScale:
         """Return the scale of the next iteration."""
+        if not self.is_dynamic:
+            return self
         if found_overflow:
             left = self.overflows_left - 1
             value = max(self.value / GROWTH, self.minimum) if left <= 0 else self.value
@@ -79,27 +52,28 @@ class DynamicScale:
         clean = self.clean_iterations + 1
         if clean < self.window:
             return replace(self, clean_iterations=clean)
-        return replace(
-            self,
-            value=self.value * GROWTH,
-            clean_iterations=0,
-            overflows_left=self.hysteresis,
-        )
+        doubled = self.value * GROWTH
+        return replace(self, value=doubled, clean_iterations=0, overflows_left=self.hysteresis)
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint, under Megatron's names."""
+        """Return the state to save in a checkpoint, under Megatron's names.
+
+        It is empty if the scale is constant, because the flags give it.
+        """
+        if not self.is_dynamic:
+            return {}
         return {
             "scale": self.value,
             "growth_tracker": self.clean_iterations,
             "hysteresis_tracker": self.overflows_left,
         }
 
-    def with_state(self, state: dict[str, Any]) -> DynamicScale:
+    def with_state(self, state: dict[str, Any]) -> LossScale:
         """Return this scale with a state that `state()` gave.
 
-        If the saved run had no dynamic scale (bf16, constant), this one starts from the flags.
+        If the scale of either run is constant, this one starts from the flags.
         """
-        if not state:
+        if not (state and self.is_dynamic):
             return self
         return replace(
             self,
@@ -109,19 +83,15 @@ class DynamicScale:
         )
 
 
-LossScale = ConstantScale | DynamicScale
-
-
 def loss_scale_of(precision: PrecisionConfig) -> LossScale:
     """Return the scale that the flags ask for: dynamic for fp16, constant if given, otherwise 1."""
-    is_16bit = precision.fp16 or precision.bf16
-    if is_16bit and precision.loss_scale is not None:
-        return ConstantScale(precision.loss_scale)
-    if not precision.fp16:
-        return ConstantScale()
-    return DynamicScale.start(
-        initial=precision.initial_loss_scale,
+    if precision.loss_scale is not None and (precision.fp16 or precision.bf16):
+        return LossScale(precision.loss_scale)
+    return LossScale(
+        precision.initial_loss_scale if precision.fp16 else 1.0,
+        is_dynamic=precision.fp16,
         minimum=precision.min_loss_scale,
         window=precision.loss_scale_window,
         hysteresis=precision.hysteresis,
+        overflows_left=precision.hysteresis,
     )

@@ -25,7 +25,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.groups import ParameterGroup
-from megatron.optimizer.loss_scale import DynamicScale, loss_scale_of
+from megatron.optimizer.loss_scale import loss_scale_of
 from megatron.optimizer.norms import is_counted_here, sum_over_model
 from megatron.optimizer.rules import OffloadedUpdate, Step, Update, UpdateTensors, on_host
 from megatron.parallel.collectives import all_reduce
@@ -108,11 +108,6 @@ class _OwnPart:
             },
         )
 
-    def masters(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Return (name, parameter, fp32 master) of all parameters used in 16 bits by forward."""
-        members = zip(self.names, self.parameters, self.weights, self.formats, strict=True)
-        return [(n, p, weight) for n, p, weight, dtype in members if dtype != torch.float32]
-
     def bind(self, gradients: Gradients, library: KernelLibrary | None, *, offload: bool) -> Update:
         """Bind the group's update rule to its tensors."""
 
@@ -138,13 +133,17 @@ class Optimizer:
 
     Args:
         groups: All parameters of the gradient buffer, in groups.
-        gradients: The gradient buffer, already reduced when `step` is called.
+        gradients: The gradient buffer, already reduced when `begin_step` is called.
         config: Settings of clipping and of offloading.
         precision: Settings of the loss scale.
         layout: This process's place among those that hold the rest of the model.
         weights: Object that gathers the other processes' weights if gradients are sharded
             (`gradients.share_weights`); otherwise `None`.
         count_zeros: Whether to count the gradient entries that are exactly zero at every step.
+
+    Attributes:
+        gradients: The gradient buffer.
+        steps: Number of updates applied so far.
     """
 
     def __init__(
@@ -184,18 +183,13 @@ class Optimizer:
         self._gradient_sums = choose_tensor_sums(
             counted_views, self._device, library, counts=count_zeros
         )
-        self._steps = 0
+        self.steps = 0
         self.reload_masters()
 
     @property
     def loss_scale(self) -> float:
         """Factor of the loss before backward."""
         return self._scale.value
-
-    @property
-    def steps(self) -> int:
-        """Number of updates applied so far."""
-        return self._steps
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on."""
@@ -204,13 +198,7 @@ class Optimizer:
     @property
     def scale_may_change(self) -> bool:
         """Whether the next iteration's loss scale is unknown until this one's `end_step`."""
-        return isinstance(self._scale, DynamicScale)
-
-    def step(
-        self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None
-    ) -> StepResult:
-        """Run `begin_step` and `end_step`, waiting for the device in between. Collective."""
-        return self.end_step(self.begin_step(lr, weight_decay, decoupled_lr=decoupled_lr).tolist())
+        return self._scale.is_dynamic
 
     @torch.no_grad()
     def begin_step(
@@ -246,7 +234,7 @@ class Optimizer:
         device = torch.device("cpu") if self._offload else self._device
         step = Step(
             lr=lr,
-            count=torch.full((), self._steps + 1, dtype=torch.float32, device=device),
+            count=torch.full((), self.steps + 1, dtype=torch.float32, device=device),
             gradient_scale=(scale * excess).float().to(device),
             found_nonfinite=nonfinite.float().to(device),
         )
@@ -283,7 +271,7 @@ class Optimizer:
         found = nonfinite > 0
         overflow = found and self._scale.can_shrink
         self._scale = self._scale.update(found_overflow=found)
-        self._steps += not found
+        self.steps += not found
         return StepResult(
             applied=not found,
             grad_norm=norm,
@@ -322,18 +310,20 @@ class Optimizer:
         """
         tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
         for own in self._owned:
-            for i, (name, parameter) in enumerate(zip(own.names, own.parameters, strict=True)):
+            members = list(zip(own.names, own.parameters, strict=True))
+            for i, (name, parameter) in enumerate(members):
                 for kind, state in own.state.items():
                     tensors[f"{name}.{kind}"] = (state[i], parameter)
-            for name, parameter, master in own.masters():
-                tensors[f"{name}.master"] = (master, parameter)
+            for i, (name, parameter) in enumerate(members):
+                if own.formats[i] != torch.float32:
+                    tensors[f"{name}.master"] = (own.weights[i], parameter)
         return tensors
 
     def scalars(self) -> dict[str, Any]:
         """Return the rest of the state as JSON values."""
-        return {"step": self._steps, "loss_scale": self._scale.state()}
+        return {"step": self.steps, "loss_scale": self._scale.state()}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Restore the state that `scalars` returned."""
-        self._steps = int(scalars["step"])
+        self.steps = int(scalars["step"])
         self._scale = self._scale.with_state(scalars["loss_scale"])

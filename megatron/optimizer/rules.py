@@ -191,8 +191,7 @@ def rules_of(config: OptimizerConfig) -> RuleChoice:
 
 def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an empty host tensor, pinned for asynchronous copies if `like` is on a GPU."""
-    is_pinned = Device(like.device).is_gpu
-    return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
+    return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 class OffloadedUpdate:

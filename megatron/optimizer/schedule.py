@@ -92,35 +92,19 @@ class WeightDecaySchedule:
 
 
 @dataclass(frozen=True)
-class DecoupledEnds:
-    """Peak and minimum of the learning rate of word embeddings and output layer.
-
-    Both are `None` if these use the same learning rate as everything else.
-    """
-
-    peak: float | None = None
-    minimum: float | None = None
-
-
-@dataclass(frozen=True)
 class Schedules:
-    """The schedules of a run."""
+    """The schedules of a run.
+
+    Attributes:
+        learning_rate: The schedule of the learning rate.
+        weight_decay: The schedule of the weight decay.
+        decoupled: The schedule of the learning rate of word embeddings and output layer, which has
+            the warm-up and decay of the common one; `None` if it is not decoupled.
+    """
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
-    decoupled: DecoupledEnds = DecoupledEnds()
-
-    @property
-    def decoupled_learning_rate(self) -> LearningRateSchedule | None:
-        """Learning rate of word embeddings and output layer; `None` if it is not decoupled.
-
-        It has the warm-up and decay of the common learning rate.
-        """
-        ends = self.decoupled
-        if ends.peak is None:
-            return None
-        assert ends.minimum is not None, "either both are given or neither"
-        return replace(self.learning_rate, peak=ends.peak, minimum=ends.minimum)
+    decoupled: LearningRateSchedule | None = None
 
     def decoupled_at(self, samples: float) -> float | None:
         """Return the decoupled learning rate of the next update after `samples` consumed samples.
@@ -128,8 +112,7 @@ class Schedules:
         Returns:
             The learning rate, or `None` if it is not decoupled.
         """
-        schedule = self.decoupled_learning_rate
-        return None if schedule is None else schedule.at(samples)
+        return None if self.decoupled is None else self.decoupled.at(samples)
 
     @classmethod
     def from_config(
@@ -153,32 +136,34 @@ class Schedules:
         """
         assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
         run = _samples(training.train_iters, training.train_samples, global_batch)
-        decay = run
-        if schedule.lr_decay_iters is not None or schedule.lr_decay_samples is not None:
-            decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
+        assert run is not None, "the checks require a length"
+        decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
+        decay = run if decay is None else decay
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
         assert warmup <= decay or training.skip_train, "the checks refuse a longer warm-up"
         anneal = None
         if schedule.lr_decay_style == "WSD" and not training.skip_train:
-            anneal = _samples(
-                schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples, global_batch
-            )
-        start, end = _decay_ends(optimizer)
+            lengths = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
+            anneal = _samples(*lengths, global_batch)
+            assert anneal is not None, "the checks require a length"
+        learning_rate = LearningRateSchedule(
+            peak=schedule.lr or 0.0,
+            minimum=schedule.min_lr,
+            initial=schedule.lr_warmup_init,
+            warmup=warmup,
+            decay=decay,
+            style=schedule.lr_decay_style,
+            anneal=anneal,
+            anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
+        )
+        ends = optimizer.start_weight_decay, optimizer.end_weight_decay
+        start, end = (optimizer.weight_decay if value is None else value for value in ends)
         return cls(
-            LearningRateSchedule(
-                peak=schedule.lr or 0.0,
-                minimum=schedule.min_lr,
-                initial=schedule.lr_warmup_init,
-                warmup=warmup,
-                decay=decay,
-                style=schedule.lr_decay_style,
-                anneal=anneal,
-                anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
-            ),
+            learning_rate,
             WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style),
-            _decoupled_ends(schedule.decoupled_lr, schedule.decoupled_min_lr, schedule.min_lr),
+            _decoupled(learning_rate, schedule.decoupled_lr, schedule.decoupled_min_lr),
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
@@ -188,7 +173,8 @@ class Schedules:
         the learning rate of word embeddings and output layer.
         """
         values = {
-            key: getattr(getattr(self, part), field) for key, (part, field, _) in _FIELDS.items()
+            key: getattr(getattr(self, part), field, None)
+            for key, (part, field, _) in _FIELDS.items()
         }
         return {"num_steps": samples} | {k: v for k, v in values.items() if v is not None}
 
@@ -229,7 +215,7 @@ class Schedules:
             )
         if not use_checkpoint:
             _check_equal(self, other)
-        elif self.decoupled.peak is None and other.decoupled.peak is not None:
+        elif self.decoupled is None and other.decoupled is not None:
             raise CheckpointError(
                 "the checkpoint's schedule has a learning rate for word embeddings and output "
                 f"layer, and this run has none: give --decoupled-lr {other.decoupled.peak:g}"
@@ -249,51 +235,39 @@ class Schedules:
         if changes["learning_rate"].get("style", self.learning_rate.style) != "WSD":
             changes["learning_rate"] |= {"anneal": None, "anneal_style": None}
         learning_rate = replace(self.learning_rate, **changes["learning_rate"])
-        apart = changes["decoupled"]  # we write both or neither; other programs may write one
         return Schedules(
             learning_rate,
             replace(self.weight_decay, **changes["weight_decay"]),
-            _decoupled_ends(apart["peak"], apart["minimum"], learning_rate.minimum),
+            # We write both or neither; other programs may write only one.
+            _decoupled(learning_rate, **changes["decoupled"]),
         )
 
 
 _RUN = "--train-iters or --train-samples"
+_WARMUP = "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction"
+_DECAY = f"--lr-decay-iters or --lr-decay-samples, by default {_RUN}"
+_ANNEAL = "--lr-wsd-decay-iters or --lr-wsd-decay-samples"
+_DECOUPLED_MIN = "--decoupled-min-lr (by default --min-lr) of --decoupled-lr"
+_WEIGHT_DECAY = f"the run's length ({_RUN}), which weight decay follows"
 
 # Megatron's name: (which schedule, our field, the flags that set it).
 _FIELDS = {
     "max_lr": ("learning_rate", "peak", "--lr"),
     "min_lr": ("learning_rate", "minimum", "--min-lr"),
     "decoupled_lr": ("decoupled", "peak", "--decoupled-lr"),
-    "decoupled_min_lr": (
-        "decoupled",
-        "minimum",
-        "--decoupled-min-lr (by default --min-lr) of --decoupled-lr",
-    ),
-    "lr_warmup_steps": (
-        "learning_rate",
-        "warmup",
-        "the warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction), in samples,",
-    ),
-    "lr_decay_steps": (
-        "learning_rate",
-        "decay",
-        "the decay's length (--lr-decay-iters or --lr-decay-samples, by default "
-        f"{_RUN}), in samples,",
-    ),
+    "decoupled_min_lr": ("decoupled", "minimum", _DECOUPLED_MIN),
+    "lr_warmup_steps": ("learning_rate", "warmup", f"the warm-up ({_WARMUP}), in samples,"),
+    "lr_decay_steps": ("learning_rate", "decay", f"the decay's length ({_DECAY}), in samples,"),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
     "wsd_decay_steps": (
         "learning_rate",
         "anneal",
-        "the decay at the end (--lr-wsd-decay-iters or --lr-wsd-decay-samples), in samples,",
+        f"the decay at the end ({_ANNEAL}), in samples,",
     ),
     "lr_wsd_decay_style": ("learning_rate", "anneal_style", "--lr-wsd-decay-style"),
     "start_wd": ("weight_decay", "start", "--start-weight-decay (by default --weight-decay)"),
     "end_wd": ("weight_decay", "end", "--end-weight-decay (by default --weight-decay)"),
-    "wd_incr_steps": (
-        "weight_decay",
-        "length",
-        f"the run's length ({_RUN}), which weight decay follows, in samples,",
-    ),
+    "wd_incr_steps": ("weight_decay", "length", f"{_WEIGHT_DECAY}, in samples,"),
     "wd_incr_style": ("weight_decay", "style", "--weight-decay-incr-style"),
 }
 
@@ -357,25 +331,15 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
         )
 
 
-def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int:
-    """Return a length in samples that was given in iterations or in samples."""
-    if iterations is not None:
-        return iterations * global_batch
-    assert samples is not None, "the checks require a length"
-    return samples
+def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int | None:
+    """Return a length in samples that was given in iterations or in samples, if at all."""
+    return samples if iterations is None else iterations * global_batch
 
 
-def _decoupled_ends(peak: float | None, least: float | None, min_lr: float) -> DecoupledEnds:
-    """Return peak and minimum. Without a peak there is no minimum; its default is `min_lr`."""
+def _decoupled(
+    common: LearningRateSchedule, peak: float | None, minimum: float | None
+) -> LearningRateSchedule | None:
+    """Return the decoupled schedule if it has a peak. Its default minimum is the common one."""
     if peak is None:
-        return DecoupledEnds()
-    return DecoupledEnds(peak, min_lr if least is None else least)
-
-
-def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:
-    """Return the first and the last weight decay."""
-    if optimizer.weight_decay_incr_style == "constant":
-        return optimizer.weight_decay, optimizer.weight_decay
-    assert optimizer.start_weight_decay is not None
-    assert optimizer.end_weight_decay is not None
-    return optimizer.start_weight_decay, optimizer.end_weight_decay
+        return None
+    return replace(common, peak=peak, minimum=common.minimum if minimum is None else minimum)

@@ -9,6 +9,7 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.parallel.layout import Layout
+from tests.optimizer.stepping import step
 from tests.parallel.buffers import new_buffer, new_optimizer
 
 pytestmark = [
@@ -42,9 +43,9 @@ def _train(device, precision, dtype, rule):
         if seed == 2:
             gradients.gradient(named[0][1])[3, 3] = float("inf")
         if seed < 4:
-            results.append(optimizer.step(1e-2, 0.1))
+            results.append(step(optimizer, 1e-2, 0.1))
         else:
-            waits = _count_waits(lambda: results.append(optimizer.step(1e-2, 0.1)))
+            waits = _count_waits(lambda: results.append(step(optimizer, 1e-2, 0.1)))
     tensors = {name: tensor.cpu() for name, (tensor, _) in optimizer.named_tensors().items()}
     return results, tensors | {name: p.detach().cpu() for name, p in named}, waits
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.loss_scale import ConstantScale, DynamicScale, loss_scale_of
+from megatron.optimizer.loss_scale import LossScale, loss_scale_of
 
 
 def _run(scale, events):
@@ -16,9 +16,8 @@ def _run(scale, events):
 
 
 def _start(**changes):
-    return DynamicScale.start(
-        **{"initial": 16.0, "minimum": 1.0, "window": 3, "hysteresis": 2, **changes}
-    )
+    fields = {"value": 16.0, "minimum": 1.0, "window": 3, "hysteresis": 2, "overflows_left": 2}
+    return LossScale(**{"is_dynamic": True, **fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,8 @@ def test_dynamic_scale(events, values):
 
 def test_can_shrink_until_the_minimum():
     assert _start().can_shrink
-    assert not _start(initial=1.0).can_shrink
-    assert not ConstantScale(128.0).can_shrink
+    assert not _start(value=1.0).can_shrink
+    assert not LossScale(128.0).can_shrink
 
 
 @pytest.mark.parametrize("split", range(9))
@@ -56,13 +55,14 @@ def test_state_goes_on_where_it_stopped(split):
 
 
 def test_a_state_from_a_run_without_scale_starts_anew():
-    assert _start().with_state(ConstantScale().state()) == _start()
-    assert ConstantScale(2.0).with_state(_start().state()) == ConstantScale(2.0)
+    assert _start().with_state(LossScale().state()) == _start()
+    assert LossScale(2.0).with_state(_start().state()) == LossScale(2.0)
 
 
 def test_scale_of_the_flags():
-    assert loss_scale_of(PrecisionConfig()) == ConstantScale(1.0)
-    assert loss_scale_of(PrecisionConfig(bf16=True)) == ConstantScale(1.0)
-    assert loss_scale_of(PrecisionConfig(fp16=True, loss_scale=128.0)) == ConstantScale(128.0)
+    for constant in (PrecisionConfig(), PrecisionConfig(bf16=True)):
+        assert loss_scale_of(constant).value == 1.0
+        assert not loss_scale_of(constant).is_dynamic
+    assert loss_scale_of(PrecisionConfig(fp16=True, loss_scale=128.0)) == LossScale(128.0)
     dynamic = loss_scale_of(PrecisionConfig(fp16=True, min_loss_scale=4.0, hysteresis=3))
-    assert dynamic == DynamicScale.start(initial=2.0**32, minimum=4.0, window=1000, hysteresis=3)
+    assert dynamic == LossScale(2.0**32, True, 4.0, 1000, 3, overflows_left=3)

@@ -12,6 +12,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, ParameterSpec
 from tests.distributed import run_distributed
+from tests.optimizer.stepping import step
 from tests.parallel.buffers import new_buffer, new_optimizer
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (2, 5), "norm.weight": (7,)}
@@ -94,7 +95,7 @@ def test_adam_equals_the_formula(clip):
     for k, (lr, decay, size) in enumerate(STEPS, start=1):
         values = _draw(k, size)
         _set_gradients(optimizer, named, values)
-        result = optimizer.step(lr, decay)
+        result = step(optimizer, lr, decay)
         assert result.applied
         assert result.grad_norm == pytest.approx(_norm(values), rel=1e-6)
         for name, g in _clipped(values, clip).items():
@@ -127,7 +128,7 @@ def test_a_rate_of_their_own_equals_adam_with_groups():
         values = _draw(k)
         values["b.weight"] = values["a.weight"]
         _set_gradients(optimizer, named, values)
-        assert optimizer.step(1e-2, 0.1, decoupled_lr=3e-2).applied
+        assert step(optimizer, 1e-2, 0.1, decoupled_lr=3e-2).applied
         for name, p in theirs.items():
             p.grad = values[name]
         reference.step()
@@ -145,7 +146,7 @@ def test_sgd_equals_the_formula(momentum):
     for k, (lr, decay, size) in enumerate(STEPS):
         values = _draw(k, size)
         _set_gradients(optimizer, named, values)
-        optimizer.step(lr, decay)
+        step(optimizer, lr, decay)
         for name, g in _clipped(values, 1.0).items():
             here = decay if name == "a.weight" else 0.0
             speed[name] = momentum * speed[name] + g + here * weights[name]
@@ -165,7 +166,7 @@ def test_16bit_weights_are_rounded_masters_that_follow_fp32(precision):
         values = {name: v.to(_dtype(precision)).float() for name, v in _draw(k).items()}
         _set_gradients(ours, half, values)
         _set_gradients(reference, full, values)
-        results = [o.step(1e-5, 0.1) for o in (ours, reference)]
+        results = [step(o, 1e-5, 0.1) for o in (ours, reference)]
         assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
     for name, (master, parameter) in ours.named_tensors().items():
         if name.endswith(".master"):
@@ -183,7 +184,7 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(precision, rule):
     def steps(optimizer, named, seeds):
         for seed in seeds:
             _set_gradients(optimizer, named, _draw(seed))
-            assert optimizer.step(1e-2, 0.1).applied
+            assert step(optimizer, 1e-2, 0.1).applied
 
     named = _parameters(_dtype(precision))
     whole = _optimizer(named, config, precision)
@@ -224,12 +225,12 @@ def test_nonfinite_gradients_change_not_one_bit(precision, rule, bad):
     named = _parameters(_dtype(precision))
     optimizer = _optimizer(named, OptimizerConfig(optimizer=rule), precision)
     _set_gradients(optimizer, named, _draw(1))
-    assert optimizer.step(1e-2, 0.1).applied
+    assert step(optimizer, 1e-2, 0.1).applied
     before = _snapshot(optimizer, named)
     values = _draw(2)
     values["norm.weight"][3] = bad
     _set_gradients(optimizer, named, values)
-    result = optimizer.step(1e-2, 0.1)
+    result = step(optimizer, 1e-2, 0.1)
     assert (result.applied, result.found_nonfinite) == (False, True)
     assert result.overflow is precision.fp16
     assert optimizer.steps == 1
@@ -246,7 +247,7 @@ def test_fp16_overflow_lowers_the_scale_until_it_cannot():
     for good in (False, False, True, True, False):
         values = _draw(0) if good else {name: v * inf for name, v in _draw(0).items()}
         _set_gradients(optimizer, named, values)
-        result = optimizer.step(0.0, 0.0)
+        result = step(optimizer, 0.0, 0.0)
         seen.append((result.applied, result.overflow, optimizer.loss_scale))
     assert seen == [
         (False, True, 2.0),
@@ -263,7 +264,7 @@ def test_the_loss_is_scaled_and_the_norm_is_not():
     loss = parameter.float().square().sum()
     assert optimizer.scale_loss(loss).item() == 1024 * loss.item()
     optimizer.scale_loss(loss).backward()
-    assert optimizer.step(1e-3, 0.0).grad_norm == pytest.approx(4.0)
+    assert step(optimizer, 1e-3, 0.0).grad_norm == pytest.approx(4.0)
     plain = _optimizer(_parameters())
     assert plain.scale_loss(loss) is loss
 
@@ -275,7 +276,7 @@ def test_reload_masters_takes_over_loaded_weights():
         named["a.weight"].fill_(0.5)
     optimizer.reload_masters()
     _set_gradients(optimizer, named, _draw(1, 0.0))
-    optimizer.step(1e-2, 0.0)
+    step(optimizer, 1e-2, 0.0)
     assert torch.equal(named["a.weight"], torch.full((5, 7), 0.5, dtype=torch.bfloat16))
 
 
@@ -286,10 +287,10 @@ def test_zeros_are_counted_without_the_padding():
     values["a.weight"][:, :2] = 0.0
     values["norm.weight"][0] = 0.0
     _set_gradients(optimizer, named, values)
-    assert optimizer.step(1e-2, 0.1).zeros == 11
+    assert step(optimizer, 1e-2, 0.1).zeros == 11
     _set_gradients(optimizer, named, _draw(1))
-    assert optimizer.step(1e-2, 0.1).zeros == 0
-    assert _optimizer(_parameters()).step(1e-2, 0.1).zeros is None
+    assert step(optimizer, 1e-2, 0.1).zeros == 0
+    assert step(_optimizer(_parameters()), 1e-2, 0.1).zeros is None
 
 
 def _one_bad_rank(layout):
@@ -299,7 +300,7 @@ def _one_bad_rank(layout):
     if layout.world.rank == 2:
         values["a.weight"][0, 0] = nan
     _set_gradients(optimizer, named, values)
-    result = optimizer.step(1e-2, 0.1)
+    result = step(optimizer, 1e-2, 0.1)
     return result.applied, result.found_nonfinite
 
 
@@ -317,14 +318,14 @@ def _data_parallel_run(layout, steps):
     optimizer = new_optimizer(named, gradients, OptimizerConfig(), FP32, layout)
     mine = range(layout.data.rank, 4, layout.data.size)
     norms = []
-    for step in range(steps):
+    for number in range(steps):
         optimizer.gradients.zero()
         for sample in mine:
-            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step * 4 + sample))
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number * 4 + sample))
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
             (optimizer.scale_loss(loss) / len(mine)).backward()
         gradients.reduce()
-        norms.append(optimizer.step(1e-2, 0.1).grad_norm)
+        norms.append(step(optimizer, 1e-2, 0.1).grad_norm)
     return norms, [p.tolist() for p in model.parameters()]
 
 

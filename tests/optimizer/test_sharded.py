@@ -11,6 +11,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, new_parameter
 from tests.distributed import run_distributed
+from tests.optimizer.stepping import step
 from tests.parallel.buffers import new_buffer, new_optimizer
 
 PRECISIONS = {
@@ -54,7 +55,7 @@ def _bytes_a_parameter(layout, stage, kind):
         with gradients.micro_batch(is_last=True):
             model(torch.ones(1, 256, dtype=dtype)).float().mean().backward()
         gradients.reduce()
-        assert optimizer.step(1e-3, 0.1).applied
+        assert step(optimizer, 1e-3, 0.1).applied
     return (_held_bytes() - before) / sum(p.numel() for p in model.parameters())
 
 
@@ -103,7 +104,7 @@ def _split_model(layout, stage):
     with gradients.micro_batch(is_last=True):
         (weight.square().sum() + (bias * torch.arange(9.0)).sum()).backward()
     gradients.reduce()
-    result = optimizer.step(1e-2, 0.1)
+    result = step(optimizer, 1e-2, 0.1)
     elements = sum(gradients.owned(p).size for p in (weight, bias))
     return result.grad_norm, result.zeros, bias.tolist(), elements
 
@@ -131,7 +132,7 @@ def _one_bad_element(layout, stage):
     with gradients.micro_batch(is_last=True):
         (weight[-1].float() * factor).sum().backward()
     gradients.reduce()
-    result = optimizer.step(1e-2, 0.1)
+    result = step(optimizer, 1e-2, 0.1)
     state = {name: tensor.tolist() for name, (tensor, _) in optimizer.named_tensors().items()}
     untouched = bool((weight == 1).all()) and set(sum(state.values(), [])) <= {0.0, 1.0}
     return result.applied, result.found_nonfinite, untouched
@@ -151,7 +152,7 @@ def _reloaded(layout):
     with gradients.micro_batch(is_last=True):
         (weight.sum() * 0).backward()
     gradients.reduce()
-    optimizer.step(1e-2, 0.0)
+    step(optimizer, 1e-2, 0.0)
     return weight.float().unique().tolist()
 
 

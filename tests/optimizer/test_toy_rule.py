@@ -10,6 +10,7 @@ from megatron.optimizer import rules
 from megatron.optimizer.rules import SGD, AdamW
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
+from tests.optimizer.stepping import step
 from tests.parallel.buffers import new_buffer, new_optimizer
 from tests.training.toy import train_toy
 
@@ -90,7 +91,7 @@ def _updates(layout, stage, dtype, bucket_bytes):
                     total = total + (p.float() * factor).sum()
             (total / len(seeds)).backward()
         gradients.reduce()
-        assert optimizer.step(1e-2, 0.1).applied
+        assert step(optimizer, 1e-2, 0.1).applied
     held = {name: tuple(t.shape) for name, (t, _) in optimizer.named_tensors().items()}
     return {name: p.tolist() for name, p in named.items()}, held
 
