@@ -1,12 +1,12 @@
 """Networks. Docstrings state the shape of every tensor.
 
     plan                  a network as data: one record per layer, which everything else reads
-    gpt, bert, t5         plans and models, whole or the part that a pipeline stage holds
+    gpt, bert, t5         models, whole or the part that a pipeline stage holds
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     norm, position_bias   normalizations; T5's relative positions
     embedding, head       embeddings before the layers; output and loss after them
     recompute             recomputation of activations in backward
-    build                 builders of the plan and the model that a run's flags describe
+    build                 builders of the model that a run's flags describe
     arithmetic            parameters, FLOPs and activations counted from a plan
 
 A constructor takes the layer's record and a `parallel.build.BuildContext`. The constructor also

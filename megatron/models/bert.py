@@ -6,13 +6,12 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.attention import Mask, Segments, flash_misfit
 from megatron.models.block import LayerStack
@@ -23,16 +22,10 @@ from megatron.models.plan import (
     AttentionPlan,
     ClassifierPlan,
     HeadPlan,
-    HeadSpec,
     MaskedTokenPlan,
     MicroBatch,
     ModelPlan,
     OutputPlan,
-    embedding_plan,
-    init_plan,
-    layer_plan,
-    norm_plan,
-    output_plan,
 )
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
@@ -40,36 +33,7 @@ from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
 from megatron.parallel.products import InFp32, Products
 
-_SEGMENTS = 2  # segments per sample: token types, and classes of the binary head
 SHORTEST_IN_ONE = 256  # tokens per sample; at 128 the flash kernel is slower
-
-
-def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a BERT: bidirectional layers, and the heads of pretraining or a task."""
-    options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
-    heads: list[HeadPlan] = []
-    if model.bert_binary_head:
-        heads.append(HeadPlan(kind="pooler", **options))
-    if head.outputs is not None:
-        assert heads, "without a binary head there is no pooler"
-        heads.append(
-            ClassifierPlan(kind="task_head", outputs=head.outputs, in_fp32=True, **options)
-        )
-    else:
-        heads.append(MaskedTokenPlan(norm=norm_plan(model), tanh=model.openai_gelu, **options))
-        heads.append(output_plan(model, vocabulary, bias=True))
-        if model.bert_binary_head:
-            heads.append(ClassifierPlan(kind="binary_head", outputs=_SEGMENTS, **options))
-    return ModelPlan(
-        embedding=embedding_plan(
-            model, vocabulary, token_types=_SEGMENTS if model.bert_binary_head else 0
-        ),
-        layers=(layer_plan(model, causal=False),) * model.num_layers,
-        final_norm=norm_plan(model),
-        heads=tuple(heads),
-        head_spec=head,
-        positions=model.max_position_embeddings,
-    )
 
 
 class BertResult(NamedTuple):

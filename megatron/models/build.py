@@ -1,4 +1,4 @@
-"""Builders of the plan and the model that a run's configuration describes."""
+"""Builders of the model that a run's configuration describes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
 from megatron.config.stages import ModelPart
 from megatron.device import Device
-from megatron.models.bert import bert_plan
-from megatron.models.gpt import gpt_plan
-from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, model_plan
 from megatron.models.recompute import RecomputePlan
-from megatron.models.t5 import t5_plan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Layout
@@ -25,25 +21,6 @@ from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import shares_weights
 
 Model = TypeVar("Model", bound=nn.Module)
-
-PLANS: dict[str, Callable[[ModelConfig, int, HeadSpec], ModelPlan]] = {
-    "gpt": gpt_plan,
-    "bert": bert_plan,
-    "t5": t5_plan,
-}
-
-
-def model_plan(
-    model: ModelConfig, padded_vocab_size: int, head: HeadSpec = LANGUAGE_MODEL_HEAD
-) -> ModelPlan:
-    """Return the plan of the network that flags describe.
-
-    Args:
-        model: Resolved network flags.
-        padded_vocab_size: Entries of the vocabulary, padding included.
-        head: Purpose of the model's heads.
-    """
-    return PLANS[model.architecture](model, padded_vocab_size, head)
 
 
 def run_context(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.attention import Mask
 from megatron.models.attention import KeyValueCache
@@ -15,29 +14,10 @@ from megatron.models.block import LayerStack
 from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
 from megatron.models.head import Output
 from megatron.models.norm import Stream, new_norm
-from megatron.models.plan import (
-    HeadSpec,
-    ModelPlan,
-    embedding_plan,
-    layer_plan,
-    norm_plan,
-    output_plan,
-)
+from megatron.models.plan import ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions
-
-
-def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT, whose layers are all alike."""
-    assert head.is_language_model, "only a BERT takes a task's head"
-    return ModelPlan(
-        embedding=embedding_plan(model, vocabulary),
-        layers=(layer_plan(model, causal=True),) * model.num_layers,
-        final_norm=norm_plan(model),
-        heads=(output_plan(model, vocabulary),),
-        positions=model.max_position_embeddings,
-    )
 
 
 class GPTModel(nn.Module):

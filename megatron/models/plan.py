@@ -1,21 +1,24 @@
 """Networks as data: a record for each layer, for the embedding and for each head.
 
-A family's module (`gpt`, `bert`, `t5`) makes a `ModelPlan` from the resolved configuration. Models
-are built from it; parameters, FLOPs, memory and pipeline balance are counted from it. Every
-record is immutable, printable and hashable, and consecutive layers may have records of different
-kinds. The tables `block.MIXERS`, `block.MLPS` and `arithmetic.HEADS` name the class that implements
-each `kind` of record.
+`model_plan` makes a `ModelPlan` from the resolved configuration. Models are built from it;
+parameters, FLOPs, memory and pipeline balance are counted from it. Every record is immutable,
+printable and hashable, and consecutive layers may have records of different kinds. The tables
+`block.MIXERS`, `block.MLPS` and `arithmetic.HEADS` name the class that implements each `kind` of
+record.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart
 from megatron.parallel.parameter import Init
+
+_SEGMENTS = 2  # segments per sample of a BERT: token types, and classes of the binary head
 
 
 @dataclass(frozen=True)
@@ -564,3 +567,89 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
         bias=bias,
         scale=hidden**-0.5 if model.scale_decoder_outputs else None,
     )
+
+
+def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a GPT, whose layers are all alike."""
+    assert head.is_language_model, "only a BERT takes a task's head"
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary),
+        layers=(layer_plan(model, causal=True),) * model.num_layers,
+        final_norm=norm_plan(model),
+        heads=(output_plan(model, vocabulary),),
+        positions=model.max_position_embeddings,
+    )
+
+
+def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a BERT: bidirectional layers, and the heads of pretraining or a task."""
+    options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
+    heads: list[HeadPlan] = []
+    if model.bert_binary_head:
+        heads.append(HeadPlan(kind="pooler", **options))
+    if head.outputs is not None:
+        assert heads, "without a binary head there is no pooler"
+        heads.append(
+            ClassifierPlan(kind="task_head", outputs=head.outputs, in_fp32=True, **options)
+        )
+    else:
+        heads.append(MaskedTokenPlan(norm=norm_plan(model), tanh=model.openai_gelu, **options))
+        heads.append(output_plan(model, vocabulary, bias=True))
+        if model.bert_binary_head:
+            heads.append(ClassifierPlan(kind="binary_head", outputs=_SEGMENTS, **options))
+    return ModelPlan(
+        embedding=embedding_plan(
+            model, vocabulary, token_types=_SEGMENTS if model.bert_binary_head else 0
+        ),
+        layers=(layer_plan(model, causal=False),) * model.num_layers,
+        final_norm=norm_plan(model),
+        heads=tuple(heads),
+        head_spec=head,
+        positions=model.max_position_embeddings,
+    )
+
+
+def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a T5, with the encoder's layers before the decoder's."""
+    assert head.is_language_model, "only a BERT takes a task's head"
+    encoder, decoder = model.num_layers, model.decoder_layers
+    positions = model.max_position_embeddings
+    bias = None
+    if model.position_embedding_type == "relative":
+        bias = PositionBiasPlan(
+            heads=model.num_attention_heads,
+            buckets=model.relative_attention_num_buckets,
+            longest=model.relative_attention_max_distance,
+            positions=positions,
+            init=init_plan(model),
+        )
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary, calls=2),
+        layers=(layer_plan(model, causal=False),) * encoder
+        + (layer_plan(model, causal=True, crosses=True),) * decoder,
+        final_norm=norm_plan(model),
+        heads=(output_plan(model, vocabulary, bias=model.add_output_bias),),
+        positions=positions,
+        encoder_layers=encoder,
+        position_bias=bias,
+    )
+
+
+PLANS: dict[str, Callable[[ModelConfig, int, HeadSpec], ModelPlan]] = {
+    "gpt": gpt_plan,
+    "bert": bert_plan,
+    "t5": t5_plan,
+}
+
+
+def model_plan(
+    model: ModelConfig, padded_vocab_size: int, head: HeadSpec = LANGUAGE_MODEL_HEAD
+) -> ModelPlan:
+    """Return the plan of the network that flags describe.
+
+    Args:
+        model: Resolved network flags.
+        padded_vocab_size: Entries of the vocabulary, padding included.
+        head: Purpose of the model's heads.
+    """
+    return PLANS[model.architecture](model, padded_vocab_size, head)

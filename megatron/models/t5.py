@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import EncoderOutput
@@ -27,45 +26,10 @@ from megatron.models.block import LayerStack
 from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
 from megatron.models.head import Output
 from megatron.models.norm import Stream, new_norm
-from megatron.models.plan import (
-    HeadSpec,
-    ModelPlan,
-    PositionBiasPlan,
-    embedding_plan,
-    init_plan,
-    layer_plan,
-    norm_plan,
-    output_plan,
-)
+from megatron.models.plan import ModelPlan
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
-
-
-def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a T5, with the encoder's layers before the decoder's."""
-    assert head.is_language_model, "only a BERT takes a task's head"
-    encoder, decoder = model.num_layers, model.decoder_layers
-    positions = model.max_position_embeddings
-    bias = None
-    if model.position_embedding_type == "relative":
-        bias = PositionBiasPlan(
-            heads=model.num_attention_heads,
-            buckets=model.relative_attention_num_buckets,
-            longest=model.relative_attention_max_distance,
-            positions=positions,
-            init=init_plan(model),
-        )
-    return ModelPlan(
-        embedding=embedding_plan(model, vocabulary, calls=2),
-        layers=(layer_plan(model, causal=False),) * encoder
-        + (layer_plan(model, causal=True, crosses=True),) * decoder,
-        final_norm=norm_plan(model),
-        heads=(output_plan(model, vocabulary, bias=model.add_output_bias),),
-        positions=positions,
-        encoder_layers=encoder,
-        position_bias=bias,
-    )
 
 
 class T5Stack(nn.Module):

@@ -24,7 +24,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError, ConfigError
-from megatron.models.build import model_plan
+from megatron.models.plan import model_plan
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout

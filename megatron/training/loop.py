@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.models.build import model_plan
+from megatron.models.plan import model_plan
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.logging import LogLine

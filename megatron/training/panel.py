@@ -9,8 +9,7 @@ from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
-from megatron.models.build import model_plan
-from megatron.models.plan import ModelPlan
+from megatron.models.plan import ModelPlan, model_plan
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import pipeline_rows

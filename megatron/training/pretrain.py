@@ -18,7 +18,7 @@ from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
 from megatron.durable import writing_to
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
-from megatron.models.build import model_plan
+from megatron.models.plan import model_plan
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary

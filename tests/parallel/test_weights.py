@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from megatron.config.stages import ModelPart
-from megatron.models.build import model_plan
 from megatron.models.gpt import GPTModel
+from megatron.models.plan import model_plan
 from megatron.parallel import weights
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending

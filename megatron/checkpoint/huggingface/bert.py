@@ -15,7 +15,6 @@ from typing import Any
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
-from megatron.models.plan import LayerPlan, layer_plan, norm_plan
 
 _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 # Pieces of the model that a folder may lack entirely.
@@ -97,24 +96,6 @@ class Bert(rules.Family):
             "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
             "position_embedding_type": "absolute",
             "type_vocab_size": _TOKEN_TYPES,
-        }
-
-    def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
-        """Return the plans of all layers, which attend in both directions."""
-        plan = layer_plan(model, causal=False)
-        return {f"layers.{layer}": plan for layer in range(model.num_layers)}
-
-    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, rules.Shape]:
-        """Return the shapes of all parameters outside the layers."""
-        hidden = model.hidden_size
-        return {
-            **super().shapes_outside(model, vocab),
-            "embedding.token_type.weight": (_TOKEN_TYPES, hidden),
-            "output.bias": (vocab,),
-            **rules.under("pooler.dense", rules.linear_shapes((hidden,), hidden)),
-            **rules.under("head.dense", rules.linear_shapes((hidden,), hidden)),
-            **rules.under("head.norm", rules.norm_shapes(norm_plan(model), hidden)),
-            **rules.under("binary_head", rules.linear_shapes((_TOKEN_TYPES,), hidden)),
         }
 
     def names(self, model: ModelConfig) -> rules.Names:

@@ -243,27 +243,10 @@ class Family(ABC):
     def names(self, model: ModelConfig) -> Names:
         """Yield each of our modules with their modules, in the order of the files."""
 
-    def layers(self, model: ModelConfig) -> dict[str, plans.LayerPlan]:
-        """Return the plans of all layers by our names, for a decoder without an encoder."""
-        plan = plans.layer_plan(model, causal=True)
-        return {f"layers.{layer}": plan for layer in range(model.num_layers)}
-
-    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
-        """Return the shapes of all parameters outside the layers, for a network of one stack."""
-        table = plans.embedding_plan(model, vocab)
-        found: dict[str, Shape] = {"embedding.word.weight": (vocab, table.hidden)}
-        if table.positions:
-            found["embedding.position.weight"] = (table.positions, table.hidden)
-        found |= under("final_norm", norm_shapes(plans.norm_plan(model), table.hidden))
-        if not plans.output_plan(model, vocab).tied:
-            found["output.weight"] = (vocab, table.hidden)
-        return found
-
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return how each parameter is made from tensors, in the order of the files."""
-        shapes, layers = self.shapes_outside(model, vocab), self.layers(model)
-        for name, layer in layers.items():
-            shapes |= under(name, layer_shapes(layer))
+        plan = plans.model_plan(model, vocab)
+        shapes, layers = parameter_shapes(plan), layers_of(plan)
         rules = []
         for ours, theirs in self.names(model):
             kinds = [kind for kind in KINDS if f"{ours}.{kind}" in shapes]
@@ -295,6 +278,45 @@ class Family(ABC):
         return False
 
 
+def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
+    """Return the plans of all layers by our names."""
+    first = plan.encoder_layers  # the decoder's, if there is one
+    stacks = {"": plan.layers}
+    if first:
+        stacks = {"encoder.": plan.layers[:first], "decoder.": plan.layers[first:]}
+    return {f"{k}layers.{i}": layer for k, stack in stacks.items() for i, layer in enumerate(stack)}
+
+
+def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
+    """Return the shapes of a network's parameters by our names."""
+    table, hidden, modules = plan.embedding, plan.hidden, dict[str, dict[str, Shape]]()
+    rows = {"word": table.vocabulary, "position": table.positions, "token_type": table.token_types}
+    for kind, count in rows.items():
+        if count:
+            modules[f"embedding.{kind}"] = {"weight": (count, hidden)}
+    for name, layer in layers_of(plan).items():
+        modules |= {f"{name}.{module}": shapes for module, shapes in layer_shapes(layer).items()}
+    for stack in ("encoder.", "decoder.") if plan.encoder_layers else ("",):
+        modules[f"{stack}final_norm"] = norm_shapes(plan.final_norm, hidden)
+        if plan.position_bias is not None:
+            shape = (plan.position_bias.buckets, plan.position_bias.heads)
+            modules[f"{stack}position_bias"] = {"weight": shape}
+    square = linear_shapes((hidden,), hidden)
+    for head in plan.heads:
+        match head:
+            case plans.OutputPlan():
+                modules["output"] = linear_shapes((head.vocabulary,), hidden, bias=head.bias)
+                if head.tied:
+                    del modules["output"]["weight"]
+            case plans.MaskedTokenPlan():
+                modules |= {"head.dense": square, "head.norm": norm_shapes(head.norm, hidden)}
+            case plans.ClassifierPlan():
+                modules[head.kind] = linear_shapes((head.outputs,), hidden)
+            case _:
+                modules[f"{head.kind}.dense"] = square
+    return {f"{m}.{kind}": shape for m, shapes in modules.items() for kind, shape in shapes.items()}
+
+
 def norm_shapes(norm: plans.NormPlan, size: int) -> dict[str, Shape]:
     """Return the shapes of a normalization's parameters."""
     return dict.fromkeys(KINDS if norm.kind == "LayerNorm" else KINDS[:1], (size,))
@@ -305,19 +327,14 @@ def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str
     return {"weight": (*outputs, inputs)} | ({"bias": outputs} if bias else {})
 
 
-def under(module: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes with the module's name as a prefix of their names."""
-    return {f"{module}.{name}": shape for name, shape in shapes.items()}
-
-
 def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
     """Return the plan of a layer's self-attention. The families here have no other mixers."""
     assert isinstance(layer.mixer, plans.AttentionPlan), layer.mixer
     return layer.mixer
 
 
-def layer_shapes(layer: plans.LayerPlan) -> dict[str, Shape]:
-    """Return the shapes of a layer's parameters by their name within the layer."""
+def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of each of a layer's modules."""
     mixer, mlp, cross = attention_of(layer), layer.mlp, layer.cross_attention
     assert isinstance(mlp, plans.MLPPlan), mlp
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
@@ -340,7 +357,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, Shape]:
             "cross_attention.key_value": linear_shapes((2 * cross.query,), hidden, bias=cross.bias),
             "cross_attention.output": linear_shapes((hidden,), cross.query, bias=cross.bias),
         }
-    return {k: v for module, shapes in modules.items() for k, v in under(module, shapes).items()}
+    return modules
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:

@@ -14,7 +14,6 @@ from typing import Any
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
-from megatron.models.plan import LayerPlan, layer_plan, norm_plan
 
 # Values of `feed_forward_proj` by our flag.
 _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
@@ -110,27 +109,6 @@ class T5(rules.Family):
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             "scale_decoder_outputs": model.scale_decoder_outputs,
         }
-
-    def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
-        """Return the plans of the layers of both stacks."""
-        found: dict[str, LayerPlan] = {}
-        for stack, layers in _stacks(model).items():
-            below = stack == "decoder"
-            plan = layer_plan(model, causal=below, crosses=below)
-            found |= {f"{stack}.layers.{layer}": plan for layer in range(layers)}
-        return found
-
-    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, rules.Shape]:
-        """Return the shapes of all parameters outside the layers."""
-        found = super().shapes_outside(model, vocab)
-        table = (model.relative_attention_num_buckets, model.num_attention_heads)
-        norm = rules.norm_shapes(norm_plan(model), model.hidden_size)
-        for stack in _stacks(model):
-            found |= {
-                f"{stack}.position_bias.weight": table,
-                **rules.under(f"{stack}.final_norm", norm),
-            }
-        return found
 
     def names(self, model: ModelConfig) -> rules.Names:
         """Yield each of our modules with their modules."""
