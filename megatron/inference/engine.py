@@ -47,6 +47,7 @@ class _Flight:
     wait: Callable[[], list[Chosen]]
 
 
+@dataclass(eq=False)
 class BatchEngine:
     """An engine whose steps are shared by all requests.
 
@@ -54,37 +55,24 @@ class BatchEngine:
 
     Attributes:
         executor: Executor that runs the model.
+        settings: Sizes of steps and of the cache.
         limits: Limits of the requests that `add` accepts.
+        seed: Seed for requests that have none of their own.
+        looks_ahead: Whether to queue a step before the previous step's results are read.
         choices: Names and descriptions of what it runs on, for the start-up panel.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        settings: SchedulerSettings,
-        limits: EngineLimits,
-        *,
-        seed: int,
-        looks_ahead: bool,
-        choices: Sequence[PanelRow],
-    ) -> None:
-        """Start without requests.
+    executor: Executor
+    settings: SchedulerSettings
+    limits: EngineLimits
+    seed: int
+    looks_ahead: bool
+    choices: Sequence[PanelRow]
 
-        Args:
-            executor: Executor that runs the model.
-            settings: Sizes of steps and of the cache.
-            limits: Limits of the requests to accept.
-            seed: Seed for requests that have none of their own.
-            looks_ahead: Whether to queue a step before the previous step's results are read.
-            choices: Rows for the start-up panel.
-        """
-        self.limits = limits
-        self.choices = tuple(choices)
-        self.executor = executor
-        self._looks_ahead = looks_ahead
+    def __post_init__(self) -> None:
+        """Start without requests."""
         self._flight: _Flight | None = None
-        self._scheduler = Scheduler(settings)
-        self._seed = seed
+        self._scheduler = Scheduler(self.settings)
         self._answers: dict[str, Answer] = {}
         # Beam searches run one after another: the beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
@@ -118,7 +106,7 @@ class BatchEngine:
         """
         if request.id in self._answers:
             raise RequestError(f"request id {request.id!r} is in use: choose another")
-        check(request, self.limits, self._scheduler.settings)
+        check(request, self.limits, self.settings)
         self._totals["prompt_tokens"] += len(request.prompt)
         answer: Answer
         if request.sampling.beam_width > 1:
@@ -127,7 +115,7 @@ class BatchEngine:
         else:
             seed = request.sampling.seed
             if seed is None:
-                digest = hashlib.blake2b(f"{self._seed} {request.id}".encode(), digest_size=8)
+                digest = hashlib.blake2b(f"{self.seed} {request.id}".encode(), digest_size=8)
                 seed = int.from_bytes(digest.digest(), "little")
             answer = PlainAnswer(request, seed)
         self._answers[request.id] = answer
@@ -153,7 +141,7 @@ class BatchEngine:
         if flight is None:
             assert not self._answers, "requests wait, and none can go on"
             return []
-        if self._looks_ahead and self._expects(flight):
+        if self.looks_ahead and self._expects(flight):
             self._flight = self._begin_step()
         events = self._land(flight)
         if not self._answers:

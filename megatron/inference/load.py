@@ -6,7 +6,7 @@ start-up panel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -245,13 +245,7 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
     return replace(config, **found)
 
 
-def parse_generation(
-    program: str,
-    arguments: Sequence[str],
-    world_size: int,
-    options: type,
-    check: Callable[[Any], Iterable[str]],
-) -> ParsedRun:
+def parse_generation(arguments: Sequence[str], world_size: int, program: Program) -> ParsedRun:
     """Parse and check the command line of a program that generates text.
 
     The run starts from the checkpoint under `--load`, and Megatron's flags change it, so `--load`
@@ -259,28 +253,17 @@ def parse_generation(
     with the checkpoint; loading it compares them.
 
     Args:
-        program: Name of the program.
         arguments: The command line.
         world_size: Number of processes.
-        options: Dataclass of the program's own flags.
-        check: Returns the mistakes in an instance of this dataclass.
+        program: Name, own flags and own checks of the program.
 
     Raises:
         ConfigError: The command line has mistakes. The error lists all of them.
         CheckpointError: --load does not name a GPT's checkpoint.
     """
-    return parse_config(
-        arguments,
-        world_size=world_size,
-        program=Program(
-            name=program,
-            extra=(options,),
-            find_start=saved_run,
-            rules=RULES,
-            reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
-            check_extra=check,
-        ),
-    )
+    reads = SAVED_MODEL_READS | {"training.seed"}
+    program = replace(program, find_start=saved_run, rules=RULES, reads=lambda given: reads)
+    return parse_config(arguments, world_size=world_size, program=program)
 
 
 def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
@@ -312,23 +295,20 @@ def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
 def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
     """Refuse settings that only training supports."""
     parallel, fp8 = config.parallel, config.precision.fp8_format
-    if config.training.dry_run:
-        yield "--dry-run is for training: drop it"
     context = parallel.context_parallel_size
-    if context != 1:
-        yield f"--context-parallel-size {context}: sequences are split only in training: drop it"
-    for name, value in (
-        ("layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage),
-        ("virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
-    ):
-        if value is not None:
-            yield f"--num-{name} {value}: stages are divided only in training: drop it"
-    if fp8 is not None:
-        yield f"--fp8-format {fp8} is for training; a trained model computes in 16 bits: drop it"
-    if parallel.zero_stage == 3:
-        yield "--zero-stage 3 shards the weights only in training: drop it"
-    if parallel.tp_comm_overlap:
-        yield "--tp-comm-overlap splits matrix products only in training: drop it"
+    layers = parallel.num_layers_per_virtual_pipeline_stage
+    stages = parallel.num_virtual_stages_per_pipeline_rank
+    divided = "stages are divided only in training"
+    refused = {
+        "--dry-run is for training": config.training.dry_run,
+        f"--context-parallel-size {context}: sequences are split only in training": context != 1,
+        f"--num-layers-per-virtual-pipeline-stage {layers}: {divided}": layers is not None,
+        f"--num-virtual-stages-per-pipeline-rank {stages}: {divided}": stages is not None,
+        f"--fp8-format {fp8} is for training; a trained model computes in 16 bits": fp8 is not None,
+        "--zero-stage 3 shards the weights only in training": parallel.zero_stage == 3,
+        "--tp-comm-overlap splits matrix products only in training": parallel.tp_comm_overlap,
+    }
+    yield from (f"{line}: drop it" for line, is_given in refused.items() if is_given)
 
 
 def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:

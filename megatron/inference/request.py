@@ -16,9 +16,9 @@ TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most li
 
 LARGEST_SEED = 2**63 - 1
 # With a larger power, a long text's length overflows or underflows a floating-point number.
-MOST_LENGTH_PENALTY = 20.0
+MOST_LENGTH_PENALTY = 20
 _MOST_TOP_LOGPROBS = 100
-# Field: (smallest value, largest value, allowed values in words).
+# Field: (smallest value, largest value, allowed values in words if these numbers do not say it).
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_new_tokens": (0, math.inf, "0 or more"),
     "temperature": (0, math.inf, "0 (greedy) or more"),
@@ -27,14 +27,10 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "top_p_decay": (0, 1, "0 (none) to 1"),
     "top_p_bound": (0, 1, "0 (none) to 1"),
     "repetition_penalty": (math.nextafter(0, 1), math.inf, "more than 0"),
-    "seed": (0, LARGEST_SEED, f"0 to {LARGEST_SEED}"),
+    "seed": (0, LARGEST_SEED, ""),
     "beam_width": (1, math.inf, "1 (no beam search) or more"),
-    "length_penalty": (
-        -MOST_LENGTH_PENALTY,
-        MOST_LENGTH_PENALTY,
-        f"{-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
-    ),
-    "top_logprobs": (0, _MOST_TOP_LOGPROBS, f"0 to {_MOST_TOP_LOGPROBS}"),
+    "length_penalty": (-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY, ""),
+    "top_logprobs": (0, _MOST_TOP_LOGPROBS, ""),
 }
 
 
@@ -104,7 +100,7 @@ class Sampling:
         for name, (least, most, wanted) in _BOUNDS.items():
             value = values[name]
             if value is not None and not least <= value <= most:
-                raise RequestError(f"{name} {value}: give {wanted}")
+                raise RequestError(f"{name} {value}: give {wanted or f'{least} to {most}'}")
         if not all(self.stop_sequences):
             raise RequestError("stop_sequences contains an empty sequence: remove it")
         if self.beam_width > 1 and self.max_new_tokens == 0:

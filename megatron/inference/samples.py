@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.command import format_panel
 from megatron.config.generation import SamplesConfig, find_sample_notices, sample_problems
+from megatron.config.parser import Program
 from megatron.data.text_input import load_line
 from megatron.durable import replace_file, storage_errors
 from megatron.errors import EXIT_OK, DataError, StorageError, UserError, say_on_stderr
@@ -55,7 +56,8 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
 
 def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
-    parsed = parse_generation(program, arguments, launch.world_size, SamplesConfig, sample_problems)
+    own = Program(name=program, extra=(SamplesConfig,), check_extra=sample_problems)
+    parsed = parse_generation(arguments, launch.world_size, own)
     samples: SamplesConfig
     (samples,) = parsed.extra
     # On stderr like the panel, because the samples on stdout may be piped on.

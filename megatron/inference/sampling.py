@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -164,8 +164,8 @@ def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
         if not drawn:
             continue
         mine, rows = [choices[i] for i in drawn], _send(np.array(drawn), scores)
-        heat = _send_floats((choice.temperature for choice in mine), scores)
-        hot = scores[rows] / heat
+        heat = _send(np.array([choice.temperature for choice in mine], np.float32), scores)
+        hot = scores[rows] / heat.unsqueeze(1)
         tokens[rows] = _draw_among_best(hot, mine) if cuts else _draw(hot, mine)
     return tokens
 
@@ -187,8 +187,8 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     best = best.masked_fill(place >= _send(np.array(kept), scores).unsqueeze(1), _NEVER)
     share = best.softmax(dim=-1)
     before = share.cumsum(dim=-1) - share
-    top_p = _send_floats((choice.top_p or 2.0 for choice in choices), scores)
-    best = best.masked_fill((before > top_p) & (place > 0), _NEVER)
+    top_p = _send(np.array([choice.top_p or 2.0 for choice in choices], np.float32), scores)
+    best = best.masked_fill((before > top_p.unsqueeze(1)) & (place > 0), _NEVER)
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
 
@@ -208,11 +208,6 @@ def _fill_in_logprobs(
             count = best.indices.shape[1]
             result[rows, 2 : 2 + count] = best.indices.double()
             result[rows, 2 + most : 2 + most + count] = best.values.double()
-
-
-def _send_floats(numbers: Iterable[float], like: Tensor) -> Tensor:
-    """Return numbers [k, 1] as fp32, on the device of `like`."""
-    return _send(np.fromiter(numbers, np.float32), like).unsqueeze(1)
 
 
 def _send(array: np.ndarray, like: Tensor) -> Tensor:

@@ -168,9 +168,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
-        going_on = [s for s in self.running if s.missing == 1]
-        begun = [s for s in self.running if s.missing > 1]
-        for sequence in going_on + begun:
+        # First those that need only their next token.
+        for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
             count = min(sequence.missing, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 step.put(sequence, count)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import ParsedRun
 from megatron.config.generation import SamplesConfig
+from megatron.config.parser import Program
 from megatron.config.run import sections
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import SAVED_MODEL_READS, load_gpt, parse_generation
@@ -54,7 +55,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _generation(toy: Path, *words: str) -> ParsedRun:
     given = ["--load", str(toy / "model"), *words]
-    return parse_generation("generate_samples_gpt.py", given, 1, SamplesConfig, lambda _: ())
+    program = Program(name="generate_samples_gpt.py", extra=(SamplesConfig,))
+    return parse_generation(given, 1, program)
 
 
 def _evaluation(toy: Path, *words: str) -> ParsedRun:

@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import PanelRow, format_panel, say
 from megatron.config.generation import ServerConfig, server_problems
+from megatron.config.parser import Program
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(arguments: Sequence[str], launch: Launch) -> int:
-    parsed = parse_generation(PROGRAM, arguments, launch.world_size, ServerConfig, server_problems)
+    program = Program(name=PROGRAM, extra=(ServerConfig,), check_extra=server_problems)
+    parsed = parse_generation(arguments, launch.world_size, program)
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)
     # Mistakes are found before the model is loaded, which may take minutes.
