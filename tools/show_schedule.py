@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,13 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, writing_to
 from megatron.errors import ConfigError
-from megatron.parallel.pipeline.check import check, check_all
-from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
+from megatron.parallel.pipeline.check import check, check_bounds
+from megatron.parallel.pipeline.schedule import (
+    SCHEDULE_KINDS,
+    OperationKind,
+    ScheduleKind,
+    make_schedule,
+)
 from megatron.parallel.pipeline.simulate import (
     Interval,
     Timeline,
@@ -50,6 +57,29 @@ _LABELS: dict[OperationKind, str] = {
     "backward_weight": "backward, weights",
 }
 _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
+
+
+def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
+    """Check that there is a schedule of this kind and of these sizes.
+
+    Raises:
+        ConfigError: A number is out of range, or the kind does not support these chunks.
+    """
+    sizes = {"--stages": stages, "--virtual-stages": chunks, "--micro-batches": micro_batches}
+    problems = [f"{flag} {value}: must be at least 1" for flag, value in sizes.items() if value < 1]
+    if kind not in SCHEDULE_KINDS:
+        problems.append(f"--schedule {kind}: use one of {', '.join(SCHEDULE_KINDS)}")
+    elif kind == "interleaved" and chunks == 1:
+        problems.append(
+            "--schedule interleaved with --virtual-stages 1: use 2 or more, or --schedule 1f1b"
+        )
+    elif kind in {"1f1b", "zero-bubble"} and chunks > 1:
+        problems.append(
+            f"--schedule {kind} with --virtual-stages {chunks}: use 1, or --schedule interleaved "
+            "or gpipe"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def make_times(arguments: argparse.Namespace) -> Times:
@@ -243,6 +273,38 @@ def check_can_show(arguments: argparse.Namespace) -> None:
     expect_no_file("--output", [arguments.output], overwrite=arguments.overwrite)
 
 
+def layouts(
+    stages: int, chunks: int, micro_batches: int
+) -> Iterator[tuple[ScheduleKind, int, int, int]]:
+    """Yield all valid arguments of `make_schedule` up to the given sizes."""
+    for kind in SCHEDULE_KINDS:
+        fewest, most = {"gpipe": (1, chunks), "interleaved": (2, chunks)}.get(kind, (1, 1))
+        ranges = (range(1, stages + 1), range(fewest, most + 1), range(1, micro_batches + 1))
+        for p, v, m in product(*ranges):
+            yield kind, p, v, m
+
+
+def _check_one(arguments: tuple[ScheduleKind, int, int, int]) -> int:
+    return sum(len(operations) for operations in check_bounds(*arguments))
+
+
+def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
+    """Check every layout up to the given sizes, with one process per core.
+
+    Returns:
+        The number of schedules, and the number of operations in them.
+
+    Raises:
+        ScheduleError: The first schedule that is wrong.
+    """
+    # multiprocessing.Pool is not used: it ends its workers by SIGTERM and waits, forever if a
+    # worker has a handler for that signal.
+    with ProcessPoolExecutor() as pool:
+        every = layouts(stages, chunks, micro_batches)
+        counts = list(pool.map(_check_one, every, chunksize=16))
+    return len(counts), sum(counts)
+
+
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
     """Check every schedule up to the given sizes, and print how many there were."""
     start = time.perf_counter()
@@ -260,12 +322,9 @@ def main(words: Sequence[str]) -> None:
         prove_all(stages=16, chunks=8, micro_batches=64)
         return
     check_can_show(arguments)
-    schedule = make_schedule(
-        arguments.schedule,
-        arguments.stages,
-        arguments.virtual_stages,
-        arguments.micro_batches,
-    )
+    sizes = (arguments.stages, arguments.virtual_stages, arguments.micro_batches)
+    check_sizes(arguments.schedule, *sizes)
+    schedule = make_schedule(arguments.schedule, *sizes)
     held = check(schedule)
     timeline = simulate(schedule, make_times(arguments))
     title = headline(arguments, timeline)

@@ -98,7 +98,7 @@ def build_engine(
         without = "the attention kernels cannot be recorded"
     elif copy.size > 1:
         without = f"the model is split over {copy.size} processes"
-    channel = PipelineChannel.create(
+    channel = PipelineChannel(
         layout, ring=False, device=where, dtype=precision.stream_dtype, shape=()
     )
     most, size = options.max_sequences, options.block_size

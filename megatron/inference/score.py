@@ -83,7 +83,7 @@ class Scorer:
         self.micro_batch = micro_batch
         self.window = loaded.config.model.max_position_embeddings
         dtype = loaded.config.precision.stream_dtype
-        self._channel = PipelineChannel.create(
+        self._channel = PipelineChannel(
             loaded.layout, ring=False, device=self.device, dtype=dtype, shape=()
         )
 

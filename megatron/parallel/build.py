@@ -29,17 +29,12 @@ from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.rope import SplitRotate, choose_split_rotate, split_rotate
-from megatron.parallel.context.block import (
-    BlockAttention,
-    choose_block,
-    reference_backward,
-    reference_forward,
-)
+from megatron.parallel.context.block import choose_block, plain_block
 from megatron.parallel.context.ring import ring_attention, ulysses_attention
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.parameter import Init, new_parameter
+from megatron.parallel.parameter import Init, ParameterSpec
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Products
 from megatron.parallel.registry import LayerRegistry
@@ -118,17 +113,30 @@ class BuildContext:
             split_dim: The dimension that tensor ranks share; `None` keeps all of it on each rank.
             partial_gradient: Each tensor rank sees a part of its gradient; see `ParameterSpec`.
             is_vocabulary: The parameter has a row for each vocabulary entry.
+
+        Raises:
+            ValueError: the dimension does not divide evenly over the tensor ranks.
         """
-        return new_parameter(
+        part, offset = list(shape), [0] * len(shape)
+        if split_dim is not None:
+            axis = self.layout.tensor
+            if shape[split_dim] % axis.size:
+                raise ValueError(
+                    f"dimension {split_dim} of {shape} does not divide over {axis.size} ranks"
+                )
+            part[split_dim] //= axis.size
+            offset[split_dim] = axis.rank * part[split_dim]
+        device = self.parameter_device or self.device
+        parameter = nn.Parameter(torch.empty(part, dtype=self.dtype, device=device))
+        parameter.spec = ParameterSpec(  # type: ignore[attr-defined]
             shape,
-            init=init,
-            axis=self.layout.tensor,
-            split_dim=split_dim,
-            partial_gradient=partial_gradient,
+            tuple(offset),
+            init,
+            split_dim,
+            partial_gradient,
             is_vocabulary=is_vocabulary,
-            device=self.parameter_device or self.device,
-            dtype=self.dtype,
         )
+        return parameter
 
     def multiplying_by(
         self, new_products: Callable[[], Products], *, for_output: Products | None = None
@@ -166,14 +174,7 @@ def choose_kernels(
         ConfigError: --use-flash-attn asks for a kernel that cannot run.
     """
     library = find_library(device).library
-    attention = over_context(
-        choose_attention(model, precision, device),
-        cp_comm_type,
-        layout.context,
-        model,
-        precision,
-        device,
-    )
+    attention = attention_over(layout.context, cp_comm_type, model, precision, device)
     chosen = Kernels(
         library=library,
         attention=attention,
@@ -197,30 +198,26 @@ def choose_kernels(
     return replace(chosen, new_products=lambda: Fp8Products(form, casts, product, handed))
 
 
-def over_context(
-    choice: AttentionChoice,
-    comm_type: str,
-    axis: Axis,
-    model: ModelConfig,
-    precision: PrecisionConfig,
-    device: torch.device,
+def attention_over(
+    axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the form that attends over whole sequences of which each context rank has a part.
+    """Choose the form of attention over sequences of which each context rank may have a part.
 
     Args:
-        choice: The form of the attention core on one process.
-        comm_type: "p2p" for ring attention, "a2a" for Ulysses around `choice`.
-        axis: The context ranks; a single rank has whole sequences and keeps `choice`.
+        axis: The context ranks; a single rank has whole sequences.
+        comm_type: How several ranks attend to each other: "p2p" for ring attention, "a2a" for
+            Ulysses around the form of a single process.
         model: The resolved network flags.
         precision: The number formats.
         device: The device on which the model runs.
 
     Raises:
-        ConfigError: --use-flash-attn is given with a ring, and the flash kernel cannot run.
+        ConfigError: --use-flash-attn is given, and the flash kernel cannot run.
     """
     if axis.size == 1:
-        return choice
+        return choose_attention(model, precision, device)
     if comm_type == "a2a":
+        choice = choose_attention(model, precision, device)
         reason = f"{choice.reason}; all-to-all over {axis.size} context ranks"
         spread = partial(ulysses_attention, axis=axis, attend=choice.function)
         return AttentionChoice(choice.name, reason, spread)
@@ -230,7 +227,6 @@ def over_context(
         raise ConfigError(f"--use-flash-attn: {misfit}: drop the flag")
     block = choose_block(head_size, dtype, device)
     if not model.use_flash_attn and not model.masked_softmax_fusion:
-        reason = "--no-masked-softmax-fusion"
-        block = BlockAttention("plain", reason, reference_forward, reference_backward)
+        block = plain_block("--no-masked-softmax-fusion")
     reason = f"{block.reason}; ring of {axis.size} context ranks"
     return AttentionChoice(block.name, reason, partial(ring_attention, axis=axis, block=block))

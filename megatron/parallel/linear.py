@@ -48,7 +48,7 @@ ends, this use has added its part.
 """
 
 
-class Saved(NamedTuple):
+class SavedTensors(NamedTuple):
     """The tensors that forward leaves to backward.
 
     Attributes:
@@ -75,7 +75,7 @@ class WeightProduct:
     """
 
     def __init__(
-        self, products: Products, saved: Saved, grad: Kept, use: Use | None = None
+        self, products: Products, saved: SavedTensors, grad: Kept, use: Use | None = None
     ) -> None:
         """Keep the factors."""
         self._products, self._grad, self._use = products, grad, use
@@ -167,7 +167,7 @@ class Transport(Protocol):
         """
 
     def backward(
-        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Begin the input's gradient; return the weight's product and a function to finish.
 
@@ -247,7 +247,10 @@ class _Product(torch.autograd.Function):
         waits = False
         if owner is not None:
             needs_weight, waits = owner.weight.requires_grad, owner.waits
-        wanted, saved = Wanted(needs_input, needs_weight, waits), Saved(x, weight, tuple(kept))
+        wanted, saved = (
+            Wanted(needs_input, needs_weight, waits),
+            SavedTensors(x, weight, tuple(kept)),
+        )
         product, finish = ctx.transport.backward(ctx.products, grad, saved, wanted)
         weight_grad = None
         if needs_weight and owner is not None:
@@ -275,7 +278,7 @@ class Whole:
         return products.forward(call, self._communication)
 
     def backward(
-        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Gather the input, multiply, and begin to sum the input's gradient."""
         prepared = products.prepare(grad)
@@ -301,7 +304,7 @@ class _GatheredInput(WeightProduct):
     """A `WeightProduct` whose input may be this rank's part, to be gathered by a collective."""
 
     def __init__(
-        self, products: Products, saved: Saved, grad: Kept, communication: Communication
+        self, products: Products, saved: SavedTensors, grad: Kept, communication: Communication
     ) -> None:
         super().__init__(products, saved, grad)
         self._communication = communication
@@ -429,7 +432,7 @@ class CutColumn:
         return out.view(shape), products.keep(by_in, factor)
 
     def backward(
-        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Scatter the input's gradient while the others' rows of the input arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
@@ -450,7 +453,9 @@ class CutColumn:
 class _ArrivingInput(WeightProduct):
     """A `WeightProduct` for which the other ranks' input rows travel during another product."""
 
-    def __init__(self, products: Products, saved: Saved, grad: Kept, exchange: Exchange) -> None:
+    def __init__(
+        self, products: Products, saved: SavedTensors, grad: Kept, exchange: Exchange
+    ) -> None:
         super().__init__(products, saved, grad)
         self._exchange = exchange
         self._rows = None if self._x is None else self._x.flatten(0, -2)
@@ -504,7 +509,7 @@ class CutRow:
         return part.view(shape), products.keep(by_in, factor)
 
     def backward(
-        self, products: Products, grad: Tensor, saved: Saved, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
         """Gather the output's gradient and multiply its parts as they arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.layout import Axis
 from megatron.parallel.random import derive_key
 
 
@@ -61,46 +60,8 @@ class ParameterSpec:
     is_vocabulary: bool = False
 
 
-def new_parameter(
-    global_shape: tuple[int, ...],
-    *,
-    init: Init,
-    axis: Axis | None = None,
-    split_dim: int | None = None,
-    partial_gradient: bool = False,
-    is_vocabulary: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> nn.Parameter:
-    """Return an uninitialized parameter: this rank's even part along `split_dim`.
-
-    Raises:
-        ValueError: the dimension does not divide evenly over the axis.
-    """
-    shape, offset = list(global_shape), [0] * len(global_shape)
-    if split_dim is not None:
-        assert axis is not None
-        if shape[split_dim] % axis.size:
-            raise ValueError(
-                f"dimension {split_dim} of {global_shape} does not divide over {axis.size} ranks"
-            )
-        shape[split_dim] //= axis.size
-        offset[split_dim] = axis.rank * shape[split_dim]
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-    spec = ParameterSpec(
-        tuple(global_shape),
-        tuple(offset),
-        init,
-        split_dim,
-        partial_gradient,
-        is_vocabulary=is_vocabulary,
-    )
-    parameter.spec = spec  # type: ignore[attr-defined]
-    return parameter
-
-
 def spec_of(parameter: nn.Parameter) -> ParameterSpec:
-    """Return the spec that `new_parameter` attached."""
+    """Return the spec that `BuildContext.new_parameter` attached."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
 
@@ -129,7 +90,7 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
     """Fill every parameter from its spec, in place.
 
     Args:
-        named_parameters: Global names, and parameters made by `new_parameter`.
+        named_parameters: Global names, and parameters made by `BuildContext.new_parameter`.
         seed: The run's seed.
     """
     for name, parameter in named_parameters:

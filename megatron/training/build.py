@@ -285,7 +285,7 @@ def _connect(
     sequence = config.data.sample_tokens // layout.context.size
     if config.parallel.sequence_parallel:
         sequence //= layout.tensor.size
-    return PipelineChannel.create(
+    return PipelineChannel(
         layout,
         ring=chunks > 1,
         device=device.torch_device,

@@ -19,9 +19,10 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init, initialize, new_parameter
+from megatron.parallel.parameter import Init, initialize
 from tests.models.small import LLAMA, batch, config, new_context, plan
 from tests.models.small import config as model_config
+from tests.parallel.buffers import new_parameter
 
 DEVICE = Device.pick()
 pytestmark = [

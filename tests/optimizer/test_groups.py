@@ -5,7 +5,8 @@ from torch import nn
 
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.rules import SGD
-from megatron.parallel.parameter import ZEROS, new_parameter
+from megatron.parallel.parameter import ZEROS
+from tests.parallel.buffers import new_parameter
 
 
 def _one_rule(name, parameter):

@@ -11,10 +11,10 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.tensor_sums import ROW, sum_of_squares
 from megatron.optimizer.norms import parameters_norm
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import ZEROS, new_parameter
+from megatron.parallel.parameter import ZEROS
 from tests.distributed import run_distributed
 from tests.optimizer.stepping import step
-from tests.parallel.buffers import new_buffer, new_optimizer
+from tests.parallel.buffers import new_buffer, new_optimizer, new_parameter
 
 CPU = torch.device("cpu")
 

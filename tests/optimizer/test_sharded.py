@@ -9,10 +9,10 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import ZEROS, new_parameter
+from megatron.parallel.parameter import ZEROS
 from tests.distributed import run_distributed
 from tests.optimizer.stepping import step
-from tests.parallel.buffers import new_buffer, new_optimizer
+from tests.parallel.buffers import new_buffer, new_optimizer, new_parameter
 
 PRECISIONS = {
     "fp32": (torch.float32, PrecisionConfig()),

@@ -3,13 +3,23 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
+
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.rules import rules_of
 from megatron.parallel.buckets import BUCKET_BYTES, plan_buckets
+from megatron.parallel.build import BuildContext
 from megatron.parallel.gradients import GradientBuffer, traits_of
+from megatron.parallel.layout import Axis, Layout
+
+
+def new_parameter(shape, *, axis=None, device="cpu", **options):
+    """A parameter on one process, or its part on this rank of a tensor axis."""
+    layout = replace(Layout.single(), tensor=axis or Axis())
+    return BuildContext(layout, device=torch.device(device)).new_parameter(shape, **options)
 
 
 def new_buffer(

@@ -8,8 +8,9 @@ from torch import nn
 
 from megatron.parallel import parameter as initialization
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init, ParameterSpec, fill, initialize, new_parameter, philox
+from megatron.parallel.parameter import Init, ParameterSpec, fill, initialize, philox
 from megatron.parallel.random import derive_key, derive_seed, micro_batch_seed
+from tests.parallel.buffers import new_parameter
 
 NORMAL = Init("normal", 0.02)
 KEY = (1, 2)

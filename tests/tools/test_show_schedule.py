@@ -9,7 +9,7 @@ import pytest
 
 from megatron.errors import ConfigError, StorageError
 from tests.repository import ROOT
-from tools.show_schedule import main, prove_all
+from tools.show_schedule import check_sizes, main, prove_all
 
 
 def test_prints_the_timeline(capsys) -> None:
@@ -94,3 +94,18 @@ def test_proves_every_layout_up_to_a_size(capsys) -> None:
     prove_all(stages=2, chunks=2, micro_batches=2)
     # gpipe 2 x 2 x 2, 1f1b 2 x 2, interleaved 2 x 2 (of 2 chunks), zero-bubble 2 x 2
     assert capsys.readouterr().out.startswith("20 schedules, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("interleaved", 4, 1, 8), "use 2 or more"),
+        (("1f1b", 4, 2, 8), "use 1, or --schedule interleaved"),
+        (("zero-bubble", 4, 2, 8), "use 1, or --schedule interleaved"),
+        (("1f1b", 0, 1, 0), "must be at least 1"),
+        (("2f2b", 4, 1, 8), "use one of gpipe"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_refused(arguments, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(*arguments)

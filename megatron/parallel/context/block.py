@@ -104,8 +104,13 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
     """Choose the flash kernel if it runs, otherwise the plain form."""
     misfit = flash_misfit(head_size, dtype, device)
     if misfit:
-        return BlockAttention("plain", misfit, reference_forward, reference_backward)
+        return plain_block(misfit)
     return BlockAttention("flash", "16 bits on a GPU", flash_forward, flash_backward)
+
+
+def plain_block(reason: str) -> BlockAttention:
+    """Return the plain form."""
+    return BlockAttention("plain", reason, reference_forward, reference_backward)
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import product
 
 from megatron.parallel.pipeline.schedule import (
-    SCHEDULE_KINDS,
     Operation,
     OperationKind,
     Schedule,
@@ -174,37 +172,3 @@ def _life(
             ("backward_weight", None, is_split),
         ]
     return [(kind, peer) for kind, peer, applies in steps if applies]
-
-
-def layouts(
-    stages: int, chunks: int, micro_batches: int
-) -> Iterator[tuple[ScheduleKind, int, int, int]]:
-    """Yield all valid arguments of `make_schedule` up to the given sizes."""
-    for kind in SCHEDULE_KINDS:
-        fewest, most = {"gpipe": (1, chunks), "interleaved": (2, chunks)}.get(kind, (1, 1))
-        ranges = (range(1, stages + 1), range(fewest, most + 1), range(1, micro_batches + 1))
-        for p, v, m in product(*ranges):
-            yield kind, p, v, m
-
-
-def _check_one(arguments: tuple[ScheduleKind, int, int, int]) -> int:
-    return sum(len(operations) for operations in check_bounds(*arguments))
-
-
-def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
-    """Check every layout up to the given sizes, with one process per core.
-
-    Returns:
-        The number of schedules, and the number of operations in them.
-
-    Raises:
-        ScheduleError: The first schedule that is wrong.
-    """
-    from concurrent.futures import ProcessPoolExecutor
-
-    # multiprocessing.Pool is not used: it ends its workers by SIGTERM and waits, forever if a
-    # worker has a handler for that signal.
-    with ProcessPoolExecutor() as pool:
-        every = layouts(stages, chunks, micro_batches)
-        counts = list(pool.map(_check_one, every, chunksize=16))
-    return len(counts), sum(counts)

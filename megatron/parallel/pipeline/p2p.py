@@ -8,6 +8,7 @@ for each other forever.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +26,17 @@ from megatron.parallel.pipeline.schedule import SENDS, Operation
 class _Edge:
     """One direction between this process and a neighbor: global rank `peer`."""
 
+    is_send: bool
     group: dist.ProcessGroup
     peer: int
     journal: Journal
     pending: deque[tuple[Transfer, Tensor]] = field(default_factory=deque)  # oldest first
+
+    def start(self, tensor: Tensor) -> Transfer:
+        transfer, kind = (dist.isend, "send") if self.is_send else (dist.irecv, "receive")
+        work = transfer(tensor, self.peer, group=self.group)
+        assert work is not None, "the group of an edge holds both its ends"
+        return self.journal.message(kind, self.peer, work)
 
 
 EdgeKey = tuple[str, int]  # kind of operation, peer stage
@@ -37,65 +45,43 @@ EdgeKey = tuple[str, int]  # kind of operation, peer stage
 class PipelineChannel:
     """A stage's messages to and from its neighbors. Those of a micro-batch have the same shape.
 
-    `create` makes one for a layout. Calls to `post_receive`, `receive` and `send` follow the order
-    of the stage's operations; `finish` ends an update.
+    Calls to `post_receive`, `receive` and `send` follow the order of the stage's operations;
+    `finish` ends an update. Construction is collective over the world.
 
     Args:
-        edges: The edges that `connect` returns.
+        layout: The grid, with process groups if there is more than one stage.
+        ring: Also connect the last stage with the first, for schedules of several chunks.
         device: The device on which received tensors are allocated.
         dtype: The data type of activations and their gradients.
-        shape_of: Returns the shape of a micro-batch's messages, [s, b, h] or this rank's part of
-            it.
+        shape: The shape of one message, [s, b, h] or this rank's part of it.
     """
 
     def __init__(
         self,
-        edges: dict[EdgeKey, _Edge],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        shape_of: Callable[[int], Sequence[int]],
-    ) -> None:
-        """Connect the process to its neighbors."""
-        self._edges = edges
-        self._device = device
-        self._dtype = dtype
-        self._shape_of = shape_of
-
-    @classmethod
-    def create(
-        cls,
         layout: Layout,
         *,
         ring: bool,
         device: torch.device,
         dtype: torch.dtype,
         shape: Sequence[int],
-    ) -> PipelineChannel:
-        """Connect this process with its neighbors. Collective over the world.
-
-        Args:
-            layout: The grid, with process groups if there is more than one stage.
-            ring: Also connect the last stage with the first, for schedules of several chunks.
-            device: The device of this process.
-            dtype: The data type of activations and their gradients.
-            shape: The shape of a message.
-        """
-        edges = connect(layout, ring=ring, device=device)
-        return cls(edges, device=device, dtype=dtype, shape_of=lambda micro_batch: shape)
+    ) -> None:
+        """Connect this process with its neighbors."""
+        self._edges = connect(layout, ring=ring, device=device)
+        self._device, self._dtype = device, dtype
+        self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape
 
     def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
         """Return the same connections for messages of other shapes, by micro-batch."""
-        return PipelineChannel(
-            self._edges, device=self._device, dtype=self._dtype, shape_of=shape_of
-        )
+        other = copy.copy(self)
+        other._shape_of = shape_of
+        return other
 
     def post_receive(self, operation: Operation) -> None:
         """Start to receive, in schedule order; `receive` of the same operation gets the result."""
         edge = self._edge(operation)
         shape = self._shape_of(operation.micro_batch)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-        edge.pending.append((_start(dist.irecv, buffer, edge), buffer))
+        edge.pending.append((edge.start(buffer), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
         """Return the message that was posted first on this edge and not yet taken.
@@ -118,7 +104,7 @@ class PipelineChannel:
         )
         edge = self._edge(operation)
         tensor = tensor.detach().contiguous()
-        edge.pending.append((_start(dist.isend, tensor, edge), tensor))
+        edge.pending.append((edge.start(tensor), tensor))
         while edge.pending and edge.pending[0][0].is_completed():  # gloo: never before `finish`
             edge.pending.popleft()
 
@@ -152,17 +138,12 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
             ends = (low, (low + 1) % stages)
             source, destination = ends[::step]
             group = groups["wrap" if low == stages - 1 else "odd" if low % 2 else "even"]
-            hello = torch.zeros(1, device=device)
-            if stage == source:
-                edge = edges[f"send_{kind}", destination] = _Edge(
-                    group, ranks[destination], layout.journal
-                )
-                _start(dist.isend, hello, edge).wait()
-            elif stage == destination:
-                edge = edges[f"receive_{kind}", source] = _Edge(
-                    group, ranks[source], layout.journal
-                )
-                _start(dist.irecv, hello, edge).wait()
+            if stage in ends:
+                is_send = stage == source
+                peer = destination if is_send else source
+                edge = _Edge(is_send, group, ranks[peer], layout.journal)
+                edges[f"{'send' if is_send else 'receive'}_{kind}", peer] = edge
+                edge.start(torch.zeros(1, device=device)).wait()
     return edges
 
 
@@ -181,10 +162,3 @@ def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
             if layout.world.rank in ranks:
                 mine[name] = group
     return mine
-
-
-def _start(transfer: Callable[..., dist.Work | None], tensor: Tensor, edge: _Edge) -> Transfer:
-    work = transfer(tensor, edge.peer, group=edge.group)
-    assert work is not None, "the group of an edge holds both its ends"
-    kind = "send" if transfer is dist.isend else "receive"
-    return edge.journal.message(kind, edge.peer, work)

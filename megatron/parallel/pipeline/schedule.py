@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 from megatron.config.parallel import ParallelConfig
-from megatron.errors import ConfigError
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
@@ -73,11 +72,8 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
         chunks: The number of virtual stages per stage; more than one for "interleaved", and allowed
             for "gpipe".
         micro_batches: The number of micro-batches in one update; any number is allowed.
-
-    Raises:
-        ConfigError: A number is out of range, or the kind does not support these chunks.
     """
-    _check_sizes(kind, stages, chunks, micro_batches)
+    assert chunks == 1 or kind in {"gpipe", "interleaved"}, f"{kind} supports one chunk"
     computes = {
         "gpipe": _gpipe,
         "1f1b": _one_forward_one_backward,
@@ -131,25 +127,6 @@ def loss_bound(kind: ScheduleKind, micro: int) -> int:
     not put off.
     """
     return micro if kind == "gpipe" else 1
-
-
-def _check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check sizes under the names of `tools/show_schedule.py`; a run's were checked before."""
-    sizes = {"--stages": stages, "--virtual-stages": chunks, "--micro-batches": micro_batches}
-    problems = [f"{flag} {value}: must be at least 1" for flag, value in sizes.items() if value < 1]
-    if kind not in SCHEDULE_KINDS:
-        problems.append(f"--schedule {kind}: use one of {', '.join(SCHEDULE_KINDS)}")
-    elif kind == "interleaved" and chunks == 1:
-        problems.append(
-            "--schedule interleaved with --virtual-stages 1: use 2 or more, or --schedule 1f1b"
-        )
-    elif kind in {"1f1b", "zero-bubble"} and chunks > 1:
-        problems.append(
-            f"--schedule {kind} with --virtual-stages {chunks}: use 1, or --schedule interleaved "
-            "or gpipe"
-        )
-    if problems:
-        raise ConfigError(problems)
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:

@@ -99,7 +99,7 @@ def in_pipeline(
         part.weight_gradients = queue
     channel = None
     if stages > 1:
-        channel = PipelineChannel.create(
+        channel = PipelineChannel(
             layout,
             ring=chunks > 1,
             device=torch.device("cpu"),
