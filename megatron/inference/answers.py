@@ -327,9 +327,8 @@ def ends(sampling: Sampling, tokens: Many[int]) -> bool:
         sampling: The request's stop tokens and stop sequences.
         tokens: Tokens of the prompt and the answer, which has at least one.
     """
-    if tokens[-1] in sampling.stop_tokens:
-        return True
-    return any(tuple(tokens[-len(stop) :]) == stop for stop in sampling.stop_sequences)
+    matches = (tuple(tokens[-len(stop) :]) == stop for stop in sampling.stop_sequences)
+    return tokens[-1] in sampling.stop_tokens or any(matches)
 
 
 def _banned(sampling: Sampling, last: int) -> tuple[int, ...]:

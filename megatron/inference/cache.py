@@ -103,7 +103,13 @@ class BlockPool:
 
 
 class CacheMemory:
-    """The keys and values of this process's layers and heads."""
+    """The keys and values of this process's layers and heads.
+
+    Attributes:
+        layers: The keys and values [2, slots, g, d] of each layer, by its number, from 1.
+        spare_slot: Slot for the padding of batches.
+        size_bytes: Size of all layers.
+    """
 
     def __init__(
         self,
@@ -129,16 +135,11 @@ class CacheMemory:
         self.block_size = block_size
         self.spare_slot = blocks * block_size
         slots = (blocks + 1) * block_size
-        self._layers = {
+        self.layers = {
             index + 1: torch.zeros(2, slots, *shape, device=device, dtype=dtype)
             for index, shape in shapes.items()
         }
-        self.size_bytes = sum(memory.nbytes for memory in self._layers.values())
-
-    def of_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [slots, g, d] of a layer, counted from 1."""
-        keys, values = self._layers[layer_number]
-        return keys, values
+        self.size_bytes = sum(memory.nbytes for memory in self.layers.values())
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class StepCache:
             Attention output [s, 1, n d / t].
         """
         query, key, value = (x.squeeze(1) for x in (query, key, value))  # [s, heads, d]
-        keys, values = self.memory.of_layer(layer_number)
+        keys, values = self.memory.layers[layer_number]
         paged = self.memory.paged
         paged.append(key, value, keys, values, self.slots)
         parts, count = [], 0

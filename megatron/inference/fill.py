@@ -83,9 +83,62 @@ class Filler:
                 f"--text has {len(ids)} tokens, but the model reads at most {window}: shorten it"
             )
         if isinstance(model, BertModel):
-            return guess_tokens(model, tokenizer, ids, top)
-        runs = guess_runs(model, tokenizer, ids, marks[: len(others)], limit)
-        return [[run] for run in runs]
+            return self._guess_tokens(model, ids, top)
+        return self._guess_runs(model, ids, marks[: len(others)], limit)
+
+    @torch.no_grad()
+    def _guess_tokens(self, model: BertModel, ids: Sequence[int], top: int) -> list[list[Guess]]:
+        """Return the `top` most likely tokens in place of each mask token of a text."""
+        tokenizer, text_of = self.tokenizer, self.tokenizer.detokenize
+        tokens = _row(ids, model)
+        result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        assert isinstance(result, BertResult)
+        places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
+        scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # without padding entries
+        best = scores.softmax(dim=-1).topk(top)
+        return [
+            [Guess(text_of([token]), share) for token, share in zip(*pair, strict=True)]
+            for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+
+    @torch.no_grad()
+    def _guess_runs(
+        self, model: T5Model, ids: Sequence[int], sentinels: Sequence[int], limit: int
+    ) -> list[list[Guess]]:
+        """Return the words for each sentinel of a text, taking the most likely token each time.
+
+        The decoder may only write the form that it was trained on: sentinels in order, words after
+        each, then the end.
+
+        Args:
+            model: The T5.
+            ids: Token ids of the text.
+            sentinels: The sentinels in the text, in order.
+            limit: Number of tokens that the decoder reads, at least two for each run and one more.
+        """
+        tokenizer, encoder = self.tokenizer, _row(ids, model)
+        padding = torch.ones_like(encoder, dtype=torch.bool)
+        decoder = [tokenizer.decoder_start]
+        longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
+        special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
+        ends = {*tokenizer.additional_special_tokens_ids, tokenizer.eos}
+        runs: list[list[Guess]] = []
+        for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
+            decoder.append(sentinel)
+            start, probability = len(decoder), 1.0
+            while len(decoder) - start < longest:
+                logits = model(encoder, _row(decoder, model), padding)
+                scores = logits[0, -1, : tokenizer.vocab_size].float()
+                # A run is never empty, and only the next sentinel, or the end of the text, ends it.
+                allowed = {following} if len(decoder) > start else set()
+                scores[[*special, *(ends - allowed)]] = -torch.inf
+                share, token = scores.softmax(dim=-1).max(dim=-1)
+                probability *= float(share)
+                if int(token) == following:
+                    break
+                decoder.append(int(token))
+            runs.append([Guess(tokenizer.detokenize(decoder[start:]), probability)])
+        return runs
 
 
 def load_filler(folder: str, device: Device) -> Filler:
@@ -105,67 +158,6 @@ def load_filler(folder: str, device: Device) -> Filler:
     model = build_model(classes[kind], config, run_context(config, Layout.single(), device), rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
     return Filler(model.eval(), build_tokenizer(config.tokenizer), config)
-
-
-@torch.no_grad()
-def guess_tokens(
-    model: BertModel, tokenizer: Tokenizer, ids: Sequence[int], top: int
-) -> list[list[Guess]]:
-    """Return the `top` most likely tokens in place of each mask token of a text."""
-    tokens = _row(ids, model)
-    result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    assert isinstance(result, BertResult)
-    places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
-    scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # without padding entries
-    best = scores.softmax(dim=-1).topk(top)
-    return [
-        [Guess(tokenizer.detokenize([token]), share) for token, share in zip(*pair, strict=True)]
-        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-
-
-@torch.no_grad()
-def guess_runs(
-    model: T5Model,
-    tokenizer: Tokenizer,
-    ids: Sequence[int],
-    sentinels: Sequence[int],
-    limit: int,
-) -> list[Guess]:
-    """Return the words for each sentinel of a text, taking the most likely token each time.
-
-    The decoder may only write the form that it was trained on: sentinels in order, words after
-    each, then the end.
-
-    Args:
-        model: The T5.
-        tokenizer: Tokenizer of the model.
-        ids: Token ids of the text.
-        sentinels: The sentinels in the text, in order.
-        limit: Number of tokens that the decoder reads, at least two for each run and one more.
-    """
-    encoder = _row(ids, model)
-    padding = torch.ones_like(encoder, dtype=torch.bool)
-    decoder = [tokenizer.decoder_start]
-    longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
-    special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
-    ends = {*tokenizer.additional_special_tokens_ids, tokenizer.eos}
-    runs: list[Guess] = []
-    for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
-        decoder.append(sentinel)
-        start, probability = len(decoder), 1.0
-        while len(decoder) - start < longest:
-            scores = model(encoder, _row(decoder, model), padding)[0, -1, : tokenizer.vocab_size]
-            # A run is never empty, and only the next sentinel, or the end of the text, ends it.
-            allowed = {following} if len(decoder) > start else set()
-            scores[[*special, *(ends - allowed)]] = -torch.inf
-            share, token = scores.float().softmax(dim=-1).max(dim=-1)
-            probability *= float(share)
-            if int(token) == following:
-                break
-            decoder.append(int(token))
-        runs.append(Guess(tokenizer.detokenize(decoder[start:]), probability))
-    return runs
 
 
 def _row(ids: Sequence[int], model: torch.nn.Module) -> Tensor:
