@@ -162,7 +162,7 @@ def _message(response: http.client.HTTPResponse) -> str:
     text = response.read().decode("utf-8", "replace")
     try:
         return str(json.loads(text)["error"]["message"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return f"status {response.status}, {text[:200]!r}: is this a text generation server?"
 
 
@@ -183,7 +183,7 @@ def _objects(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not value.keys() & {"choices", "error"}:
         raise http.client.HTTPException(

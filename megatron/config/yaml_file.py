@@ -38,7 +38,7 @@ def read(path: Path, found: Findings) -> dict[str, Any]:
         data = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a 13th month
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     return _read_sections({} if data is None else data, str(path), found)
 

@@ -143,7 +143,7 @@ def open_array(path: Path, source: Path | None) -> np.memmap[Any, Any] | None:
         if source is not None and path.stat().st_mtime < source.stat().st_mtime:
             return None
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except Exception:  # numpy parses the header as Python, which a damaged one fails in any way
         return None
     return array if isinstance(array, np.memmap) else None
 

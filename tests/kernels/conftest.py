@@ -18,6 +18,9 @@ from megatron.kernels.build import find_compiler, source_files
 from megatron.kernels.library import KernelLibrary, find_library
 
 HERE = Path(__file__).parent
+# For the run of docs/reliability.md that finds reads and writes outside tensors, and undefined
+# behavior. The interpreter then needs libasan and libubsan in LD_PRELOAD.
+SANITIZERS = os.environ.get("MEGATRON_TEST_SANITIZERS", "")
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +45,9 @@ def emulated(tmp_path_factory) -> KernelLibrary:
 def _compile(library: Path) -> None:
     nvcc = str(find_compiler().path)
     flags = ["-x", "c++", "-O1", "-std=c++17", "-U_FORTIFY_SOURCE", "-Xcompiler", "-fPIC,-w"]
+    if SANITIZERS:
+        chosen = [f"-fsanitize={name}" for name in SANITIZERS.split(",")]
+        flags += ["-Xcompiler", ",".join(["-g", "-fno-sanitize-recover=all", *chosen])]
     header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
 
     def translate(source: Path) -> str:
@@ -54,7 +60,8 @@ def _compile(library: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(translate, [*source_files(), HERE / "emulator.cpp"]))
     linked = library.with_suffix(".new")
-    command = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(linked)]
+    sanitize = [f"-fsanitize={SANITIZERS}"] if SANITIZERS else []
+    command = ["g++", "-shared", *sanitize, "-Wl,-Bsymbolic", *objects, "-o", str(linked)]
     subprocess.run(command, check=True)
     linked.rename(library)
 
