@@ -6,7 +6,6 @@ import io
 import json
 import tempfile
 from argparse import Namespace
-from base64 import b64encode
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -71,9 +70,7 @@ def _indexes(folder: Path) -> list[bytes]:
     made = []
     for dtype, lengths in ((np.uint16, (7, 0, 10, 1)), (np.int32, (3, 0, 5, 1))):
         with IndexedDatasetBuilder(folder / "a", dtype) as builder:
-            for length in lengths:
-                builder.add_document(np.arange(length), [length])
-            builder.finalize()
+            builder.add_documents(np.arange(sum(lengths)), lengths, [1] * len(lengths))
         made.append((folder / "a.idx").read_bytes())
         for name in ("a.idx", "a.bin"):
             (folder / name).unlink()
@@ -240,20 +237,6 @@ def _pipeline(folder: Path) -> list[bytes]:
     return [*made, bpe.to_str().encode()]
 
 
-def _sentencepiece(folder: Path) -> list[bytes]:
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b ab ba aab abb"] * 20),
-        model_writer=model,
-        vocab_size=12,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return [model.getvalue()]
-
-
 # What travels over the network
 
 
@@ -338,18 +321,6 @@ TARGETS = (
         "tokenizer.json",
         _made(_pipeline),
         _tokenizer("HuggingFaceTokenizer", "tokenizer_model"),
-        (DataError, ConfigError),
-    ),
-    Target(
-        "SentencePiece model",
-        _made(_sentencepiece),
-        _tokenizer("GPTSentencePieceTokenizer", "tokenizer_model"),
-        (DataError, ConfigError),
-    ),
-    Target(
-        "tiktoken file",
-        lambda: [b"".join(b"%s %d\n" % (b64encode(bytes([i])), i) for i in range(256))],
-        _tokenizer("TikTokenizer", "tokenizer_model"),
         (DataError, ConfigError),
     ),
     Target("request", _requests, _read_request, (ApiError,)),
