@@ -89,7 +89,7 @@ class ExitRequest:
         duration_minutes: The time limit in minutes, or `None` for no limit.
     """
 
-    def __init__(self, *, handle_signals: bool, duration_minutes: int | None) -> None:
+    def __init__(self, handle_signals: bool, duration_minutes: int | None) -> None:
         """Start the clock, and install signal handlers if requested."""
         self._signal: str | None = None
         self._interrupts = 0

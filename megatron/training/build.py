@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import nn
 
 from megatron.checkpoint.entries import flatten
@@ -29,10 +28,9 @@ from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
-from megatron.parallel.tied import Tie, unite_copies
+from megatron.parallel.tied import unite_copies
 from megatron.processes.ending import ExitRequest
-from megatron.processes.launch import Launch
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.checkpointing import (
@@ -51,22 +49,18 @@ from megatron.training.gradient_sharing import (
 )
 from megatron.training.recipe import Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
-from megatron.training.run import Progress, Run
+from megatron.training.run import ParallelModel, Progress, Run
 from megatron.training.tensor_overlap import new_exchange
 from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
-def build_run(
-    config: RunConfig, recipe: Recipe, launch: Launch, device: Device, layout: Layout
-) -> Run:
+def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout) -> Run:
     """Build everything a run needs, load its checkpoint and open its data at the right position.
 
     Collective. Raises UserError subclasses for everything that the user can fix.
     """
-    exit_request = ExitRequest(
-        handle_signals=config.training.exit_signal_handler,
-        duration_minutes=config.training.exit_duration_in_mins,
-    )
+    training = config.training
+    exit_request = ExitRequest(training.exit_signal_handler, training.exit_duration_in_mins)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     vocabulary = padded_vocab_size(
@@ -76,83 +70,56 @@ def build_run(
     if reader is not None:
         entries = entries_held(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
-    model = parallelize(
-        config, recipe, tokenizer, vocabulary, layout, device, is_loaded=reader is not None
-    )
-    batches = BatchPlan.from_config(config.training, layout.data.size)
-    train_iterations = _train_iterations(config, batches)
+    model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
+    batches = BatchPlan.from_config(training, layout.data.size)
+    train_iterations = training.train_iters
+    if training.train_samples is not None:
+        train_iterations = batches.iterations_for(training.train_samples)
+    assert train_iterations is not None, "a rule asks for a length"
     samples = samples_needed(config, train_iterations)
+    has_corpus = layout.world.rank == 0 and not training.skip_train
+    level, barrier = config.logging.timing_log_level, config.logging.barrier_with_l1_time
     run = Run(
+        **vars(model),
         config=config,
         recipe=recipe,
-        launch=launch,
         device=device,
         layout=layout,
         tokenizer=tokenizer,
         padded_vocab_size=vocabulary,
-        parts=model.parts,
-        layers=model.layers,
-        ties=model.ties,
-        amax_history=model.amax_history,
-        gradients=model.gradients,
-        forward=model.forward,
-        optimizer=model.optimizer,
         schedules=Schedules.from_config(
-            config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
+            config.schedule, config.optimizer, training, global_batch=batches.global_batch
         ),
-        channel=_connect(
-            config, layout, device, chunks=len(model.parts), texts=recipe.head.sequences
-        ),
-        weight_gradients=model.weight_gradients,
+        channel=_connect(config, layout, device, len(model.parts), recipe.head.sequences),
         batches=batches,
         train_iterations=train_iterations,
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
         save_clock=SaveClock(config.checkpoint.save_interval_in_mins),
-        timers=_timers(config, device, layout),
+        timers=Timers(level=level, device=device, world=layout.world, barrier=barrier),
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
         else None,
-        progress=Progress(dropout_seed=config.training.seed),
-        corpus=_corpus(config, layout),
+        progress=Progress(dropout_seed=training.seed),
+        corpus=corpus_fingerprint(config.data) if has_corpus else None,
     )
     if reader is not None:
         restore_run(run, reader)
     del reader  # before processes are forked, which would keep the checkpoint from being deleted
-    _open_training_data(run)
+    if not training.skip_train:
+        if run.datasets[0] is None:
+            raise ConfigError(
+                f"--split {config.data.split}: the training split is empty: give it a share of the "
+                "documents"
+            )
+        consumed = run.progress.consumed_samples
+        run.train_batches = batches_from(run, run.datasets[0], consumed=consumed)
     return run
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """A process's parts of a model, with everything that trains them.
-
-    Attributes:
-        parts: The modules.
-        layers: The registry of their layers.
-        ties: The parameters that other pipeline stages hold too.
-        amax_history: The history that fp8 layers scale by; empty if they use current amaxes.
-        weight_gradients: The queue in which a zero-bubble schedule keeps weight gradients for
-            later.
-        gradients: The parts' gradients.
-        forward: How a micro-batch goes through a part in training.
-        optimizer: The optimizer that turns gradients into new weights.
-    """
-
-    parts: list[nn.Module]
-    layers: LayerRegistry
-    ties: list[Tie]
-    amax_history: AmaxHistory
-    weight_gradients: WeightGradientQueue
-    gradients: Gradients
-    forward: TrainingForward
-    optimizer: Optimizer
 
 
 def parallelize(
     config: RunConfig,
     recipe: Recipe,
-    tokenizer: Tokenizer,
     vocabulary: int,
     layout: Layout,
     device: Device,
@@ -166,7 +133,6 @@ def parallelize(
     Args:
         config: The run's configuration.
         recipe: The training recipe.
-        tokenizer: The run's tokenizer.
         vocabulary: The padded vocabulary size.
         layout: The grid of processes as this process sees it.
         device: The device on which this process computes.
@@ -213,7 +179,7 @@ def parallelize(
 
     # 6. Ties across stages: copies' gradients are added up. Then the initial weights.
     ties = tie_copies(config, plan, parts, gradients, layout, device)
-    _initialize(named_parameters_of(parts), gradients, config, is_loaded=is_loaded)
+    _initialize(parts, gradients, config, is_loaded=is_loaded)
 
     # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.
     forward: TrainingForward = DirectForward(recipe.forward)
@@ -251,25 +217,8 @@ def parallelize(
     return ParallelModel(parts, layers, ties, amax_history, queue, gradients, forward, optimizer)
 
 
-def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
-    training = config.training
-    if training.train_samples is not None:
-        return batches.iterations_for(training.train_samples)
-    assert training.train_iters is not None, "a rule asks for a length"
-    return training.train_iters
-
-
-def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
-    return Timers(
-        level=config.logging.timing_log_level,
-        device=device,
-        world=layout.world,
-        barrier=config.logging.barrier_with_l1_time,
-    )
-
-
 def _connect(
-    config: RunConfig, layout: Layout, device: Device, *, chunks: int, texts: int
+    config: RunConfig, layout: Layout, device: Device, chunks: int, texts: int
 ) -> PipelineChannel | None:
     """Connect to the neighboring pipeline stages. Collective. `None` without a pipeline.
 
@@ -290,29 +239,21 @@ def _connect(
         ring=chunks > 1,
         device=device.torch_device,
         dtype=config.precision.stream_dtype,
-        shape=(
-            sequence,
-            config.training.micro_batch_size * texts,
-            config.model.hidden_size,
-        ),
+        shape=(sequence, config.training.micro_batch_size * texts, config.model.hidden_size),
     )
 
 
 def _initialize(
-    named_parameters: list[tuple[str, torch.nn.Parameter]],
-    gradients: Gradients,
-    config: RunConfig,
-    *,
-    is_loaded: bool,
+    parts: list[nn.Module], gradients: Gradients, config: RunConfig, *, is_loaded: bool
 ) -> None:
-    if is_loaded and not config.model.perform_initialization:
-        return
     if not config.model.perform_initialization:
+        if is_loaded:
+            return
         raise ConfigError(
             "--no-initialization: no checkpoint is loaded, so the weights would be garbage: "
             "give --load with a checkpoint, or drop the flag"
         )
-    seed = config.training.seed
+    seed, named_parameters = config.training.seed, named_parameters_of(parts)
     if not gradients.shares_weights:
         initialize(named_parameters, seed)
         return
@@ -320,21 +261,3 @@ def _initialize(
     for name, entry in flatten(shard_state(named_parameters, gradients)):
         spec = replace(specs[name], offset=entry.offset)
         initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
-
-
-def _corpus(config: RunConfig, layout: Layout) -> str | None:
-    return (
-        None if layout.world.rank or config.training.skip_train else corpus_fingerprint(config.data)
-    )
-
-
-def _open_training_data(run: Run) -> None:
-    dataset = run.datasets[0]
-    if run.config.training.skip_train:
-        return
-    if dataset is None:
-        raise ConfigError(
-            f"--split {run.config.data.split}: the training split is empty: give it a share of "
-            "the documents"
-        )
-    run.train_batches = batches_from(run, dataset, consumed=run.progress.consumed_samples)

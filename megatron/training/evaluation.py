@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
 from megatron.command import say
 from megatron.config.run import evaluations_until
 from megatron.data.sample import SampleDataset
 from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.log_line import validation_lines
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome, reduce_losses
-
-
-class EvaluationListener(Protocol):
-    """A listener for the results of every evaluation, on all ranks."""
-
-    def after_evaluation(
-        self, run: Run, split: str, losses: Mapping[str, float], *, at_end_of_training: bool
-    ) -> None:
-        """Process the losses of a split ("validation" or "test")."""
 
 
 def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
@@ -60,18 +49,18 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
 def evaluate_and_report(
     run: Run,
     split: str,
-    listeners: Sequence[EvaluationListener],
+    scalars: Scalars,
     *,
     where: str,
     skip: int,
     at_end_of_training: bool = False,
 ) -> None:
-    """Evaluate a split unless it is empty, print Megatron's lines and notify the listeners.
+    """Evaluate a split unless it is empty, print Megatron's lines and write the scalars.
 
     Args:
         run: The run whose model is evaluated.
         split: "validation" or "test".
-        listeners: The listeners to notify.
+        scalars: The callback that writes the results.
         where: The point in the run, for the printed lines.
         skip: The number of samples to skip first.
         at_end_of_training: Whether this is the evaluation after the last update.
@@ -85,8 +74,7 @@ def evaluate_and_report(
         return
     if run.is_log_rank:
         say(validation_lines(where, losses, has_perplexity=run.recipe.head.is_language_model))
-    for listener in listeners:
-        listener.after_evaluation(run, split, losses, at_end_of_training=at_end_of_training)
+    scalars.after_evaluation(run, split, losses, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()
 
@@ -104,9 +92,9 @@ def evaluation_position(run: Run, iteration: int) -> int:
 class Evaluation(Callback):
     """Validation every `--eval-interval` iterations, after any checkpoint has been saved."""
 
-    def __init__(self, listeners: Sequence[EvaluationListener]) -> None:
-        """Store the listeners for the results."""
-        self._listeners = listeners
+    def __init__(self, scalars: Scalars) -> None:
+        """Store the callback that writes the results."""
+        self._scalars = scalars
 
     def interrupts(self, run: Run) -> bool:
         """Return whether an evaluation follows the coming update."""
@@ -119,14 +107,12 @@ class Evaluation(Callback):
         if iteration % run.config.evaluation.eval_interval or leaving_now:
             return
         skip, where = evaluation_position(run, iteration - 1), f"iteration {iteration}"
-        evaluate_and_report(run, "validation", self._listeners, where=where, skip=skip)
+        evaluate_and_report(run, "validation", self._scalars, where=where, skip=skip)
 
 
-def final_evaluation(run: Run, listeners: Sequence[EvaluationListener]) -> None:
+def final_evaluation(run: Run, scalars: Scalars) -> None:
     """Report validation and test loss after the last update, on samples not evaluated before."""
     skip = evaluation_position(run, run.progress.iteration)
     for split, data, skipped in (("validation", "val", skip), ("test", "test", 0)):
         where = f"the end of training for {data} data"
-        evaluate_and_report(
-            run, split, listeners, where=where, skip=skipped, at_end_of_training=True
-        )
+        evaluate_and_report(run, split, scalars, where=where, skip=skipped, at_end_of_training=True)

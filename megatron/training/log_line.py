@@ -1,77 +1,77 @@
-"""Megatron's log lines, to the character, with throughput appended."""
+"""The figures of an update, and Megatron's log lines to the character, with throughput appended."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
+    from megatron.training.step import StepOutcome
+
+Figures = Mapping[str, float | None]
+"""Figures by TensorBoard tag. Those that are `None` are not shown."""
+
+# The fields of a log line around the losses: label, tag of the figure, format.
+_BEFORE_LOSSES = (
+    ("consumed samples", "consumed-samples", "12d"),
+    ("skipped samples", "skipped-train-samples", "12d"),
+    ("elapsed time per iteration (ms)", "milliseconds", ".1f"),
+    ("learning rate", "learning-rate", ".3E"),
+    ("decoupled learning rate", "decoupled-learning-rate", ".3E"),
+    ("global batch size", "batch-size", "5d"),
+)
+_AFTER_LOSSES = (
+    ("loss scale", "loss-scale", ".1f"),
+    ("grad norm", "grad-norm", ".3f"),
+    ("num zeros", "num-zeros", ".1f"),
+    ("params norm", "params-norm", ".3f"),
+    ("number of skipped iterations", "skipped-iterations", "3d"),
+    ("number of nan iterations", "nan-iterations", "3d"),
+    ("tokens/s per GPU", "tokens-per-second-per-gpu", ".1f"),
+)
 
 
-@dataclass(frozen=True)
-class LogRecord:
-    """The contents of one log line, which covers the iterations since the previous line.
-
-    Attributes:
-        losses: Mean losses over the iterations whose loss was finite.
-        milliseconds: The mean time of one iteration.
-        tokens_per_second: The throughput of one process (one GPU, if there is one). Padding is
-            included, because it is computed.
-        mfu: Model FLOP/s over the device's dense 16-bit peak, or `None` if the peak is unknown.
-        grad_norm: The last iteration's gradient norm. Fields that are `None` are not printed.
-        zeros: The number of zero entries in the last iteration's gradient.
-        params_norm: The parameter norm after the last iteration.
-        skipped_samples: The number of samples skipped by --iterations-to-skip since the run began.
-            0 is not printed.
-        decoupled_learning_rate: The learning rate of word embeddings and output layer.
-    """
-
-    iteration: int
-    train_iterations: int
-    consumed_samples: int
-    milliseconds: float
-    learning_rate: float
-    global_batch_size: int
-    losses: Mapping[str, float]
-    loss_scale: float
-    skipped: int
-    nan: int
-    tokens_per_second: float
-    mfu: float | None
-    grad_norm: float | None = None
-    zeros: int | None = None
-    params_norm: float | None = None
-    skipped_samples: int = 0
-    decoupled_learning_rate: float | None = None
+def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) -> Figures:
+    """Return the figures of the last update that the log line and TensorBoard have in common."""
+    # Megatron steps its schedules before it logs, so these are the next update's rates.
+    next_update = run.progress.scheduled_samples
+    return {
+        # Megatron computes neither if the loss scale was too high.
+        "grad-norm": None if outcome.overflow else outcome.grad_norm,
+        "num-zeros": None if outcome.overflow else outcome.zeros,
+        "learning-rate": run.schedules.learning_rate.at(next_update),
+        "decoupled-learning-rate": run.schedules.decoupled_at(next_update),
+        "skipped-train-samples": run.progress.skipped_samples or None,
+        "batch-size": outcome.samples,
+        "loss-scale": outcome.loss_scale,
+        "world-size": run.layout.world.size,
+        "params-norm": params_norm,
+    }
 
 
-def training_line(record: LogRecord) -> str:
+def training_line(
+    iteration: int, train_iterations: int, losses: Mapping[str, float], figures: Figures
+) -> str:
     """Return the line of `training_log` in Megatron-LM 23.08, followed by two more fields.
 
     Skipped samples and a decoupled learning rate appear where Megatron Core prints them.
+
+    Args:
+        iteration: The iteration that ended.
+        train_iterations: The number of iterations of the run.
+        losses: Mean losses over the iterations since the previous line whose loss was finite.
+        figures: `update_figures`, and those of the iterations since the previous line.
     """
+    shown = {**figures, **losses}
+    columns = [*_BEFORE_LOSSES, *((name, name, ".6E") for name in losses), *_AFTER_LOSSES]
     fields = [
-        (" iteration", f"{record.iteration:8d}/{record.train_iterations:8d}"),
-        ("consumed samples:", f"{record.consumed_samples:12d}"),
-        ("skipped samples:", f"{record.skipped_samples:12d}" if record.skipped_samples else ""),
-        ("elapsed time per iteration (ms):", f"{record.milliseconds:.1f}"),
-        ("learning rate:", f"{record.learning_rate:.3E}"),
-        ("decoupled learning rate:", _formatted(record.decoupled_learning_rate, ".3E")),
-        ("global batch size:", f"{record.global_batch_size:5d}"),
-        *((f"{name}:", f"{value:.6E}") for name, value in record.losses.items()),
-        ("loss scale:", f"{record.loss_scale:.1f}"),
-        ("grad norm:", _formatted(record.grad_norm, ".3f")),
-        ("num zeros:", _formatted(record.zeros, ".1f")),
-        ("params norm:", _formatted(record.params_norm, ".3f")),
-        ("number of skipped iterations:", f"{record.skipped:3d}"),
-        ("number of nan iterations:", f"{record.nan:3d}"),
-        ("tokens/s per GPU:", f"{record.tokens_per_second:.1f}"),
-        ("MFU:", _formatted(record.mfu, ".1%") or "n/a"),
+        f"{label}: {shown[tag]:{form}}" for label, tag, form in columns if shown[tag] is not None
     ]
-    return " | ".join(f"{name} {text}" for name, text in fields if text) + " |"
-
-
-def _formatted(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    mfu = figures["mfu"]
+    fields.append(f"MFU: {'n/a' if mfu is None else format(mfu, '.1%')} |")
+    return f" iteration {iteration:8d}/{train_iterations:8d} | " + " | ".join(fields)
 
 
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:

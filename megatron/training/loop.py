@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,16 +14,14 @@ from megatron.training.callbacks.nonfinite import NonFinitePolicy
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.scalars import Scalars, Writer
 from megatron.training.callbacks.small import EmptyCache, GarbageCollection, ProgressBar, SampleIds
-from megatron.training.evaluation import Evaluation, EvaluationListener
+from megatron.training.evaluation import Evaluation
 from megatron.training.panel import model_flops
 from megatron.training.run import Run
 from megatron.training.step import Updates, any_rank, skip_iteration
 
 
-def standard_callbacks(
-    run: Run, writers: Sequence[Writer]
-) -> tuple[list[Callback], list[EvaluationListener]]:
-    """Return the run's callbacks in order, and those that receive evaluation results.
+def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:
+    """Return the run's callbacks in order, and the one that receives evaluation results.
 
     The profile comes first, because it must enclose the step alone. The non-finite policy follows,
     so that nothing is logged or saved after a step that ends the run. Next are the callbacks that
@@ -43,14 +42,16 @@ def standard_callbacks(
         callbacks.append(GarbageCollection())
     if config.training.empty_unused_memory_level:
         callbacks.append(EmptyCache())
-    callbacks += [LogLine(flops), ProgressBar()]
+    callbacks.append(LogLine(flops))
+    if run.is_log_rank and sys.stderr.isatty():
+        callbacks.append(ProgressBar())
     if run.operation_clock is not None:
         callbacks.append(PipelineBubble(run.operation_clock, writers))
     if config.checkpoint.save:
         callbacks.append(Checkpoints())
     if config.evaluation.eval_iters:
-        callbacks.append(Evaluation([scalars]))
-    return callbacks, [scalars]
+        callbacks.append(Evaluation(scalars))
+    return callbacks, scalars
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:

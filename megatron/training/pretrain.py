@@ -128,7 +128,7 @@ def pretrain(
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:
             stack.callback(_close, writer)
-        run = build_run(config, recipe, launch, device, layout)
+        run = build_run(config, recipe, device, layout)
         at_end.callback(run.forward.release)
         _warn_of_later(run)
         extras.begin(run)
@@ -179,11 +179,11 @@ def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Seque
         if run.finished and not run.config.training.skip_train:
             done, asked = run.progress.iteration, run.train_iterations
             say(f"the checkpoint is at iteration {done} of {asked}: nothing left to train")
-    callbacks, listeners = standard_callbacks(run, writers)
+    callbacks, scalars = standard_callbacks(run, writers)
     callbacks += extras.callbacks(run)
     leave = None if run.config.training.skip_train else train(run, callbacks)
     if leave is None:
-        final_evaluation(run, listeners)
+        final_evaluation(run, scalars)
         extras.end(run)
     elif run.layout.world.rank == 0:
         say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")

@@ -20,7 +20,6 @@ from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import Tie
 from megatron.processes.ending import ExitRequest
-from megatron.processes.launch import Launch
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batches import BatchPlan
 from megatron.training.recipe import Batch, Recipe, Splits
@@ -51,26 +50,43 @@ class Progress:
 
 
 @dataclass
-class Run:
-    """The parts that a step, a callback or a checkpoint needs, built once by `build.build_run`."""
+class ParallelModel:
+    """A process's parts of a model, with everything that trains them, from `build.parallelize`.
 
-    config: RunConfig
-    recipe: Recipe
-    launch: Launch
-    device: Device
-    layout: Layout
-    tokenizer: Tokenizer
-    padded_vocab_size: int
+    Attributes:
+        parts: The modules.
+        layers: The registry of their layers.
+        ties: The parameters that other pipeline stages hold too.
+        amax_history: The history that fp8 layers scale by; empty if they use current amaxes.
+        weight_gradients: The queue in which a zero-bubble schedule keeps weight gradients for
+            later.
+        gradients: The parts' gradients.
+        forward: How a micro-batch goes through a part in training.
+        optimizer: The optimizer that turns gradients into new weights.
+    """
+
     parts: list[nn.Module]
     layers: LayerRegistry
     ties: list[Tie]
     amax_history: AmaxHistory
+    weight_gradients: WeightGradientQueue
     gradients: Gradients
     forward: TrainingForward
     optimizer: Optimizer
+
+
+@dataclass(kw_only=True)
+class Run(ParallelModel):
+    """The parts that a step, a callback or a checkpoint needs, built once by `build.build_run`."""
+
+    config: RunConfig
+    recipe: Recipe
+    device: Device
+    layout: Layout
+    tokenizer: Tokenizer
+    padded_vocab_size: int
     schedules: Schedules
     channel: PipelineChannel | None
-    weight_gradients: WeightGradientQueue
     batches: BatchPlan
     train_iterations: int
     datasets: Splits

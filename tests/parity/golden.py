@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.config.parser import parse_config
 from megatron.parallel.layout import Layout
-from megatron.processes.launch import Launch
 from megatron.training.build import build_run
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
@@ -71,7 +70,7 @@ def continue_run(
         *flags,
     ]
     config = parse_config(words, world_size=size, architecture=recipe.architecture).config
-    run = build_run(config, recipe, Launch(rank, size), device, layout)
+    run = build_run(config, recipe, device, layout)
     recorder = Recorder()
     callbacks, listeners = standard_callbacks(run, [recorder])
     train(run, callbacks)

@@ -15,7 +15,6 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
-from megatron.processes.launch import Launch
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
@@ -144,7 +143,7 @@ def test_the_panel_counts_only_samples_and_parameters_that_there_are(toy):
     config, recipe, _ = finetune_command.prepare(
         "SST-2", finetune_command.parse("SST-2", _sst(toy, "--epochs", "2"), 1), 1
     )
-    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    run = build_run(config, recipe, Device.cpu(), Layout.single())
     panel = start_panel(run, 0.0)
     parameters = sum(map(torch.numel, run.parameters()))
     assert re.search(r"parameters +([0-9,]+)", panel)[1] == f"{parameters:,}"
@@ -258,7 +257,7 @@ def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
     config, recipe, extras = finetune_command.prepare(
         "RACE", finetune_command.parse("RACE", [*words, "--log-interval", "1"], 1), 1
     )
-    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    run = build_run(config, recipe, Device.cpu(), Layout.single())
     extras.begin(run)
     train(run, standard_callbacks(run, [])[0])
     line = r"per iteration \(ms\): ([0-9.]+) .* tokens/s per GPU: ([0-9.]+)"
@@ -533,10 +532,9 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
     parsed = finetune_command.parse("SST-2", _sst(toy, "--epochs", "1"), 1)
     config, recipe, extras = finetune_command.prepare("SST-2", parsed, 1)
     from megatron.device import Device
-    from megatron.processes.launch import Launch
     from megatron.training.build import build_run
 
-    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    run = build_run(config, recipe, Device.cpu(), Layout.single())
     extras.begin(run)
     new = set()
     for name, parameter in run.named_parameters():

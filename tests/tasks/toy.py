@@ -9,7 +9,6 @@ from typing import Any
 from megatron.config import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
-from megatron.processes.launch import Launch
 from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
 from megatron.training.loop import standard_callbacks, train
@@ -51,17 +50,17 @@ def save_bert(folder: Path, *more: str) -> list[str]:
     words += more
     parsed = parse_config(words, world_size=1, architecture="bert")
     layout = Layout.single()
-    save_run(build_run(parsed.config, BertRecipe(), Launch(), Device.cpu(), layout))
+    save_run(build_run(parsed.config, BertRecipe(), Device.cpu(), layout))
     return ["--pretrained-checkpoint", str(folder / "bert")]
 
 
 def finetune(layout: Layout, task: str, words: Sequence[str]) -> tuple[list[float], Any]:
     """Finetune as a command line says: the losses, and the last evaluation by file."""
-    size, rank = layout.world.size, layout.world.rank
+    size = layout.world.size
     given = [*words, "--no-exit-signal-handler", "--num-workers", "0", "--log-interval", "100"]
     parsed = finetune_command.parse(task, given, size)
     config, recipe, extras = finetune_command.prepare(task, parsed, size)
-    run = build_run(config, recipe, Launch(rank, size), Device.cpu(), layout)
+    run = build_run(config, recipe, Device.cpu(), layout)
     extras.begin(run)
     recorder = Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])

@@ -20,7 +20,6 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
-from megatron.processes.launch import Launch
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.build import build_run
 from megatron.training.checkpointing import network_of
@@ -344,7 +343,7 @@ def test_training_goes_on_from_what_came_in_and_out_again(
 def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path) -> None:
     words = training_flags(imported, tmp_path / "out")
     parsed = parse_config(words, world_size=1, read_checkpoint=network_of)
-    run = build_run(parsed.config, GPTRecipe(), Launch(), Device.cpu(), Layout.single())
+    run = build_run(parsed.config, GPTRecipe(), Device.cpu(), Layout.single())
     assert run.padded_vocab_size == 70  # the model's own rows: its softmax is over these
     tokens = torch.arange(32).view(2, 16)
     case = CASES["llama"]

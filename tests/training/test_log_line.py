@@ -1,28 +1,32 @@
 """The log lines that users grep, to the character."""
 
-import dataclasses
+from megatron.training.log_line import perplexity, training_line, validation_lines
 
-from megatron.training.log_line import LogRecord, perplexity, training_line, validation_lines
+FIGURES = {
+    "consumed-samples": 336,
+    "skipped-train-samples": None,
+    "milliseconds": 123.456,
+    "learning-rate": 5.5e-4,
+    "decoupled-learning-rate": None,
+    "batch-size": 16,
+    "loss-scale": 1.0,
+    "grad-norm": 1.6071,
+    "num-zeros": None,
+    "params-norm": None,
+    "skipped-iterations": 0,
+    "nan-iterations": 0,
+    "tokens-per-second-per-gpu": 1234.56,
+    "mfu": None,
+}
 
-RECORD = LogRecord(
-    iteration=21,
-    train_iterations=40,
-    consumed_samples=336,
-    milliseconds=123.456,
-    learning_rate=5.5e-4,
-    global_batch_size=16,
-    losses={"lm loss": 7.683999},
-    loss_scale=1.0,
-    skipped=0,
-    nan=0,
-    tokens_per_second=1234.56,
-    mfu=None,
-    grad_norm=1.6071,
-)
+
+def _line(**changes):
+    figures = {name.replace("_", "-"): value for name, value in changes.items()}
+    return training_line(21, 40, {"lm loss": 7.683999}, FIGURES | figures)
 
 
 def test_training_line_is_megatrons_with_throughput_appended():
-    assert training_line(RECORD) == (
+    assert _line() == (
         " iteration       21/      40 | consumed samples:          336 |"
         " elapsed time per iteration (ms): 123.5 | learning rate: 5.500E-04 |"
         " global batch size:    16 | lm loss: 7.683999E+00 | loss scale: 1.0 | grad norm: 1.607 |"
@@ -32,10 +36,12 @@ def test_training_line_is_megatrons_with_throughput_appended():
 
 
 def test_optional_fields_stand_in_megatrons_order():
-    record = dataclasses.replace(RECORD, zeros=12, params_norm=34.5678, mfu=0.4567)
-    line = training_line(record)
+    line = _line(num_zeros=12, params_norm=34.5678, mfu=0.4567)
     assert "grad norm: 1.607 | num zeros: 12.0 | params norm: 34.568 | number of skipped" in line
     assert line.endswith("| MFU: 45.7% |")
+    line = _line(skipped_train_samples=32, decoupled_learning_rate=1e-3)
+    assert "consumed samples:          336 | skipped samples:           32 | elapsed" in line
+    assert "learning rate: 5.500E-04 | decoupled learning rate: 1.000E-03 | global" in line
 
 
 def test_validation_block():

@@ -11,7 +11,6 @@ import torch
 from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
-from megatron.processes.launch import Launch
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
@@ -72,7 +71,7 @@ def build_toy(
     words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
     parsed = parse_config(words, world_size=size, architecture=kind)
-    return build_run(parsed.config, RECIPES[kind], Launch(rank, size), device, layout)
+    return build_run(parsed.config, RECIPES[kind], device, layout)
 
 
 def train_toy(

@@ -7,7 +7,7 @@ import time
 
 from megatron.command import say
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.log_line import LogRecord, training_line
+from megatron.training.log_line import training_line, update_figures
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from megatron.training.timers import format_timers
@@ -51,9 +51,8 @@ class LogLine(Callback):
         if run.progress.iteration % options.log_interval:
             return
         norm = run.parameters_norm() if options.log_params_norm else None
-        record = self._record(run, outcome, norm)
         if run.is_log_rank:
-            say(training_line(record))
+            say(self._line(run, outcome, norm))
         if options.timing_log_level > 0:
             over_ranks = run.timers.over_ranks()
             run.timers.reset()
@@ -73,29 +72,19 @@ class LogLine(Callback):
         for name, value in outcome.losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
-    def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
+    def _line(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> str:
         rate, peak = run.tokens_per_second(self._samples, self._seconds), run.device.peak_flops
-        return LogRecord(
-            iteration=run.progress.iteration,
-            train_iterations=run.train_iterations,
-            consumed_samples=run.progress.consumed_samples,
-            skipped_samples=run.progress.skipped_samples,
-            milliseconds=1000.0 * self._seconds / self._iterations,
-            # Megatron steps its schedule before it logs: the line shows the next update's rate.
-            learning_rate=run.schedules.learning_rate.at(run.progress.scheduled_samples),
-            decoupled_learning_rate=run.schedules.decoupled_at(run.progress.scheduled_samples),
-            global_batch_size=outcome.samples,
-            losses={name: total / self._counted for name, total in self._sums.items()},
-            loss_scale=outcome.loss_scale,
-            skipped=self._skipped,
-            nan=self._nan,
-            tokens_per_second=rate,
-            mfu=None if peak is None else rate * self._flops_per_token / peak,
-            # Megatron computes neither if the loss scale was too high.
-            grad_norm=None if outcome.overflow else outcome.grad_norm,
-            zeros=None if outcome.overflow else outcome.zeros,
-            params_norm=params_norm,
-        )
+        losses = {name: total / self._counted for name, total in self._sums.items()}
+        figures = {
+            **update_figures(run, outcome, params_norm),
+            "consumed-samples": run.progress.consumed_samples,
+            "milliseconds": 1000.0 * self._seconds / self._iterations,
+            "skipped-iterations": self._skipped,
+            "nan-iterations": self._nan,
+            "tokens-per-second-per-gpu": rate,
+            "mfu": None if peak is None else rate * self._flops_per_token / peak,
+        }
+        return training_line(run.progress.iteration, run.train_iterations, losses, figures)
 
     def _report_memory(self, run: Run) -> None:
         """Print memory use once, after the first logged iterations, when every buffer exists."""

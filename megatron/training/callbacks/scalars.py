@@ -16,7 +16,7 @@ from megatron.config.run import flatten
 from megatron.durable import writing_to
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.log_line import perplexity
+from megatron.training.log_line import perplexity, update_figures
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
@@ -248,22 +248,11 @@ def step_scalars(
     run: Run, outcome: StepOutcome, params_norm: float | None, seconds: float
 ) -> dict[str, float]:
     """Return Megatron's TensorBoard tags and their values for one step."""
-    options, progress = run.config.logging, run.progress
-    scalars: dict[str, float | None] = dict(outcome.losses)
-    if not outcome.overflow:  # Megatron computes neither after an overflow
-        scalars |= {"grad-norm": outcome.grad_norm, "num-zeros": outcome.zeros}
-    if options.log_learning_rate_to_tensorboard:
-        scalars |= {
-            "learning-rate": run.schedules.learning_rate.at(progress.scheduled_samples),
-            "decoupled-learning-rate": run.schedules.decoupled_at(progress.scheduled_samples),
-        }
-    scalars |= {
-        "skipped-train-samples": progress.skipped_samples or None,
-        "batch-size": outcome.samples if options.log_batch_size_to_tensorboard else None,
-        "loss-scale": outcome.loss_scale if options.log_loss_scale_to_tensorboard else None,
-        "world-size": run.layout.world.size if options.log_world_size_to_tensorboard else None,
-        "params-norm": params_norm,
-        "iteration-time": seconds if options.log_timers_to_tensorboard else None,
+    options = run.config.logging
+    scalars = {
+        **outcome.losses,
+        **update_figures(run, outcome, params_norm),
+        "iteration-time": seconds,
     }
     if options.log_memory_to_tensorboard:
         memory = run.device.memory()
@@ -273,4 +262,16 @@ def step_scalars(
             "mem-max-allocated-bytes": memory.peak_allocated,
             "mem-allocated-count": memory.pieces,
         }
-    return {tag: value for tag, value in scalars.items() if value is not None}
+    is_wanted = {
+        "learning-rate": options.log_learning_rate_to_tensorboard,
+        "decoupled-learning-rate": options.log_learning_rate_to_tensorboard,
+        "batch-size": options.log_batch_size_to_tensorboard,
+        "loss-scale": options.log_loss_scale_to_tensorboard,
+        "world-size": options.log_world_size_to_tensorboard,
+        "iteration-time": options.log_timers_to_tensorboard,
+    }
+    return {
+        tag: value
+        for tag, value in scalars.items()
+        if value is not None and is_wanted.get(tag, True)
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,39 +70,27 @@ class SampleIds(Callback):
 
 
 class ProgressBar(Callback):
-    """A live bar with loss, speed and time left, if the error stream is a terminal."""
-
-    def __init__(self) -> None:
-        """Start without a bar."""
-        self._bar: Any = None
+    """A live bar with loss, speed and time left, on the error stream."""
 
     def on_start(self, run: Run) -> None:
-        """Draw the bar on the rank that logs."""
-        if not (run.is_log_rank and sys.stderr.isatty()):
-            return
+        """Draw the bar."""
         from tqdm import tqdm
 
-        self._bar = tqdm(
-            total=run.train_iterations,
-            initial=run.progress.iteration,
-            unit="it",
-            dynamic_ncols=True,
-            desc="training",
+        start, total = run.progress.iteration, run.train_iterations
+        self._bar: Any = tqdm(
+            total=total, initial=start, unit="it", dynamic_ncols=True, desc="training"
         )
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Show the losses and advance the bar."""
-        if self._bar is not None:
-            losses = {name: f"{value:.4f}" for name, value in outcome.losses.items()}
-            self._bar.set_postfix(losses, refresh=False)
-            self._bar.update(1)
+        losses = {name: f"{value:.4f}" for name, value in outcome.losses.items()}
+        self._bar.set_postfix(losses, refresh=False)
+        self._bar.update(1)
 
     def after_skipped(self, run: Run) -> None:
         """Advance the bar without losses."""
-        if self._bar is not None:
-            self._bar.update(1)
+        self._bar.update(1)
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
         """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
