@@ -6,6 +6,7 @@ import re
 import pytest
 
 from megatron.config import yaml_file
+from megatron.config.run import Findings
 from megatron.errors import ConfigError
 from megatron.processes import process
 from megatron.training.pretrain import main
@@ -22,8 +23,8 @@ def _main(*flags):
 
 def test_a_run_saves_its_resolved_configuration(tmp_path, capsys):
     assert _main("--save", str(tmp_path), "--save-interval", "2") == 0
-    saved = yaml_file.read(tmp_path / "config.yaml")
-    assert saved.values["model.ffn_hidden_size"] == 128  # resolved
+    saved = yaml_file.read(tmp_path / "config.yaml", Findings())
+    assert saved["model.ffn_hidden_size"] == 128  # resolved
     again = main(GPTRecipe(), ["--config", str(tmp_path / "config.yaml"), "--dry-run"])
     assert again == 0
     assert "validation loss at the end of training for test data" in capsys.readouterr().out
