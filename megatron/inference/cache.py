@@ -1,8 +1,8 @@
 """The KV cache: the pool of blocks, their memory, and a step's view of it.
 
-A block holds the keys and values of consecutive tokens. A full block is known by a key that
-identifies its tokens and all tokens before them, and sequences that begin alike share it. An unused
-block keeps its content until the block is needed; the one that has been unused longest goes first.
+A block holds the keys and values of consecutive tokens. A full block has a key that identifies its
+tokens and all tokens before them, and sequences that begin alike share it. An unused block keeps
+its content until the block is needed; the one that has been unused longest goes first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BlockKey = bytes
 
 
 def next_key(keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int) -> BlockKey:
-    """Return the key of the full block of a sequence that follows the blocks with these keys.
+    """Return the key of a sequence's next full block, after the blocks that have these keys.
 
     It is a cryptographic hash, so nobody can construct two different prompts that share a key.
 
@@ -36,7 +36,7 @@ def next_key(keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int) -
 
 
 class BlockPool:
-    """The block numbers, from 0, and how many sequences use each block. It holds no memory."""
+    """The cache's blocks by number, from 0, and how many sequences use each. It holds no memory."""
 
     def __init__(self, count: int) -> None:
         """Start with all blocks unused.
@@ -73,7 +73,7 @@ class BlockPool:
         return self._blocks.get(key)
 
     def is_unused(self, block: int) -> bool:
-        """Return whether nobody uses a block, so that `share` makes one block fewer available."""
+        """Return whether no sequence uses a block. Sharing it makes one block fewer available."""
         return self._users[block] == 0
 
     def share(self, block: int) -> int:
@@ -102,42 +102,36 @@ class BlockPool:
             self._kept[block] = key
 
 
+@dataclass(eq=False)
 class CacheMemory:
     """The keys and values of this process's layers and heads.
 
     Attributes:
+        shapes: Number of KV heads in this process and channels of each, by layer index, from 0.
+        paged: Attention that writes the cache and serves sequences that add one token.
+        blocks: Number of blocks. One more is allocated for the padding of batches.
+        block_size: Number of tokens in a block.
+        device: Device of the memory.
+        dtype: Number format of keys and values.
         layers: The keys and values [2, slots, g, d] of each layer, by its number, from 1.
         spare_slot: Slot for the padding of batches.
         size_bytes: Size of all layers.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[int, tuple[int, int]],
-        paged: PagedAttention,
-        blocks: int,
-        block_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """Allocate the memory.
+    shapes: Mapping[int, tuple[int, int]]
+    paged: PagedAttention
+    blocks: int
+    block_size: int
+    device: torch.device
+    dtype: torch.dtype
 
-        Args:
-            shapes: Number of KV heads in this process and channels of each, by layer index, from 0.
-            paged: Attention that writes the cache and serves sequences that add one token.
-            blocks: Number of blocks. One more is allocated for the padding of batches.
-            block_size: Number of tokens in a block.
-            device: Device of the memory.
-            dtype: Number format of keys and values.
-        """
-        self.paged = paged
-        self.blocks = blocks
-        self.block_size = block_size
-        self.spare_slot = blocks * block_size
-        slots = (blocks + 1) * block_size
+    def __post_init__(self) -> None:
+        """Allocate the memory."""
+        self.spare_slot = self.blocks * self.block_size
+        slots = self.spare_slot + self.block_size
         self.layers = {
-            index + 1: torch.zeros(2, slots, *shape, device=device, dtype=dtype)
-            for index, shape in shapes.items()
+            index + 1: torch.zeros(2, slots, *shape, device=self.device, dtype=self.dtype)
+            for index, shape in self.shapes.items()
         }
         self.size_bytes = sum(memory.nbytes for memory in self.layers.values())
 

@@ -14,6 +14,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.command import PanelRow
 from megatron.inference.answers import Answer, BeamAnswer, PlainAnswer
@@ -32,14 +33,13 @@ from megatron.inference.sampling import Chosen
 from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
 
 
-@dataclass(frozen=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A step under way.
 
     Attributes:
         plan: The step.
         counts: Number of results that each of its rows will have.
-        wait: Waits for the device, and returns the results.
+        wait: Function that waits for the device and returns the results.
     """
 
     plan: StepPlan

@@ -154,12 +154,18 @@ class Executor:
         places = [np.arange(row.start, row.start + row.size) for row in plan]
         count = sum(row.goes_on for row in plan)  # these come first
         outputs = [firsts[each.row] + each.place for each in wanted]
+        singles = None
+        if count:
+            lengths = np.array([row.start + 1 for row in plan[:count]], dtype=np.int32)
+            tables = send(_tables(blocks[:count]))
+            longest = int(lengths.max())
+            singles = Singles(tables, send(lengths), longest, self.memory.block_size)
         cache = StepCache(
             memory=self.memory,
             positions=send(np.concatenate(places)),
             slots=self._slots(blocks, places),
             outputs=send(np.array(outputs, dtype=np.int64)),
-            singles=self._singles(plan[:count], blocks[:count]) if count else None,
+            singles=singles,
             chunks=self._chunks(plan[count:], blocks[count:]) if count < len(plan) else None,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
@@ -169,11 +175,6 @@ class Executor:
             sources = [source for source in self._sources(plan) if source >= 0]
             tokens[send(unknown)] = self._chosen[send(np.array(sources))]
         return tokens.unsqueeze(0), cache
-
-    def _singles(self, rows: StepPlan, blocks: Many[Integers]) -> Singles:
-        lengths = np.array([row.start + 1 for row in rows], dtype=np.int32)
-        send, longest = self.device.send, int(lengths.max())
-        return Singles(send(_tables(blocks)), send(lengths), longest, self.memory.block_size)
 
     def _chunks(self, rows: StepPlan, blocks: Many[Integers]) -> Chunks:
         starts = tuple(row.start for row in rows)
@@ -198,7 +199,7 @@ class Executor:
 
 
 def _tables(blocks: Many[Integers]) -> NDArray[np.int32]:
-    """Return the sequences' blocks as the rows of a matrix, with zeros behind them."""
+    """Return the sequences' blocks as the rows of a matrix, padded with zeros."""
     tables = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
     for table, row_blocks in zip(tables, blocks, strict=True):
         table[: len(row_blocks)] = row_blocks
@@ -206,7 +207,7 @@ def _tables(blocks: Many[Integers]) -> NDArray[np.int32]:
 
 
 def row_counts(most: int) -> list[int]:
-    """Return the few numbers of sequences to record for, each not much larger than the last."""
+    """Return the numbers of sequences to record for: few, and each not much above the last."""
     counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, most + 1, 64)}
     return sorted({*(count for count in counts if count < most), most})
 
@@ -226,8 +227,8 @@ def lengths_to_record(most: int) -> list[int]:
 class DecodeGraphs:
     """Recordings of steps in which every sequence adds one token, made when first needed.
 
-    A recording has a number of sequences and a maximum length. A step uses the next larger one and
-    pads it with empty rows. All recordings read the same input memory, which is written in the
+    Each recording is for a number of sequences and a maximum length. A step uses the next larger
+    one, padded with empty rows. All recordings read the same input memory, which is written in the
     device's queue, so a step may be queued while another one runs.
     """
 

@@ -68,12 +68,11 @@ class Report:
     @classmethod
     def of(cls, events: Sequence[Event], stats: Stats) -> Report:
         """Return the report of these events and the statistics after them."""
-        return cls(
-            stats,
-            tuple(event for event in events if isinstance(event, Prompt)),
-            tuple(event for event in events if isinstance(event, Token)),
-            tuple(event for event in events if isinstance(event, Finished)),
-        )
+
+        def of_kind(kind: type[Record]) -> tuple[Record, ...]:
+            return tuple(event for event in events if isinstance(event, kind))
+
+        return cls(stats, of_kind(Prompt), of_kind(Token), of_kind(Finished))
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -1,4 +1,4 @@
-"""Generation of many texts with one model: it reads prompts and writes JSON lines in their order.
+"""Generation of many texts with one model: JSON lines in the order of the prompts.
 
 A file that a stopped run left behind is continued. `FILE.settings.json` beside it records how its
 samples were drawn, as one JSON object from flag to value, so that the rest are drawn the same way.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +31,7 @@ _LOGITS = 2**27  # number of logits held in fp32 at a time
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A sequence of tokens whose last ones are to be scored.
 
     Attributes:
@@ -46,8 +44,7 @@ class Sample:
     scored: int
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """The score of a sample.
 
     Attributes:
@@ -59,8 +56,7 @@ class Score:
     is_greedy: bool
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """The indices of samples that run through the model together, and their padded length."""
 
     samples: Sequence[int]
@@ -68,7 +64,7 @@ class _Batch:
 
 
 class Scorer:
-    """A model that scores samples. The constructor is collective over the layout too."""
+    """A model that scores samples. Building one is collective over the layout, like `score`."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int) -> None:
         """Connect the pipeline stages.
@@ -108,7 +104,7 @@ class Scorer:
         return [Score(log_probability, greedy == 1) for log_probability, greedy, _ in whole]
 
     def _plan(self, lengths: Sequence[int]) -> list[_Batch]:
-        """Return batches of samples of about the same length, which `lengths` has for each sample.
+        """Group samples of about the same length, given the length of each sample's input.
 
         The longest come first so that a lack of memory shows at once.
         """
@@ -126,7 +122,7 @@ class Scorer:
         results: Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Fill in these batches' rows of `results` if this process has the end of the model."""
+        """Fill in these batches' rows of `results` if this process has the model's last stage."""
         layout, stages = self.loaded.layout, self.loaded.layout.pipeline.size
 
         def step(index: int, hidden: Tensor | None) -> Tensor:

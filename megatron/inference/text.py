@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.tokenizer import Tokenizer
 
@@ -50,8 +50,7 @@ class Detokenizer:
         return self._tokenizer.detokenize(self._ids[self._context :])[len(returned) :]
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """Text that may be shown now.
 
     Attributes:

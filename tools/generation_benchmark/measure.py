@@ -37,7 +37,7 @@ class Subject:
 
         Args:
             config: The network.
-            device: Where to run.
+            device: Device to run on.
             bandwidth: Bytes/s of a copy, for the floor.
             options: Options of the engine, except its sizes.
         """

@@ -28,7 +28,7 @@ class Rival:
 
         Args:
             config: The network.
-            device: Where to run.
+            device: Device to run on.
             compiles: Whether `transformers` may compile it.
 
         Raises:
