@@ -176,9 +176,7 @@ class Field:
 def fields_of(config_type: type) -> tuple[Field, ...]:
     """Return the fields of a configuration dataclass, with their help."""
     hints = typing.get_type_hints(config_type)
-    helps: dict[str, str] = {}
-    for owner in reversed(config_type.__mro__):
-        helps |= _attributes(owner.__doc__ or "")
+    helps = attribute_texts(config_type)
     return tuple(
         _field(entry, hints[entry.name], helps.get(entry.name, ""))
         for entry in dataclasses.fields(config_type)
@@ -195,13 +193,14 @@ def by_spelling(config_types: Iterable[type]) -> dict[str, Field]:
     }
 
 
-def _attributes(docstring: str) -> dict[str, str]:
-    """Return what a docstring says of each name under `Attributes:`."""
-    entries = inspect.cleandoc(docstring).partition("\nAttributes:\n")[2]
-    return {
-        name: " ".join(text.split())
-        for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", entries, re.MULTILINE)
-    }
+def attribute_texts(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say of each name under `Attributes:`."""
+    texts: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        entries = inspect.cleandoc(owner.__doc__ or "").partition("\nAttributes:\n")[2]
+        found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", entries, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in found}
+    return texts
 
 
 def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic requires this one before Pyt
 
 from megatron.inference.request import MOST_LENGTH_PENALTY, Beam, Sampling
 from megatron.inference.server.endpoint import ApiError
+from megatron.inference.server.schema import describe
 from megatron.inference.server.service import (
     Answers,
     Service,
@@ -37,46 +38,49 @@ _TOO_LONG_BEAM = "context length + tokens_to_generate too large"
 
 
 class MegatronRequest(BaseModel):
-    """The body of `PUT /api`, whose fields are checked in this order."""
+    """The body of `PUT /api`, whose fields are checked in this order.
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    Attributes:
+        prompts: Texts to continue.
+        tokens_to_generate: Largest number of new tokens. 0 with logprobs only scores the prompts.
+        logprobs: Return the log probability of every token, including the prompt's.
+        temperature: Divide the scores by this number before sampling.
+        top_k: Sample from the k most likely tokens. 1 is greedy; 0 disables the limit.
+        top_p: Sample from the most likely tokens that together have this probability. 0 disables
+            the limit.
+        top_p_decay: Multiply top_p by this factor after each token. 0 keeps it constant.
+        top_p_bound: Value below which top_p does not decay.
+        add_BOS: Put the end-of-document token before each prompt.
+        stop_on_double_eol: End an answer after an empty line.
+        stop_on_eol: End an answer after a line.
+        prevent_newline_after_colon: Never choose a new line right after a colon.
+        random_seed: Seed of the random draws. The same seed gives the same answers.
+        no_log: Do not write this request to the server's log.
+        beam_width: Search for this many best answers instead of sampling.
+        stop_token: Token that ends an answer of a beam search. The default is the tokenizer's end
+            of document.
+        length_penalty: Power of the length by which a beam search divides its scores.
+    """
+
+    model_config = ConfigDict(json_schema_extra=describe)
 
     prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
-    """Texts to continue."""
     tokens_to_generate: int = Field(64, ge=0)
-    """Largest number of new tokens. 0 with logprobs only scores the prompts."""
     logprobs: bool = False
-    """Return the log probability of every token, including the prompt's."""
     temperature: float = Field(1.0, gt=0, le=_MAX_TEMPERATURE)
-    """Divide the scores by this number before sampling."""
     top_k: int = Field(0, ge=0, le=_MAX_TOP_K)
-    """Sample from the k most likely tokens. 1 is greedy; 0 disables the limit."""
     top_p: float = 0.0
-    """Sample from the most likely tokens that together have this probability. 0 disables the
-    limit."""
     top_p_decay: float = 0.0
-    """Multiply top_p by this factor after each token. 0 keeps it constant."""
     top_p_bound: float = 0.0
-    """Value below which top_p does not decay."""
     add_BOS: bool = False  # noqa: N815
-    """Put the end-of-document token before each prompt."""
     stop_on_double_eol: bool = False
-    """End an answer after an empty line."""
     stop_on_eol: bool = False
-    """End an answer after a line."""
     prevent_newline_after_colon: bool = False
-    """Never choose a new line right after a colon."""
     random_seed: int = Field(-1, ge=0)
-    """Seed of the random draws. The same seed gives the same answers."""
     no_log: bool = False
-    """Do not write this request to the server's log."""
     beam_width: int | None = Field(None, ge=1)
-    """Search for this many best answers instead of sampling."""
     stop_token: int = 50256
-    """Token that ends an answer of a beam search. The default is the tokenizer's end of
-    document."""
     length_penalty: float = Field(1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY)
-    """Power of the length by which a beam search divides its scores."""
 
 
 class MegatronAnswer(TypedDict, total=False):
@@ -219,9 +223,9 @@ class MegatronApi:
         prompts = [service.begun(start + await service.tokenize(t)) for t in request.prompts]
         self._check_length(prompts, request)
         if request.beam_width is None:
-            samplings = [self._sampling(request, number) for number in range(len(prompts))]
+            samplings = [self._sampling(request, body, number) for number in range(len(prompts))]
         else:
-            samplings = [self._beam_search(request)]
+            samplings = [self._beam_search(request, body)]
         requests = [TextRequest(*each) for each in zip(prompts, samplings, strict=True)]
         with contextlib.closing(Answers(service, requests)) as answers:
             pieces = await answers.whole()
@@ -262,22 +266,18 @@ class MegatronApi:
         is_banned = request.prevent_newline_after_colon
         return tuple(itertools.product(self._colon, self._newline)) if is_banned else ()
 
-    def _sampling(self, request: MegatronRequest, number: int) -> Sampling:
+    def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], number: int) -> Sampling:
         """Return the settings for the prompt with this number."""
-        given, defaults = request.model_fields_set, self._service.settings.defaults
+        defaults = self._service.settings.defaults  # of the command line, not Megatron's
+        top_k, top_p = defaults.choose(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
         ends = set(self._service.ends)
         ends |= self._double_newline if eol or double_eol else set()
         ends |= self._newline if eol else set()
         pair = tuple(self._newline) * 2
-        # The command line has defaults of its own.
-        top_k, top_p = defaults.choose(
-            request.top_k if "top_k" in given else None, request.top_p if "top_p" in given else None
-        )
-        is_set = "temperature" in given
         return Sampling(
             max_new_tokens=request.tokens_to_generate,
-            temperature=float(request.temperature if is_set else defaults.temperature),
+            temperature=float(body.get("temperature", defaults.temperature)),
             top_k=top_k,
             top_p=top_p,
             top_p_decay=request.top_p_decay,
@@ -290,9 +290,8 @@ class MegatronApi:
             prompt_logprobs=request.logprobs,
         )
 
-    def _beam_search(self, request: MegatronRequest) -> Sampling:
-        is_set = "stop_token" in request.model_fields_set
-        ends = {request.stop_token} if is_set else self._service.ends
+    def _beam_search(self, request: MegatronRequest, body: Mapping[str, Any]) -> Sampling:
+        ends = {request.stop_token} if "stop_token" in body else self._service.ends
         vocabulary = range(self._service.settings.engine.vocab_size)
         assert request.beam_width is not None
         return Sampling(

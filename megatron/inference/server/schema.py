@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from megatron.config.fields import suggestion
+from megatron.config.fields import attribute_texts, suggestion
 from megatron.inference.request import LARGEST_SEED
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.settings import MAX_PROMPTS
@@ -25,12 +26,18 @@ _Prompt = Annotated[
 ]
 
 
+def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Describe a model and its properties in the OpenAPI document, as its docstring does."""
+    schema["description"] = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
+    for name, text in attribute_texts(kind).items():
+        if name in schema["properties"]:
+            schema["properties"][name]["description"] = text
+
+
 class _Schema(BaseModel):
     """A JSON object with exactly these fields and types, in which null means "not given"."""
 
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, json_schema_extra=describe)
 
     @model_validator(mode="before")
     @classmethod
@@ -41,10 +48,13 @@ class _Schema(BaseModel):
 
 
 class StreamOptions(_Schema):
-    """Options of a streamed answer."""
+    """Options of a streamed answer.
+
+    Attributes:
+        include_usage: End the stream with token counts.
+    """
 
     include_usage: bool = False
-    """End the stream with token counts."""
 
 
 class TextPart(_Schema):
@@ -72,37 +82,41 @@ class Message(_Schema):
 
 
 class OpenAiRequest(_Schema):
-    """Fields that both endpoints have."""
+    """Fields that both endpoints have.
+
+    Attributes:
+        model: Name of the model, as in /v1/models. The default is the served model.
+        n: Number of answers to each prompt.
+        temperature: Divide the scores by this number before sampling. 0 always takes the most
+            likely token.
+        top_p: Sample from the most likely tokens that together have this probability. 1 disables
+            the limit; 0 takes the most likely token.
+        top_k: Sample from the k most likely tokens. 0 disables the limit. Not in OpenAI's API.
+        repetition_penalty: Weaken the scores of tokens that have occurred. 1 disables it. Not in
+            OpenAI's API.
+        seed: Seed of the random draws. The same seed gives the same answers.
+        stop: Texts that end an answer and are not part of it.
+        stream: Send the answer as server-sent events while it is generated.
+        stream_options: Options of a streamed answer.
+        user: Name of the user. It has no effect.
+    """
 
     model: str | None = None
-    """Name of the model, as in /v1/models. The default is the served model."""
     n: int = Field(1, ge=1, le=MAX_PROMPTS)
-    """Number of answers to each prompt."""
     temperature: float | None = Field(None, ge=0, le=100)
-    """Divide the scores by this number before sampling. 0 always takes the most likely token."""
     top_p: float | None = Field(None, ge=0, le=1)
-    """Sample from the most likely tokens that together have this probability. 1 disables the limit;
-    0 takes the most likely token."""
     top_k: int | None = Field(None, ge=0, le=1000)
-    """Sample from the k most likely tokens. 0 disables the limit. Not in OpenAI's API."""
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    """Weaken the scores of tokens that have occurred. 1 disables it. Not in OpenAI's API."""
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
-    """Seed of the random draws. The same seed gives the same answers."""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] = []
-    """Texts that end an answer and are not part of it."""
     stream: bool = False
-    """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
-    """Options of a streamed answer."""
     user: str | None = None
-    """Name of the user. It has no effect."""
 
-    @model_validator(mode="after")
-    def _check_stream(self) -> OpenAiRequest:
+    def model_post_init(self, context: Any) -> None:
+        """Raise `ApiError` if fields do not go together."""
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options requires stream: true", field="stream_options")
-        return self
+            raise ApiError(400, "stream_options requires stream: true", "stream_options")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -116,54 +130,60 @@ class OpenAiRequest(_Schema):
 
 
 class CompletionRequest(OpenAiRequest):
-    """The body of `POST /v1/completions`."""
+    """The body of `POST /v1/completions`.
+
+    Attributes:
+        prompt: A text, several texts, or the token ids of either.
+        max_tokens: Largest number of new tokens in an answer.
+        logprobs: Return the log probability of each token and of this many most likely tokens.
+        echo: Put the prompt before the answer.
+    """
 
     prompt: _Prompt
-    """A text, several texts, or the token ids of either."""
     max_tokens: int = Field(_DEFAULT_NEW_TOKENS, ge=0)
-    """Largest number of new tokens in an answer."""
     logprobs: int | None = Field(None, ge=0, le=_MAX_TOP_LOGPROBS)
-    """Return the log probability of each token and of this many most likely tokens."""
     echo: bool = False
-    """Put the prompt before the answer."""
 
     @property
     def tops(self) -> int | None:
         """Number of most likely tokens to report with each, `None` without log probabilities."""
         return self.logprobs
 
-    @model_validator(mode="after")
-    def _check_tokens(self) -> CompletionRequest:
+    def model_post_init(self, context: Any) -> None:
+        """Raise `ApiError` if fields do not go together."""
+        super().model_post_init(context)
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
             message = "max_tokens 0 only scores the prompt: it requires echo: true and logprobs"
-            raise ApiError(400, message, field="max_tokens")
-        return self
+            raise ApiError(400, message, "max_tokens")
 
 
 class ChatRequest(OpenAiRequest):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`.
+
+    Attributes:
+        messages: The conversation so far.
+        max_tokens: Largest number of new tokens in an answer. The default is as many as fit.
+        max_completion_tokens: Newer name of max_tokens, over which it has precedence.
+        logprobs: Return the log probability of each token.
+        top_logprobs: Return this many most likely tokens with each token. It requires logprobs.
+    """
 
     messages: list[Message] = Field(min_length=1)
-    """The conversation so far."""
     max_tokens: int | None = Field(None, ge=1)
-    """Largest number of new tokens in an answer. The default is as many as fit."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Newer name of max_tokens, over which it has precedence."""
     logprobs: bool = False
-    """Return the log probability of each token."""
     top_logprobs: int = Field(0, ge=0, le=_MAX_TOP_LOGPROBS)
-    """Return this many most likely tokens with each token. It requires logprobs."""
 
     @property
     def tops(self) -> int | None:
         """Number of most likely tokens to report with each, `None` without log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def model_post_init(self, context: Any) -> None:
+        """Raise `ApiError` if fields do not go together."""
+        super().model_post_init(context)
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs requires logprobs: true", field="top_logprobs")
-        return self
+            raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
 
 
 # Messages about fields whose value has more than one form.
