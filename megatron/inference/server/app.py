@@ -73,6 +73,7 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
         metrics: Metrics in which requests are counted.
     """
     settings = service.settings
+    legacy = settings.server.legacy_status_codes
     openai = OpenAiApi(service, template, metrics.first_token_seconds.observe)
     # Made on the first request for it, because that takes longer than all other routes.
     made_document = cache(document)
@@ -91,8 +92,7 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
         return Response(metrics.text(), media_type=_PROMETHEUS)
 
     async def openapi(_: Request) -> Response:
-        needs_token = settings.token is not None
-        return json_response(made_document(needs_token, settings.legacy_status_codes))
+        return json_response(made_document(settings.token is not None, legacy))
 
     async def page_file(request: Request) -> Response:
         name, kind = _PAGE[request.scope["path"]]
@@ -103,11 +103,11 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
         assert isinstance(error, ApiError)
         if request.scope["path"] != "/api":
             return error_response(error)
-        status = 200 if settings.legacy_status_codes and not error.always else error.status
+        status = 200 if legacy and not error.always else error.status
         return json_response(error.message, status, error.headers)
 
     def endpoint(path: str, handle: Handler, *methods: str) -> Route:
-        return Route(path, Endpoint(handle, settings.limits), methods=methods)
+        return Route(path, Endpoint(handle, settings), methods=methods)
 
     routes = [
         endpoint("/api", MegatronApi(service).handle, "PUT", "POST"),

@@ -6,35 +6,32 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron.errors import ConfigError
 from megatron.inference.server.endpoint import ApiError
-
-if TYPE_CHECKING:
-    from jinja2.ext import Extension
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
 
 _MAX_TEMPLATE = 1 << 20  # bytes
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def _generation_tag() -> type[Extension]:
-    """Return the tag `{% generation %}...{% endgeneration %}`, which marks text to train on.
+class _GenerationTag(Extension):
+    """The tag `{% generation %}...{% endgeneration %}`, which marks text to train on.
 
-    When text is generated, the tag's content is treated as plain text.
+    When text is generated, its content is treated as plain text.
     """
-    from jinja2.ext import Extension
 
-    class Generation(Extension):
-        tags = {"generation"}
+    tags = {"generation"}
 
-        def parse(self, parser: Parser) -> list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -50,17 +47,17 @@ class ChatTemplate:
         Raises:
             ConfigError: The text is not a valid template.
         """
-        from jinja2 import TemplateError, TemplateSyntaxError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
-        environment.filters["tojson"] = _to_json
+        # Jinja's own filter escapes for HTML.
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special = dict(special)
@@ -81,8 +78,6 @@ class ChatTemplate:
         Raises:
             ApiError: The template refuses these messages.
         """
-        from jinja2 import TemplateError
-
         try:
             return self._template.render(
                 messages=messages,
@@ -95,11 +90,6 @@ class ChatTemplate:
             raise ApiError(
                 400, f"the model's chat template refuses the messages: {error}", field="messages"
             ) from None
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
@@ -117,12 +107,10 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
     """
     if chat_template is not None:
         return _read("--chat-template", Path(chat_template))
-    folder = _folder(tokenizer_model)
-    if folder is None:
-        return None
-    if (folder / "chat_template.jinja").is_file():
-        return _read("the tokenizer's", folder / "chat_template.jinja")
-    found = _settings(folder).get("chat_template")
+    path = _beside(tokenizer_model, "chat_template.jinja")
+    if path is not None:
+        return _read("the tokenizer's", path)
+    found = _settings(tokenizer_model).get("chat_template")
     if isinstance(found, list):  # several by name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
@@ -131,27 +119,24 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
     """Return special tokens such as bos_token from tokenizer_config.json beside the tokenizer."""
-    folder = _folder(tokenizer_model)
-    settings = {} if folder is None else _settings(folder)
-    found = {}
-    for name in _TOKENS:
-        entry = settings.get(name)
-        entry = entry.get("content") if isinstance(entry, dict) else entry
-        if isinstance(entry, str):
-            found[name] = entry
-    return found
+    settings = _settings(tokenizer_model)
+    found = {name: settings.get(name) for name in _TOKENS}
+    texts = {n: e.get("content") if isinstance(e, dict) else e for n, e in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _folder(tokenizer_model: str | None) -> Path | None:
+def _beside(tokenizer_model: str | None, name: str) -> Path | None:
+    """Return the path of a file beside the tokenizer, or `None` if there is no such file."""
     if tokenizer_model is None:
         return None
-    path = Path(tokenizer_model)
-    return path if path.is_dir() else path.parent
+    model = Path(tokenizer_model)
+    path = (model if model.is_dir() else model.parent) / name
+    return path if path.is_file() else None
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
+def _settings(tokenizer_model: str | None) -> dict[str, Any]:
+    path = _beside(tokenizer_model, "tokenizer_config.json")
+    if path is None:
         return {}
     try:
         value = json.loads(_read("the tokenizer's", path))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
-from megatron.inference.server.settings import ServerLimits
+from megatron.inference.server.settings import FrontSettings
 
 # A body of up to this many times the limit is still read to its end, because a client that sends
 # everything before it reads would lose an earlier answer.
@@ -119,18 +119,18 @@ class Endpoint:
 
     Attributes:
         handle: Function that turns a body into an answer, or raises `ApiError`.
-        limits: Limits of the requests that the server accepts.
+        settings: Settings of the server.
     """
 
     handle: Handler
-    limits: ServerLimits
+    settings: FrontSettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        deadline = asyncio.get_running_loop().time() + self.limits.generate_seconds
+        deadline = asyncio.get_running_loop().time() + self.settings.server.request_timeout
         with contextlib.suppress(ClientDisconnect):
             with _logged_faults(scope["path"]):
-                body = await read_object(Request(scope, receive), self.limits)
+                body = await read_object(Request(scope, receive), self.settings)
                 answer = await _until(deadline, receive, self.handle(body))
             if not isinstance(answer, Events):
                 await json_response(answer)(scope, receive, send)
@@ -147,7 +147,7 @@ class Endpoint:
 
         async def put(data: bytes, *, more: bool = True) -> None:
             try:
-                async with asyncio.timeout(self.limits.write_seconds):
+                async with asyncio.timeout(self.settings.limits.write_seconds):
                     await send({"type": "http.response.body", "body": data, "more_body": more})
             except TimeoutError:
                 raise ClientDisconnect from None
@@ -184,7 +184,7 @@ def _logged_faults(path: str) -> Iterator[None]:
         raise ApiError(500, "internal server error; the server's log has the details") from error
 
 
-async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
+async def read_object(request: Request, settings: FrontSettings) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
@@ -198,13 +198,12 @@ async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
         raise ApiError(
             415, f"Content-Type is {kind or 'missing'}: send the header with application/json"
         )
+    seconds = settings.limits.read_seconds
     try:
-        async with asyncio.timeout(limits.read_seconds):
-            data = await _read_body(request, limits.body_bytes)
+        async with asyncio.timeout(seconds):
+            data = await _read_body(request, settings.server.max_body_bytes)
     except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {limits.read_seconds:g} seconds"
-        ) from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:

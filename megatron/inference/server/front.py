@@ -48,9 +48,13 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
         listener: Bound socket that clients connect to.
     """
     reader, writer = await asyncio.open_connection(sock=channel)
-    settings = await _receive_settings(reader)
-    if settings is None:  # rank 0 ended before it had loaded a model, and printed the reason
-        return
+    unpacker = Unpacker[FrontSettings](FrontSettings)
+    settings: FrontSettings | None = None
+    while settings is None:
+        data = await reader.read(_CHUNK)
+        if not data:  # rank 0 ended before it had loaded a model, and printed the reason
+            return
+        settings = next(unpacker.feed(data), None)  # rank 0 sends nothing more before a request
     # Every connection needs a file descriptor: raise the limit, or accept fewer connections.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = settings.limits
@@ -59,9 +63,9 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
         files = min(files, hard)
     if soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    limits = replace(limits, connections=min(limits.connections, files - _SPARE_FILES))
+    limits = replace(limits, connections=files - _SPARE_FILES)
     settings = replace(settings, limits=limits)
-    engine = EngineClient(reader, writer, limits.queued)
+    engine = EngineClient(reader, writer, settings.server.max_queued_requests)
     server = uvicorn.Server(_configure(settings, engine))
     events = asyncio.create_task(engine.run())
     events.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -71,15 +75,6 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
         events.cancel()
     if events.done() and not events.cancelled():
         events.result()  # raises what went wrong with the channel
-
-
-async def _receive_settings(reader: asyncio.StreamReader) -> FrontSettings | None:
-    """Return rank 0's first message, or `None` if it ends. It sends no other before a request."""
-    unpacker = Unpacker[FrontSettings](FrontSettings)
-    while data := await reader.read(_CHUNK):
-        for message in unpacker.feed(data):
-            return message
-    return None
 
 
 def _configure(settings: FrontSettings, engine: EngineClient) -> uvicorn.Config:

@@ -268,8 +268,8 @@ class MegatronApi:
 
     def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], number: int) -> Sampling:
         """Return the settings for the prompt with this number."""
-        defaults = self._service.settings.defaults  # of the command line, not Megatron's
-        top_k, top_p = defaults.choose(body.get("top_k"), body.get("top_p"))
+        settings = self._service.settings  # the command line has defaults of its own
+        top_k, top_p = settings.choose(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
         ends = set(self._service.ends)
         ends |= self._double_newline if eol or double_eol else set()
@@ -277,7 +277,7 @@ class MegatronApi:
         pair = tuple(self._newline) * 2
         return Sampling(
             max_new_tokens=request.tokens_to_generate,
-            temperature=float(body.get("temperature", defaults.temperature)),
+            temperature=float(body.get("temperature", settings.server.temperature)),
             top_k=top_k,
             top_p=top_p,
             top_p_decay=request.top_p_decay,

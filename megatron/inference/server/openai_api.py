@@ -95,26 +95,19 @@ _CHAT = ResponseForm(
 )
 
 
+@dataclass(frozen=True)
 class OpenAiApi:
-    """The handlers of OpenAI's endpoints, which share one service."""
+    """The handlers of OpenAI's endpoints, which share one service.
 
-    def __init__(
-        self,
-        service: Service,
-        template: ChatTemplate | None,
-        observe_first: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        """Join the parts.
+    Attributes:
+        service: The tokenizer and the engine.
+        template: The model's chat template, or `None` if it has none.
+        observe_first: Function that is called with the seconds from a request to its first text.
+    """
 
-        Args:
-            service: The tokenizer and the engine.
-            template: The model's chat template, or `None` if it has none.
-            observe_first: Function that is called with the seconds from a request to its first
-                text.
-        """
-        self._service = service
-        self._template = template
-        self._observe_first = observe_first
+    service: Service
+    template: ChatTemplate | None
+    observe_first: Callable[[float], None]
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
         """Answer `POST /v1/completions`."""
@@ -128,14 +121,14 @@ class OpenAiApi:
         request = read_request(ChatRequest, body)
         self._check_model(request.model)
         prompt = await self._read_messages(request.messages)
-        limit = self._service.settings.limits.tokens // request.n
-        room = min(self._service.max_length, limit) - len(prompt)
+        limit = self.service.settings.server.max_tokens_to_oom // request.n
+        room = min(self.service.max_length, limit) - len(prompt)
         new_tokens = request.max_completion_tokens or request.max_tokens or max(1, room)
         return await self._answer(request, _CHAT, [prompt], new_tokens)
 
     def models(self) -> dict[str, Any]:
         """Return the answer to `GET /v1/models`."""
-        return {"object": "list", "data": [self.model(self._service.settings.model)]}
+        return {"object": "list", "data": [self.model(self.service.settings.model)]}
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the answer to `GET /v1/models/NAME`.
@@ -144,18 +137,18 @@ class OpenAiApi:
             ApiError: There is no such model (404).
         """
         self._check_model(name)
-        settings = self._service.settings
+        settings = self.service.settings
         return {
             "id": settings.model,
             "object": "model",
             "created": settings.created,
             "owned_by": "megatron",
-            "max_model_len": self._service.max_length,
-            "chat": self._template is not None,
+            "max_model_len": self.service.max_length,
+            "chat": self.template is not None,
         }
 
     def _check_model(self, name: str | None) -> None:
-        served = self._service.settings.model
+        served = self.service.settings.model
         if name is not None and name != served:
             raise ApiError(404, f"unknown model {name[:100]!r}; available: {served}", field="model")
 
@@ -174,18 +167,19 @@ class OpenAiApi:
         given: list[Any] = [prompt] if is_single else list(prompt)
         if not 0 < len(given) <= MAX_PROMPTS or [] in given:
             raise ApiError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts", field="prompt")
-        vocab_size = self._service.settings.engine.vocab_size
+        vocab_size = self.service.settings.engine.vocab_size
         prompts = []
         for each in given:
             if isinstance(each, str):
-                prompts.append(self._service.begun(await self._service.tokenize(each)))
+                prompts.append(self.service.begun(await self.service.tokenize(each)))
                 continue
-            wrong = next((token for token in each if not 0 <= token < vocab_size), None)
-            if wrong is not None:
+            outside = [token for token in each if not 0 <= token < vocab_size]
+            if outside:
                 raise ApiError(
                     400,
-                    f"prompt: token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})",
-                    field="prompt",
+                    f"prompt: token id {outside[0]} is outside the vocabulary (0 to "
+                    f"{vocab_size - 1})",
+                    "prompt",
                 )
             prompts.append(tuple(each))
         return prompts
@@ -196,15 +190,15 @@ class OpenAiApi:
         Raises:
             ApiError: The model has no template, or the template refuses the messages (400).
         """
-        if self._template is None:
+        if self.template is None:
             raise ApiError(
                 400,
                 "this model's tokenizer has no chat template: use /v1/completions, or start the "
                 "server with --chat-template",
                 field="messages",
             )
-        text = self._template.render([message.for_template() for message in messages])
-        ids = await self._service.tokenize(text, spelled=True)
+        text = self.template.render([message.for_template() for message in messages])
+        ids = await self.service.tokenize(text, spelled=True)
         if not ids:
             raise ApiError(
                 400,
@@ -224,7 +218,7 @@ class OpenAiApi:
         Raises:
             ApiError: The request is over the limits (400 or 422).
         """
-        service, copies = self._service, request.n
+        service, copies = self.service, request.n
         if len(prompts) * copies > MAX_PROMPTS:
             raise ApiError(
                 400,
@@ -242,15 +236,14 @@ class OpenAiApi:
                 field="max_tokens",
             )
         service.check_total(prompts, new_tokens, copies)
-        defaults = service.settings.defaults
-        top_k, top_p = defaults.choose(request.top_k, request.top_p)
+        top_k, top_p = service.settings.choose(request.top_k, request.top_p)
         if request.top_p == 0:  # for OpenAI 0 is the smallest possible set; our 0 is no limit
             top_k = 1
-        temperature = request.temperature
+        temperature, default = request.temperature, service.settings.server.temperature
         echo = isinstance(request, CompletionRequest) and request.echo
         sampling = Sampling(
             max_new_tokens=new_tokens,
-            temperature=defaults.temperature if temperature is None else temperature,
+            temperature=default if temperature is None else temperature,
             top_k=top_k,
             top_p=top_p,
             repetition_penalty=request.repetition_penalty,
@@ -274,7 +267,7 @@ class OpenAiApi:
         new_tokens: int,
     ) -> dict[str, Any] | Events:
         requests = self._make_requests(request, prompts, new_tokens)
-        answers = Answers(self._service, requests, self._service.ends, self._observe_first)
+        answers = Answers(self.service, requests, self.service.ends, self.observe_first)
         if request.stream:
             return Events(self._stream(request, form, answers), answers.close)
         with contextlib.closing(answers):
@@ -313,7 +306,7 @@ class OpenAiApi:
             "id": prefix + secrets.token_hex(12),
             "object": kind,
             "created": int(time.time()),
-            "model": self._service.settings.model,
+            "model": self.service.settings.model,
         }
 
 

@@ -28,7 +28,7 @@ from megatron.inference.load import Loaded, engine_rows, load_gpt, parse_generat
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
-from megatron.inference.server.settings import LOOPBACK, Defaults, FrontSettings, ServerLimits
+from megatron.inference.server.settings import LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
@@ -122,17 +122,10 @@ def _settings(
         model=server.served_model_name or name,
         tokenizer=loaded.config.tokenizer,
         engine=replace(engine.limits, max_length=min(longest, engine.limits.max_length)),
-        limits=ServerLimits(
-            body_bytes=server.max_body_bytes,
-            queued=server.max_queued_requests,
-            tokens=server.max_tokens_to_oom,
-            generate_seconds=server.request_timeout,
-        ),
-        defaults=Defaults(server.temperature, server.top_k, server.top_p),
+        server=server,
         stop_tokens=_stop_tokens(folder, engine.limits.vocab_size),
         chat_template=template,
         token=token,
-        legacy_status_codes=server.legacy_status_codes,
         created=int(time.time()),
     )
 

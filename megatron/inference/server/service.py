@@ -124,11 +124,10 @@ class EngineClient:
 
     def _hand_on(self, event: Event) -> None:
         queue = self._queues.get(event.request)
-        if queue is None:
-            return
+        if queue is not None:
+            queue.put_nowait(event)
         if isinstance(event, Finished):
-            del self._queues[event.request]
-        queue.put_nowait(event)
+            self._queues.pop(event.request, None)
 
     def _send(self, command: Command) -> None:
         if self.alive:
@@ -458,12 +457,10 @@ class Service:
     ) -> None:
         """Raise `ApiError` 422 if one request has too many tokens."""
         total = copies * len(prompts) * (max(len(prompt) for prompt in prompts) + new_tokens)
-        if total > self.settings.limits.tokens:
-            raise ApiError(
-                422,
-                f"Too many tokens.  {total} is greater than {self.settings.limits.tokens}",
-                always=False,
-            )
+        most = self.settings.server.max_tokens_to_oom
+        if total > most:
+            message = f"Too many tokens.  {total} is greater than {most}"
+            raise ApiError(422, message, always=False)
 
     @staticmethod
     def seed_of(seed: int | None, number: int) -> int | None:

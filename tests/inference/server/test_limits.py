@@ -14,26 +14,32 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from megatron.inference.server.settings import ServerLimits
+from megatron.config.generation import ServerConfig
+from megatron.inference.server.settings import FrontSettings, ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 
-LIMITS = ServerLimits(body_bytes=20_000, queued=4, read_seconds=0.5, generate_seconds=5.0)
+SERVER = ServerConfig(max_body_bytes=20_000, max_queued_requests=4, request_timeout=5.0)
+LIMITS = ServerLimits(read_seconds=0.5)
 LONG = {"prompt": "x", "max_tokens": 200}
+
+
+def _strict_settings(folder: Path, engine: FakeEngine) -> FrontSettings:
+    return make_settings(folder, engine, limits=LIMITS, server=SERVER)
 
 
 @pytest.fixture
 def slow(tokenizer_folder: Path) -> Iterator[Live]:
     """An answer of 200 tokens takes 4 seconds."""
     engine = FakeEngine(seconds=0.02)
-    with running(engine, make_settings(tokenizer_folder, engine, limits=LIMITS)) as live:
+    with running(engine, _strict_settings(tokenizer_folder, engine)) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
 def strict(tokenizer_folder: Path) -> Iterator[Live]:
     engine = FakeEngine()
-    with running(engine, make_settings(tokenizer_folder, engine, limits=LIMITS)) as live:
+    with running(engine, _strict_settings(tokenizer_folder, engine)) as live:
         yield live
 
 
@@ -148,8 +154,10 @@ def test_a_client_that_leaves_frees_its_place(slow: Live, stream: bool) -> None:
 
 def test_a_client_that_does_not_read_frees_its_place(tokenizer_folder: Path) -> None:
     engine = FakeEngine(max_length=1_000_000)
-    limits = replace(LIMITS, write_seconds=0.3, tokens=1_000_000)
-    with running(engine, make_settings(tokenizer_folder, engine, limits=limits)) as live:
+    limits = replace(LIMITS, write_seconds=0.3)
+    server = replace(SERVER, max_tokens_to_oom=1_000_000)
+    settings = make_settings(tokenizer_folder, engine, limits=limits, server=server)
+    with running(engine, settings) as live:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", live.port))
@@ -176,8 +184,9 @@ def test_more_than_can_wait_is_429(slow: Live) -> None:
 
 def test_an_answer_that_takes_too_long_is_504(tokenizer_folder: Path) -> None:
     engine = FakeEngine(seconds=0.02)
-    limits = replace(LIMITS, generate_seconds=0.3)
-    with running(engine, make_settings(tokenizer_folder, engine, limits=limits)) as live:
+    server = replace(SERVER, request_timeout=0.3)
+    settings = make_settings(tokenizer_folder, engine, limits=LIMITS, server=server)
+    with running(engine, settings) as live:
         assert live.post("/v1/completions", LONG).status_code == 504
         streamed = live.post("/v1/completions", {**LONG, "stream": True})
         assert streamed.status_code == 200

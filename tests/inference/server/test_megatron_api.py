@@ -9,6 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from megatron.config.generation import ServerConfig
 from tests.inference.server.fake_engine import FakeEngine, logprob_of
 from tests.inference.server.live import Live, make_settings, running
 
@@ -113,7 +114,8 @@ TOO_MUCH: list[tuple[dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def legacy(tokenizer_folder: Path) -> Iterator[Live]:
     engine = FakeEngine()
-    settings = make_settings(tokenizer_folder, engine, legacy_status_codes=True)
+    flags = ServerConfig(legacy_status_codes=True)
+    settings = make_settings(tokenizer_folder, engine, server=flags)
     with running(engine, settings) as server:
         yield server
 
@@ -267,10 +269,9 @@ def test_post_is_put_and_get_is_405(live: Live) -> None:
 
 
 def test_flags_stand_in_where_a_request_is_silent(tokenizer_folder: Path) -> None:
-    from megatron.inference.server.settings import Defaults
-
     engine = FakeEngine()
-    settings = make_settings(tokenizer_folder, engine, defaults=Defaults(0.5, top_p=0.9))
+    server = ServerConfig(temperature=0.5, top_p=0.9)
+    settings = make_settings(tokenizer_folder, engine, server=server)
     with running(engine, settings) as live:
         sampling = _sampling_of(live)
         assert (sampling.temperature, sampling.top_p) == (0.5, 0.9)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.config.generation import ServerConfig
 from megatron.inference.server.settings import ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.fuzz import GOOD, fuzz
@@ -48,9 +49,9 @@ def crowded_server(folder: Path, count: int) -> Trials:
     """Try row 32: slow clients, large bodies and clients that leave do not disturb the others."""
     write_tokenizer(folder)
     trials = Trials()
-    limits = ServerLimits(read_seconds=2.0, queued=256)
+    limits, server = ServerLimits(read_seconds=2.0), ServerConfig(max_queued_requests=256)
     engine = FakeEngine(places=64, seconds=0.001)
-    with running(engine, make_settings(folder, engine, limits=limits)) as live:
+    with running(engine, make_settings(folder, engine, limits=limits, server=server)) as live:
         _times_of_good(live)  # warm
         baseline = max(0.05, _p99(_times_of_good(live)))
         for number in range(count):
