@@ -34,8 +34,17 @@ class Tokenizer(ABC):
         digest: The digest of everything that decides the ids (files and options).
         special_ids: The ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad` and `mask`, if the
             tokenizer has them.
+        vocab_size: The number of entries, including appended ones.
+        sentinels: The ids of T5's sentinels, `<extra_id_0>` first.
 
     Attributes:
+        vocab_size: The number of entries, which decides the padded vocabulary.
+        text_vocab_size: The number of entries without those appended to the files' own.
+        appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
+        additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
+        has_t5_sentinels: Whether the sentinels are those of T5's own vocabulary, not appended by
+            Megatron. In that case the other special tokens are also used as in T5: the decoder
+            begins with padding, and both texts end with `eos`.
         eod: The id that ends a document.
         bos: The id that begins a sequence.
         eos: The id that ends a sequence.
@@ -46,26 +55,26 @@ class Tokenizer(ABC):
     """
 
     _where_named = ""  # for messages: the other place that may name a special token
-    _sentinels: Sequence[int] = ()
     _vocab: Mapping[str, int]
+    appended_ids: tuple[int, ...] = ()
+    has_t5_sentinels = False
     eod, bos, eos = _SpecialId(), _SpecialId(), _SpecialId()
     cls, sep, pad, mask = _SpecialId(), _SpecialId(), _SpecialId(), _SpecialId()
 
-    def __init__(self, kind: str, digest: str, special_ids: Mapping[str, int]) -> None:
-        """Keep the name, the digest and the special ids."""
+    def __init__(
+        self,
+        kind: str,
+        digest: str,
+        special_ids: Mapping[str, int],
+        vocab_size: int,
+        sentinels: Sequence[int] = (),
+    ) -> None:
+        """Keep the name, the digest, the special ids and the size."""
         self.kind = kind
+        self.vocab_size = self.text_vocab_size = vocab_size
+        self.additional_special_tokens_ids = list(sentinels)
         self._digest = digest
         self._special_ids = dict(special_ids)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of entries, including appended ones; it decides the padded vocabulary."""
-        return len(self._vocab)
-
-    @property
-    def text_vocab_size(self) -> int:
-        """The number of entries that text can become, without those appended to the files' own."""
-        return self.vocab_size
 
     @property
     def vocab(self) -> Mapping[str, int]:
@@ -85,11 +94,6 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
 
-    @property
-    def appended_ids(self) -> tuple[int, ...]:
-        """The ids that `tokenize` appends to every text, such as `</s>`."""
-        return ()
-
     def tokenize_open(self, text: str) -> list[int]:
         """Return the ids of a text that will be continued or scored, without `appended_ids`."""
         ids = self.tokenize(text)
@@ -108,20 +112,6 @@ class Tokenizer(ABC):
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of many parts of a text, with no special tokens around each."""
         return self.tokenize_batch(texts)
-
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """The ids of T5's sentinels, `<extra_id_0>` first, whether appended or not."""
-        return list(self._sentinels)
-
-    @property
-    def has_t5_sentinels(self) -> bool:
-        """Whether the sentinels are those of T5's own vocabulary, not appended by Megatron.
-
-        In that case the other special tokens are also used as in T5: the decoder begins with
-        padding, and both texts end with `eos`.
-        """
-        return False
 
     @property
     def decoder_start(self) -> int:

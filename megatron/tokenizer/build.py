@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
 from megatron.config.rules_data import tokenizer_misfits
@@ -11,6 +13,22 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import digest
+
+_ROOM = "megatron.tokenizer"
+# The module and class of each kind. A module is imported when its kind is built, so that no kind
+# loads the libraries of the others.
+_CLASSES = {
+    "GPT2BPETokenizer": (f"{_ROOM}.gpt2", "GPT2Tokenizer"),
+    "BertWordPieceLowerCase": (f"{_ROOM}.wordpiece", "WordPieceTokenizer"),
+    "BertWordPieceCase": (f"{_ROOM}.wordpiece", "WordPieceTokenizer"),
+    "SentencePieceTokenizer": (f"{_ROOM}.sentencepiece", "SentencePieceTokenizer"),
+    "GPTSentencePieceTokenizer": (f"{_ROOM}.sentencepiece", "GPTSentencePieceTokenizer"),
+    "Llama2Tokenizer": (f"{_ROOM}.sentencepiece", "Llama2Tokenizer"),
+    "HuggingFaceTokenizer": (f"{_ROOM}.huggingface", "HuggingFaceTokenizer"),
+    "PretrainedFromHF": (f"{_ROOM}.huggingface", "HuggingFaceTokenizer"),
+    "TikTokenizer": (f"{_ROOM}.tiktoken", "TikTokenizer"),
+    "NullTokenizer": (f"{_ROOM}.build", "NullTokenizer"),
+}
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
@@ -32,29 +50,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     misfits = list(tokenizer_misfits(config))
     if misfits:
         raise ConfigError(misfits)
-    # The imports are here so that one kind does not load the libraries of the others.
-    match kind:
-        case "GPT2BPETokenizer":
-            from megatron.tokenizer.gpt2 import GPT2Tokenizer
-
-            return GPT2Tokenizer(config)
-        case "BertWordPieceLowerCase" | "BertWordPieceCase":
-            from megatron.tokenizer.wordpiece import WordPieceTokenizer
-
-            return WordPieceTokenizer(config)
-        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
-            from megatron.tokenizer.sentencepiece import KINDS
-
-            return KINDS[kind](config)
-        case "HuggingFaceTokenizer" | "PretrainedFromHF":
-            from megatron.tokenizer.huggingface import HuggingFaceTokenizer
-
-            return HuggingFaceTokenizer(config)
-        case "TikTokenizer":
-            from megatron.tokenizer.tiktoken import TikTokenizer
-
-            return TikTokenizer(config)
-    return NullTokenizer(config)
+    module, name = _CLASSES[kind]
+    tokenizer: Tokenizer = getattr(importlib.import_module(module), name)(config)
+    return tokenizer
 
 
 def padded_vocabulary(config: RunConfig) -> int:
@@ -64,11 +62,9 @@ def padded_vocabulary(config: RunConfig) -> int:
         ConfigError: The tokenizer's flags contradict each other.
         DataError: A file of the tokenizer is missing or damaged.
     """
-    return padded_vocab_size(
-        build_tokenizer(config.tokenizer).vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
+    size = build_tokenizer(config.tokenizer).vocab_size
+    tensor = config.parallel.tensor_model_parallel_size
+    return padded_vocab_size(size, config.model.make_vocab_size_divisible_by, tensor)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -98,15 +94,9 @@ class NullTokenizer(Tokenizer):
                 f"--tokenizer-type NullTokenizer needs a positive --vocab-size (given: {size}); "
                 "give the number of ids in your data"
             )
-        self._size = size
-        super().__init__("NullTokenizer", digest(str(size)), {"eod": size, "eos": size})
+        super().__init__("NullTokenizer", digest(str(size)), {"eod": size, "eos": size}, size + 1)
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids: `--vocab-size` and the end-of-document id."""
-        return self._size + 1
-
-    @property
+    @cached_property
     def vocab(self) -> Mapping[str, int]:
         """The map from each number, as text, to itself."""
         return {str(i): i for i in range(self.vocab_size)}

@@ -25,14 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron.environment import cache_folder
 from megatron.tokenizer.files import digest
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # Contractions, words, numbers, punctuation (the last three with the space before), white space.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -54,21 +53,6 @@ def byte_of_character() -> Mapping[str, int]:
     return MappingProxyType({chr(byte): byte for byte in printable} | spelled)
 
 
-class Encoder(Protocol):
-    """A converter of texts to ids."""
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each text."""
-
-
-class CompiledEncoder(NamedTuple):
-    """An encoder with the size of its vocabulary and the id that ends a document."""
-
-    encoder: Encoder
-    vocab_size: int
-    end: int
-
-
 def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key: str) -> Encoder:
     """Build the fastest encoder that is installed, and keep it compiled if possible.
 
@@ -80,16 +64,24 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
     """
     if importlib.util.find_spec("gigatoken") is None:
         return TiktokenEncoder(vocab, merges)
+    import orjson
     from gigatoken.gigatoken_rs import load_hf_json
 
-    encoder = GigatokenEncoder(partial(load_hf_json, _tokenizer_json(vocab, merges)))
+    # The parts of a tokenizer.json that decide the ids.
+    model = {"type": "BPE", "vocab": vocab, "merges": merges}
+    pipeline = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "model": model}
+    encoder = GigatokenEncoder(partial(load_hf_json, orjson.dumps(pipeline)))
     with contextlib.suppress(OSError, RuntimeError):  # the cache is optional
         _keep_compiled(key, vocab, merges, end, encoder.backend)
     return encoder
 
 
-def compiled_encoder(key: str) -> CompiledEncoder | None:
-    """Return the encoder that an earlier `build_encoder` compiled for this key, or `None`."""
+def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
+    """Return what an earlier `build_encoder` compiled for this key, or `None`.
+
+    Returns:
+        The encoder, the size of its vocabulary, and the id that ends a document.
+    """
     if importlib.util.find_spec("gigatoken") is None:
         return None
     with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -97,7 +89,7 @@ def compiled_encoder(key: str) -> CompiledEncoder | None:
             _, size, end, _ = path.stem.split("-")
             if path.name == _compiled_name(key, int(size), int(end), path.read_bytes()):
                 encoder = GigatokenEncoder(partial(_load_compiled, path))
-                return CompiledEncoder(encoder, int(size), int(end))
+                return encoder, int(size), int(end)
     return None
 
 
@@ -131,7 +123,6 @@ class TiktokenEncoder:
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[str]) -> None:
         """Rank the bytes, then the merges."""
-        import numpy as np
         import tiktoken
 
         table = byte_of_character()
@@ -152,19 +143,7 @@ class TiktokenEncoder:
         return [self._ids[self._encoding.encode_ordinary(text)] for text in texts]
 
 
-def _tokenizer_json(vocab: Mapping[str, int], merges: Sequence[str]) -> bytes:
-    """Return the tokenizer in the tokenizer.json format, without special tokens."""
-    import orjson
-
-    byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
-    byte_level |= {"trim_offsets": True, "use_regex": True}
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None}
-    model |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
-    model |= {"fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": merges}
-    absent = ("truncation", "padding", "normalizer", "post_processor")
-    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(absent)}
-    whole |= {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-    return orjson.dumps(whole)
+Encoder = GigatokenEncoder | TiktokenEncoder
 
 
 def _keep_compiled(

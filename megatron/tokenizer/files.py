@@ -1,57 +1,70 @@
-"""Reading vocabulary files, and the entries that are appended to them.
-
-Messages about a missing or damaged file name the file and the flag that gave it.
-"""
+"""Vocabulary files, and the entries that are appended to them."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.errors import DataError
 
 
-def read_bytes(flag: str, path: str | os.PathLike[str]) -> bytes:
-    """Return the content of the file that `flag` names.
+class VocabularyFile(NamedTuple):
+    """A file of a tokenizer. As text, it is the flag and the path, for messages.
 
-    Raises:
-        DataError: The file cannot be read.
+    Attributes:
+        flag: The flag that names the file.
+        path: The path of the file.
+        data: The content of the file.
     """
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror}; give a readable file") from error
 
+    flag: str
+    path: str
+    data: bytes
 
-def decode(flag: str, path: str | os.PathLike[str], data: bytes) -> str:
-    """Return `data`, read from `path`, as text.
+    def __str__(self) -> str:
+        """Return the flag and the path."""
+        return f"{self.flag} {self.path}"
 
-    Raises:
-        DataError: The data is not UTF-8.
-    """
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{flag} {path}: not a UTF-8 text file (byte {error.start} is not UTF-8)"
-        ) from error
+    @staticmethod
+    def read(flag: str, path: str | None) -> VocabularyFile:
+        """Read the file that `flag` names.
 
+        Raises:
+            DataError: The file cannot be read.
+        """
+        assert path is not None, "a checked configuration names the files of its tokenizer"
+        try:
+            return VocabularyFile(flag, path, Path(path).read_bytes())
+        except OSError as error:
+            raise DataError(f"{flag} {path}: {error.strerror}; give a readable file") from error
 
-def parse_json(flag: str, path: str | os.PathLike[str], data: bytes) -> Any:
-    """Parse the JSON in `data`, read from `path`.
+    def text(self) -> str:
+        """Return the content as text.
 
-    Raises:
-        DataError: The data is not JSON.
-    """
-    import orjson
+        Raises:
+            DataError: The content is not UTF-8.
+        """
+        try:
+            return self.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self}: not a UTF-8 text file (byte {error.start} is not UTF-8)"
+            ) from error
 
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{flag} {path}: not a JSON file ({error})") from error
+    def json(self) -> Any:
+        """Parse the content as JSON.
+
+        Raises:
+            DataError: The content is not JSON.
+        """
+        import orjson
+
+        try:
+            return orjson.loads(self.data)
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{self}: not a JSON file ({error})") from error
 
 
 def digest(*parts: bytes | str) -> str:

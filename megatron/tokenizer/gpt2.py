@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.fast_bpe import build_encoder, byte_of_character, compiled_encoder
-from megatron.tokenizer.files import decode, digest, parse_json, read_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from megatron.tokenizer.fast_bpe import Encoder, build_encoder, byte_of_character, compiled_encoder
+from megatron.tokenizer.files import VocabularyFile, digest
 
 _END = "<|endoftext|>"
 
@@ -29,29 +28,22 @@ class GPT2Tokenizer(Tokenizer):
         DataError: A file is missing, damaged, or does not fit the other.
     """
 
+    _encoder: Encoder
+
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the files, and compile them if they are new."""
-        assert config.vocab_file is not None
-        assert config.merge_file is not None
-        vocab_bytes = read_bytes("--vocab-file", config.vocab_file)
-        merge_bytes = read_bytes("--merge-file", config.merge_file)
-        key = digest(vocab_bytes, merge_bytes)
-        self._parse_vocab = partial(parse_json, "--vocab-file", config.vocab_file, vocab_bytes)
+        self._file = VocabularyFile.read("--vocab-file", config.vocab_file)
+        merge_file = VocabularyFile.read("--merge-file", config.merge_file)
+        key = digest(self._file.data, merge_file.data)
         compiled = compiled_encoder(key)
         if compiled is not None:  # the files were checked when they were compiled
-            self._encoder, self._vocab_size, end = compiled
+            self._encoder, size, end = compiled
         else:
-            _check_vocab(config.vocab_file, self.vocab)
-            merges = _parse_merges(config.merge_file, merge_bytes)
-            _check_merges(config, self.vocab, merges)
-            end, self._vocab_size = self.vocab[_END], len(self.vocab)
+            merges = _parse_merges(merge_file)
+            _check(self._file, self.vocab, merge_file, merges)
+            end, size = self.vocab[_END], len(self.vocab)
             self._encoder = build_encoder(self.vocab, merges, end, key)
-        super().__init__("GPT2BPETokenizer", key, {"eod": end, "eos": end})
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of entries in the vocabulary file."""
-        return self._vocab_size
+        super().__init__("GPT2BPETokenizer", key, {"eod": end, "eos": end}, size)
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -59,7 +51,8 @@ class GPT2Tokenizer(Tokenizer):
 
         It is parsed at first use, which saves 15 ms if a compiled vocabulary only encodes.
         """
-        return self._parse_vocab()
+        vocab: dict[str, int] = self._file.json()
+        return vocab
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text."""
@@ -81,45 +74,37 @@ class GPT2Tokenizer(Tokenizer):
         ).decode("utf-8", errors="replace")
 
 
-def _check_vocab(path: str, vocab: Any) -> None:
-    if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
-        raise DataError(
-            f"--vocab-file {path}: expected a JSON object of entries and their ids (GPT-2's "
-            "vocab.json)"
-        )
-    if _END not in vocab:
-        raise DataError(
-            f"--vocab-file {path}: there is no entry {_END}, which ends documents; add it"
-        )
-    if set(vocab.values()) != set(range(len(vocab))):
-        raise DataError(
-            f"--vocab-file {path}: the ids must be 0 to {len(vocab) - 1}, each once; fix the file"
-        )
-
-
-def _parse_merges(path: str, data: bytes) -> list[str]:
+def _parse_merges(file: VocabularyFile) -> list[str]:
     """Return the lines `left right`, without the version line."""
-    lines = decode("--merge-file", path, data).split("\n")
-    if lines and lines[0].startswith("#version"):
-        lines = lines[1:]
-    merges = [line.rstrip("\r") for line in lines]
+    merges = [line.rstrip("\r") for line in file.text().split("\n")]
+    if merges[0].startswith("#version"):
+        del merges[0]
     while merges and not merges[-1]:
         merges.pop()
     for number, line in enumerate(merges):
         if line.count(" ") != 1:
             raise DataError(
-                f"--merge-file {path}: merge {number + 1} is {line[:40]!r}, expected two pieces "
-                "separated by a space (GPT-2's merges.txt)"
+                f"{file}: merge {number + 1} is {line[:40]!r}, expected two pieces separated by a "
+                "space (GPT-2's merges.txt)"
             )
     return merges
 
 
-def _check_merges(config: TokenizerConfig, vocab: dict[str, int], merges: list[str]) -> None:
+def _check(
+    vocab_file: VocabularyFile, vocab: Any, merge_file: VocabularyFile, merges: list[str]
+) -> None:
+    """Check that the vocabulary has ids in one piece, an end, and an entry for each merge."""
+    file = vocab_file
+    if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
+        raise DataError(f"{file}: expected a JSON object of entries and ids (GPT-2's vocab.json)")
+    if _END not in vocab:
+        raise DataError(f"{file}: there is no entry {_END}, which ends documents; add it")
+    if set(vocab.values()) != set(range(len(vocab))):
+        raise DataError(f"{file}: the ids must be 0 to {len(vocab) - 1}, each once; fix the file")
     missing = [merge for merge in merges if merge.replace(" ", "") not in vocab]
     missing += [character for character in byte_of_character() if character not in vocab]
     if missing:
         raise DataError(
-            f"--vocab-file {config.vocab_file} has no entry for {missing[0]!r}, which "
-            f"--merge-file {config.merge_file} needs ({len(missing)} entries are missing); "
-            "give two files of the same tokenizer"
+            f"{vocab_file} has no entry for {missing[0]!r}, which {merge_file} needs "
+            f"({len(missing)} entries are missing); give two files of the same tokenizer"
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import decode, digest, find_sentinels, parse_json, read_bytes
+from megatron.tokenizer.files import VocabularyFile, digest, find_sentinels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +34,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file and find its special tokens."""
-        assert config.tokenizer_model is not None
-        path = Path(config.tokenizer_model)
+        from tokenizers import Tokenizer as Pipeline
+
+        path = Path(config.tokenizer_model or "")
         if path.is_dir():
             path /= "tokenizer.json"
         if not path.is_file():
@@ -44,48 +44,46 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"--tokenizer-model {config.tokenizer_model}: there is no tokenizer.json; give a "
                 "local file or folder (nothing is downloaded)"
             )
-        data = read_bytes("--tokenizer-model", path)
-        self._tokenizer = _load(path, data)
+        file = VocabularyFile.read("--tokenizer-model", str(path))
+        text = file.text()
+        try:
+            self._tokenizer = Pipeline.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{file}: not a tokenizer.json of Hugging Face ({error})") from error
+        # A corpus is neither truncated nor padded, even if the file says so.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._sentinels = find_sentinels(self._vocab)
         special = self._find_special_ids(path.with_name("tokenizer_config.json"))
-        super().__init__(
-            "HuggingFaceTokenizer", digest(data, repr(sorted(special.items()))), special
-        )
+        key = digest(file.data, repr(sorted(special.items())))
+        size, sentinels = max(self._vocab.values()) + 1, find_sentinels(self._vocab)
+        super().__init__("HuggingFaceTokenizer", key, special, size, sentinels)
+        self.has_t5_sentinels = bool(sentinels)
+        self.appended_ids = self._find_appended_ids()
 
     def _find_special_ids(self, path: Path) -> dict[str, int]:
-        flag, settings = "--tokenizer-model", {}
+        settings = {}
         if path.is_file():
-            settings = parse_json(flag, path, read_bytes(flag, path))
+            file = VocabularyFile.read("--tokenizer-model", str(path))
+            settings = file.json()
             if not isinstance(settings, dict):
-                raise DataError(f"{flag} {path}: expected a JSON object")
+                raise DataError(f"{file}: expected a JSON object")
         ids = {}
         for name in ("bos", "eos", "cls", "sep", "pad", "mask"):
             entry = settings.get(f"{name}_token")
             entry = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(entry, str) and entry in self._vocab:
                 ids[name] = self._vocab[entry]
-        ends = [ids[name] for name in ("eos",) if name in ids]
-        ends += [self._vocab[entry] for entry in _COMMON_ENDS if entry in self._vocab]
-        return {**ids, "eod": ends[0]} if ends else ids
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one, added tokens included."""
-        return max(self._vocab.values()) + 1
-
-    @property
-    def has_t5_sentinels(self) -> bool:
-        """Whether the file has any sentinels."""
-        return bool(self._sentinels)
+        common = next((self._vocab[entry] for entry in _COMMON_ENDS if entry in self._vocab), None)
+        end = ids.get("eos", common)
+        return ids if end is None else {**ids, "eod": end}
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, after the file's post-processing."""
         return self._tokenizer.encode(text).ids
 
-    @cached_property
-    def appended_ids(self) -> tuple[int, ...]:
-        """The ids that the file's post-processing appends to every text."""
+    def _find_appended_ids(self) -> tuple[int, ...]:
+        """Return the ids that the file's post-processing appends to every text."""
         for text in "a0.":  # use the first text that normalization does not remove
             encoded = self._tokenizer.encode(text)
             if not all(encoded.special_tokens_mask):
@@ -107,20 +105,3 @@ class HuggingFaceTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens spelled out."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
-def _load(path: Path, data: bytes) -> Any:
-    from tokenizers import Tokenizer as Pipeline
-
-    text = decode("--tokenizer-model", path, data)
-    try:
-        pipeline = Pipeline.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(
-            f"--tokenizer-model {path}: not a tokenizer.json in Hugging Face's format ({error}): "
-            "give another file"
-        ) from error
-    # A corpus is neither truncated nor padded, even if the file says so.
-    pipeline.no_truncation()
-    pipeline.no_padding()
-    return pipeline

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import (
+    VocabularyFile,
     append_entries,
     digest,
     extra_ids,
     find_sentinels,
-    read_bytes,
 )
-
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -32,43 +28,49 @@ class GPTSentencePieceTokenizer(Tokenizer):
         ConfigError: `--vocab-extra-ids` is given for a model that has its own sentinels.
     """
 
-    kind_name = "GPTSentencePieceTokenizer"
+    _vocab: dict[str, int]
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Load the model, and append sentinels and special tokens."""
-        assert config.tokenizer_model is not None
-        data = read_bytes("--tokenizer-model", config.tokenizer_model)
-        model = self._model = _load(config.tokenizer_model, data)
-        self._vocab: dict[str, int] = {model.id_to_piece(i): i for i in range(len(model))}
-        self._sentinels = self._own_sentinels = find_sentinels(self._vocab)
-        self._entry_of: dict[int, str] = {}  # entries found in text in addition to the pieces
-        special = self._find_special_ids(config)
-        self._pattern = re.compile("(" + "|".join(map(re.escape, self._entry_of.values())) + ")")
-        super().__init__(self.kind_name, digest(data, str(config.vocab_extra_ids)), special)
+        from sentencepiece import SentencePieceProcessor
 
-    def _find_special_ids(self, config: TokenizerConfig) -> dict[str, int]:
-        model, count = self._model, config.vocab_extra_ids
-        if count and self._own_sentinels:
+        file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
+        try:
+            model = self._model = SentencePieceProcessor(model_proto=file.data)
+        except RuntimeError as error:
+            raise DataError(f"{file}: not a SentencePiece model: give a .model file") from error
+        vocab = self._vocab = {model.id_to_piece(i): i for i in range(len(model))}
+        own, extra = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
+        self._entry_of: dict[int, str] = {}  # entries found in text in addition to the pieces
+        special = self._find_special_ids(file, own, extra)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, self._entry_of.values())) + ")")
+        key = digest(file.data, str(len(extra)))
+        sentinels = [vocab[entry] for entry in extra] or own
+        super().__init__(type(self).__name__, key, special, len(vocab), sentinels)
+        self.has_t5_sentinels = bool(sentinels)
+
+    def _find_special_ids(
+        self, file: VocabularyFile, own: list[int], extra: list[str]
+    ) -> dict[str, int]:
+        if extra and own:
             raise ConfigError(
-                f"--vocab-extra-ids {count}: --tokenizer-model {config.tokenizer_model} has its "
-                f"own {len(self._own_sentinels)} sentinels: drop --vocab-extra-ids"
+                f"--vocab-extra-ids {len(extra)}: {file} has its own {len(own)} sentinels: drop "
+                "--vocab-extra-ids"
             )
-        if count:
-            self._append(extra_ids(count)[::-1])
-            self._sentinels = find_sentinels(self._vocab)
-        ids = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id()}
+        if extra:
+            self._append(extra[::-1])
+        ids = {
+            "bos": self._model.bos_id(),
+            "eos": self._model.eos_id(),
+            "pad": self._model.pad_id(),
+        }
         # SentencePiece returns -1 for a token that does not exist.
-        return {name: i for name, i in {**ids, "eod": model.eos_id()}.items() if i >= 0}
+        return {name: i for name, i in {**ids, "eod": ids["eos"]}.items() if i >= 0}
 
     def _append(self, entries: list[str]) -> None:
         """Append the entries that the model lacks; all entries are found in text."""
         append_entries(self._vocab, entries)
         self._entry_of = {self._vocab[entry]: entry for entry in entries}
-
-    @property
-    def has_t5_sentinels(self) -> bool:
-        """Whether the vocabulary has any sentinels."""
-        return bool(self._sentinels)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text; appended special tokens in it become their ids."""
@@ -105,8 +107,6 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         DataError: The model has no begin token.
     """
 
-    kind_name = "Llama2Tokenizer"
-
     def __init__(self, config: TokenizerConfig) -> None:
         """Load the model and check that it has a begin token."""
         super().__init__(config)
@@ -128,38 +128,19 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     them, followed by the `--vocab-extra-ids` sentinels in order. All of them are found in text.
     """
 
-    kind_name = "SentencePieceTokenizer"
+    def __init__(self, config: TokenizerConfig) -> None:
+        """Load the model, and append sentinels and special tokens."""
+        super().__init__(config)
+        if config.vocab_extra_ids:  # these are Megatron's sentinels
+            self.has_t5_sentinels = False
 
-    def _find_special_ids(self, config: TokenizerConfig) -> dict[str, int]:
-        model = self._model
+    def _find_special_ids(
+        self, file: VocabularyFile, own: list[int], extra: list[str]
+    ) -> dict[str, int]:
         entries = {name: f"<{name.upper()}>" for name in ("cls", "sep", "eod", "mask")}
-        own = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
-        for name, index in own.items():
+        model = self._model
+        own_ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
+        for name, index in own_ids.items():
             entries[name] = model.id_to_piece(index) if index >= 0 else f"<{name.upper()}>"
-        sentinels = extra_ids(config.vocab_extra_ids)
-        self._append([*entries.values(), *sentinels])
-        if sentinels:
-            self._sentinels = [self._vocab[entry] for entry in sentinels]
+        self._append([*entries.values(), *extra])
         return {name: self._vocab[entry] for name, entry in entries.items()}
-
-    @property
-    def has_t5_sentinels(self) -> bool:
-        """Whether the model has its own sentinels, and no others were appended."""
-        return bool(self._sentinels) and self._sentinels is self._own_sentinels
-
-
-KINDS: dict[str, type[GPTSentencePieceTokenizer]] = {
-    kind.kind_name: kind
-    for kind in (SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer)
-}
-
-
-def _load(path: str, data: bytes) -> SentencePieceProcessor:
-    from sentencepiece import SentencePieceProcessor
-
-    try:
-        return SentencePieceProcessor(model_proto=data)
-    except RuntimeError as error:
-        raise DataError(
-            f"--tokenizer-model {path}: not a SentencePiece model: give a .model file"
-        ) from error

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fast_bpe import GPT2_SPLIT
-from megatron.tokenizer.files import digest, parse_json, read_bytes
+from megatron.tokenizer.files import VocabularyFile, digest
 
 _END = "<|endoftext|>"
-_FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _TEKKEN_SPECIAL = ("<unk>", "<s>", "</s>")
 _TEKKEN_VOCAB_SIZE = 1 << 17
 _ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>")
@@ -35,12 +34,10 @@ SPLITS: Mapping[str, str] = {
     ),
 }
 # The split and the special tokens of OpenAI's own files, which are recognized by their names.
+_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
 _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "r50k_base": ("gpt2", {_END: 50256}),
-    "cl100k_base": (
-        "cl100k",
-        {_END: 100257, **{t: 100258 + i for i, t in enumerate(_FIM)}, "<|endofprompt|>": 100276},
-    ),
+    "cl100k_base": ("cl100k", {_END: 100257, **_FIM, "<|endofprompt|>": 100276}),
 }
 
 
@@ -72,30 +69,20 @@ class TikTokenizer(Tokenizer):
         """Read the file and find its special tokens."""
         import tiktoken
 
-        assert config.tokenizer_model is not None
-        path = config.tokenizer_model
-        data = read_bytes("--tokenizer-model", path)
-        read = _read_tekken if path.endswith(".json") else _read_ranks
-        ranks, special, split, self._vocab_size = read(config, data)
+        file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
+        read = _read_tekken if file.path.endswith(".json") else _read_ranks
+        ranks, special, split, size = read(config, file)
         self._encoding = tiktoken.Encoding(
-            Path(path).stem, pat_str=SPLITS[split], mergeable_ranks=ranks, special_tokens=special
+            file.path, pat_str=SPLITS[split], mergeable_ranks=ranks, special_tokens=special
         )
         self._ranks, self._special_tokens = ranks, special
         self._used_ids = frozenset((*ranks.values(), *special.values()))
         ids = {name: special[t] for name, t in (("bos", "<s>"), ("eos", "</s>")) if t in special}
-        end = next((special[t] for t in _ENDS if t in special), min(special.values()))
-        super().__init__(
-            "TikTokenizer",
-            digest(data, split, repr(sorted(special.items())), str(self._vocab_size)),
-            {**ids, "eod": end},
-        )
+        ids["eod"] = next((special[t] for t in _ENDS if t in special), min(special.values()))
+        key = digest(file.data, split, repr(sorted(special.items())), str(size))
+        super().__init__("TikTokenizer", key, ids, size)
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids, special tokens included."""
-        return self._vocab_size
-
-    @property
+    @cached_property
     def vocab(self) -> Mapping[str, int]:
         """The map from pieces to ids, special tokens included; non-UTF-8 bytes are escaped."""
         pieces = {p.decode("utf-8", "backslashreplace"): i for p, i in self._ranks.items()}
@@ -110,21 +97,20 @@ class TikTokenizer(Tokenizer):
         return self._encoding.decode([int(i) for i in ids if int(i) in self._used_ids])
 
 
-def _read_ranks(config: TokenizerConfig, data: bytes) -> _Definition:
+def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
     """Read lines `base64 rank`."""
-    assert config.tokenizer_model is not None
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.splitlines()):
+    for number, line in enumerate(file.data.splitlines()):
         try:
             piece, rank = line.split()
             ranks[base64.b64decode(piece, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
+        except ValueError:  # or binascii.Error, which is one
             raise DataError(
-                f"--tokenizer-model {config.tokenizer_model}:{number + 1}: expected a line "
-                f"`base64 rank` (or a file that ends in .json), found {line[:40]!r}"
+                f"{file}:{number + 1}: expected a line `base64 rank` (or a file that ends in "
+                f".json), found {line[:40]!r}"
             ) from None
-    _check_bytes(config.tokenizer_model, ranks)
-    split, special = _KNOWN_FILES.get(Path(config.tokenizer_model).stem, ("cl100k", {}))
+    _check_bytes(file, ranks)
+    split, special = _KNOWN_FILES.get(Path(file.path).stem, ("cl100k", {}))
     if config.tokenizer_special_tokens or not special:
         first = max(ranks.values()) + 1
         names = config.tokenizer_special_tokens or (_END,)
@@ -133,11 +119,9 @@ def _read_ranks(config: TokenizerConfig, data: bytes) -> _Definition:
     return _Definition(ranks, dict(special), config.tiktoken_pattern or split, size)
 
 
-def _read_tekken(config: TokenizerConfig, data: bytes) -> _Definition:
+def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
     """Read a list of {rank, token_bytes, token_str}, or an object that holds it as `vocab`."""
-    path = config.tokenizer_model
-    assert path is not None
-    entries = parse_json("--tokenizer-model", path, data)
+    entries = file.json()
     entries = entries.get("vocab") if isinstance(entries, dict) else entries
     size = config.vocab_size or _TEKKEN_VOCAB_SIZE
     reserved = config.tiktoken_num_special_tokens
@@ -155,23 +139,21 @@ def _read_tekken(config: TokenizerConfig, data: bytes) -> _Definition:
             ranks[base64.b64decode(entry["token_bytes"], validate=True)] = reserved + position
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"--tokenizer-model {path}: expected a list of objects with rank (0, 1, 2 ...), "
-            f"token_bytes and token_str ({error})"
+            f"{file}: expected a list of objects with rank (0, 1, 2 ...), token_bytes and "
+            f"token_str ({error})"
         ) from error
     if len(ranks) + reserved != size:
         raise ConfigError(
-            f"--tokenizer-model {path} has {len(ranks)} distinct pieces; with {reserved} special "
-            f"tokens these do not make --vocab-size {size}: give --vocab-size "
-            f"{len(ranks) + reserved}"
+            f"{file} has {len(ranks)} distinct pieces; with {reserved} special tokens these do not "
+            f"make --vocab-size {size}: give --vocab-size {len(ranks) + reserved}"
         )
-    _check_bytes(path, ranks)
+    _check_bytes(file, ranks)
     return _Definition(ranks, special, config.tiktoken_pattern or "v2", size)
 
 
 def _tekken_special(config: TokenizerConfig, reserved: int) -> dict[str, int]:
     names = list(config.tokenizer_special_tokens or _TEKKEN_SPECIAL)
-    missing = [name for name in _TEKKEN_SPECIAL if name not in names]
-    if missing or len(set(names)) != len(names) or len(names) > reserved:
+    if not set(_TEKKEN_SPECIAL) <= set(names) or not len(set(names)) == len(names) <= reserved:
         raise ConfigError(
             f"--tokenizer-special-tokens {' '.join(names)}: give {' '.join(_TEKKEN_SPECIAL)}, each "
             f"once, and at most {reserved} tokens in total (--tiktoken-num-special-tokens)"
@@ -180,10 +162,10 @@ def _tekken_special(config: TokenizerConfig, reserved: int) -> dict[str, int]:
     return {name: i for i, name in enumerate(names)}
 
 
-def _check_bytes(path: str, ranks: Mapping[bytes, Any]) -> None:
+def _check_bytes(file: VocabularyFile, ranks: Mapping[bytes, int]) -> None:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise DataError(
-            f"--tokenizer-model {path}: no piece for byte {missing[0]} ({len(missing)} bytes are "
-            "missing); a rank file has all 256 bytes: this one is truncated or of another kind"
+            f"{file}: no piece for byte {missing[0]} ({len(missing)} bytes are missing); a rank "
+            "file has all 256 bytes: this one is truncated or of another kind"
         )

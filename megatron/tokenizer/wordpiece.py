@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import append_entries, decode, digest, extra_ids, read_bytes
+from megatron.tokenizer.files import VocabularyFile, append_entries, digest, extra_ids
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
@@ -27,29 +27,24 @@ class WordPieceTokenizer(Tokenizer):
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file, and append the entries that it lacks."""
-        assert config.vocab_file is not None
-        assert config.tokenizer_type is not None
-        data = read_bytes("--vocab-file", config.vocab_file)
-        self._vocab: dict[str, int] = _parse_vocab(config.vocab_file, data)
-        self._file_entries = len(self._vocab)
-        self._tokenizer = wordpiece_pipeline(
-            self._vocab, lower_case="LowerCase" in config.tokenizer_type
+        file, kind = (
+            VocabularyFile.read("--vocab-file", config.vocab_file),
+            config.tokenizer_type or "",
         )
+        vocab = self._vocab = _parse_vocab(file)
+        entries = len(vocab)
+        self._tokenizer = wordpiece_pipeline(vocab, lower_case="LowerCase" in kind)
         sentinels = extra_ids(config.vocab_extra_ids)
-        append_entries(self._vocab, ["[BOS]", "[EOS]", *sentinels])
-        self._sentinels = [self._vocab[entry] for entry in sentinels]
-        special = {name: self._vocab[entry] for name, entry in _REQUIRED.items()}
-        bos, eos = self._vocab["[BOS]"], self._vocab["[EOS]"]
+        append_entries(vocab, ["[BOS]", "[EOS]", *sentinels])
+        names = {**_REQUIRED, "bos": "[BOS]", "eos": "[EOS]", "eod": "[EOS]"}
         super().__init__(
-            config.tokenizer_type,
-            digest(data, str(config.vocab_extra_ids)),
-            {**special, "bos": bos, "eos": eos, "eod": eos},
+            kind,
+            digest(file.data, str(config.vocab_extra_ids)),
+            {name: vocab[entry] for name, entry in names.items()},
+            len(vocab),
+            [vocab[entry] for entry in sentinels],
         )
-
-    @property
-    def text_vocab_size(self) -> int:
-        """The number of entries in the file."""
-        return self._file_entries
+        self.text_vocab_size = entries
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, without [CLS] and [SEP]."""
@@ -61,24 +56,21 @@ class WordPieceTokenizer(Tokenizer):
         return " ".join(entries.get(int(i), _UNKNOWN) for i in ids).replace(" ##", "")
 
 
-def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
-    lines = decode("--vocab-file", path, data).split("\n")
-    if lines and not lines[-1]:
-        lines.pop()
+def _parse_vocab(file: VocabularyFile) -> dict[str, int]:
     vocab: dict[str, int] = {}
-    for number, line in enumerate(lines):
+    for number, line in enumerate(file.text().removesuffix("\n").split("\n")):
         entry = line.strip()
         if entry in vocab:
             raise DataError(
-                f"--vocab-file {path}:{number + 1}: entry {entry!r} is already on line "
-                f"{vocab[entry] + 1}; remove one of the two"
+                f"{file}:{number + 1}: entry {entry!r} is already on line {vocab[entry] + 1}; "
+                "remove one of the two"
             )
         vocab[entry] = number
     missing = [entry for entry in (*_REQUIRED.values(), _UNKNOWN) if entry not in vocab]
     if missing:
         raise DataError(
-            f"--vocab-file {path}: no entry {', '.join(missing)}; "
-            "give a BERT vocabulary (text, one entry per line)"
+            f"{file}: no entry {', '.join(missing)}; give a BERT vocabulary (text, one entry per "
+            "line)"
         )
     return vocab
 

@@ -105,9 +105,10 @@ def test_all_encoders_equal_the_reference(shared_data, cache_folder, name):
     fresh = build_encoder(vocab, merges, vocab["<|endoftext|>"], "key")
     compiled = compiled_encoder("key")
     assert compiled is not None, "the order of GPT-2's ids must be recognized"
-    assert (compiled.vocab_size, compiled.end) == (len(vocab), vocab["<|endoftext|>"])
+    encoder, *size_and_end = compiled
+    assert size_and_end == [len(vocab), vocab["<|endoftext|>"]]
     tiktoken = TiktokenEncoder(vocab, merges)
-    encoders = {"fresh": fresh, "compiled": compiled.encoder, "tiktoken": tiktoken}
+    encoders = {"fresh": fresh, "compiled": encoder, "tiktoken": tiktoken}
     for kind, encoder in encoders.items():
         got = [ids.tolist() for ids in encoder.encode(texts)]
         assert got == expected, kind
