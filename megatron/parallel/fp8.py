@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, Zeros
@@ -321,7 +321,7 @@ class Fp8Products(Products):
         """
         rows, slot = part.view(-1, 16), self.slots.get("weight")
         found = None if slot is None else slot.found
-        self.casts.cast(rows, amax, self._form.values, found=found, into=into.view(-1, 16))
+        self.casts.cast(rows, amax, self._formats["weight"], found=found, into=into.view(-1, 16))
 
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool
@@ -390,10 +390,6 @@ class Fp8Products(Products):
         for handover in self.handovers:
             if handover is not None:
                 handover.forget()
-
-    def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
-        """Add the weight to those that are multiplied in 8 bits."""
-        in_8_bits[weight] = self
 
     def rows_of(self, factor: Kept) -> Tensor:
         """Return the rows as bytes: gloo knows no fp8."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -477,8 +477,7 @@ class GradientBuffer:
             place.of(self._reducer.whole(bucket)).zero_()
         self._stale.clear()
 
-    @contextmanager
-    def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
+    def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
         """Surround each backward. With overlap the last one sends buckets as they are completed.
 
         Collective over the replica axis with overlap or in stage 2.
@@ -488,8 +487,7 @@ class GradientBuffer:
             wave: The gradients that it brings, one of the plan's waves.
         """
         wave = wave if self._has_waves else None
-        with self._reducer.micro_batch(is_last=is_last, wave=wave):
-            yield
+        return self._reducer.micro_batch(is_last=is_last, wave=wave)
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -14,22 +14,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron.device import StreamMarks
 
 # Half as many kernels as a device's queue takes (about 1,000) must hold more communications than
 # this: a process that fills the queue has then sent marks that its device has not come to.
 _WAITS_A_MARK = 8
 _KEPT_PLACES = 4096  # a process is never further ahead of its device
-
-
-class DeviceMarks(Protocol):
-    """Numbers that travel through a device's queue; see `device.StreamMarks`."""
-
-    def put(self, number: int) -> None:
-        """Send a number through the queue."""
-
-    def behind(self, number: int) -> int:
-        """Return how many numbers the device is behind this one."""
 
 
 class Place(NamedTuple):
@@ -84,7 +77,7 @@ class Journal:
         started: The number of communications started so far, by the global ranks that take part.
     """
 
-    def __init__(self, marks: DeviceMarks | None = None) -> None:
+    def __init__(self, marks: StreamMarks | None = None) -> None:
         """Begin at start-up."""
         self.iteration = 0
         self.waits_for: Transfer | None = None

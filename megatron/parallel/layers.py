@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megatron.kernels.weight_gradient import EmbeddingGradient, choose_embedding_gradient
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Communication, reduce_from, reduce_scatter_from
-from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import (
     CutColumn,
@@ -91,10 +90,9 @@ class Linear(nn.Module):
             self._transport = around(
                 Communication(layout.tensor, layout.sequence_parallel, context.overlap)
             )
-        self._exchange = context.exchange if split and self.products.can_be_cut else None
-        self._cut: Transport | None = None
-        if self._exchange is not None:
-            self._cut = (CutRow if split == "row" else CutColumn)(self._exchange)
+        self._cut: CutColumn | CutRow | None = None
+        if context.exchange is not None and split and self.products.can_be_cut:
+            self._cut = (CutRow if split == "row" else CutColumn)(context.exchange)
 
     @property
     def bias_to_add(self) -> Tensor | None:
@@ -106,7 +104,7 @@ class Linear(nn.Module):
 
         The split side is divided by t; with sequence parallelism, s of the other side is too.
         """
-        cut = self._cut if self._exchange is not None and self._fits(x, self._exchange) else None
+        cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
         bias = self.bias if self.adds_bias else None
         out = parallel_linear(
             x,
@@ -123,13 +121,6 @@ class Linear(nn.Module):
         if cut is None:
             out = sum_over_ranks(out, self._sums_over)
         return out if bias is None else out + bias.flatten()
-
-    def _fits(self, x: Tensor, exchange: Exchange) -> bool:
-        """Return whether the ranks' messages, forward and backward, fit the exchange."""
-        if self._sums_over is None:
-            return exchange.fits(x.numel(), x.dtype)
-        elements = x.shape[:-1].numel() // exchange.axis.size * self.weight.shape[:-1].numel()
-        return exchange.fits(elements, x.dtype)
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:

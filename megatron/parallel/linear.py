@@ -415,6 +415,10 @@ class CutColumn:
         """Choose the exchange."""
         self._exchange = exchange
 
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the ranks' messages, forward and backward, fit the exchange."""
+        return self._exchange.fits(x.numel(), x.dtype)
+
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return the output [s, b, out] from this rank's part [s/t, b, in] of the input."""
         x, weight, bias, training = call
@@ -494,6 +498,11 @@ class CutRow:
     def __init__(self, exchange: Exchange) -> None:
         """Choose the exchange."""
         self._exchange = exchange
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the ranks' messages, forward and backward, fit the exchange."""
+        rows = x.shape[:-1].numel() // self._exchange.axis.size
+        return self._exchange.fits(rows * weight.shape[:-1].numel(), x.dtype)
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return this rank's part [s/t, b, out] of the output, from the input [s, b, in]."""

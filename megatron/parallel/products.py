@@ -11,20 +11,17 @@ factors get to the processes that need them is a separate choice, made in `linea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.row_product import RowProduct
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication
 from megatron.parallel.layout import Axis
-
-if TYPE_CHECKING:
-    from megatron.parallel.fp8 import Fp8Products
 
 Kept = tuple[Tensor, ...]
 
@@ -122,9 +119,6 @@ class Products:
 
         Call it when the weight has changed, and when a device begins or stops recording.
         """
-
-    def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
-        """Add the weight to those that are multiplied in 8 bits, if this class does that."""
 
     # The same operations in parts, for a transport that cuts the product by rows.
 

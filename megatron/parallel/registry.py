@@ -34,13 +34,17 @@ class ReservedSlot:
 
 
 class LayerRegistry:
-    """The announcements of all layers in this process's parts of a model."""
+    """The announcements of all layers in this process's parts of a model.
+
+    Attributes:
+        deferrable_weights: The weights whose gradients are put off if their layers have a queue.
+    """
 
     def __init__(self) -> None:
         """Begin without layers."""
         self._reserved: list[tuple[nn.Parameter, int, ReservedSlot]] = []
         self._products: list[Products] = []
-        self._deferrable: list[nn.Parameter] = []
+        self.deferrable_weights: list[nn.Parameter] = []
         self._fp8: dict[nn.Parameter, Fp8Products] = {}
 
     def reserve_slot(self, weight: nn.Parameter, *, uses: int = 1) -> ReservedSlot:
@@ -58,8 +62,9 @@ class LayerRegistry:
     def add_products(self, weight: nn.Parameter, products: Products) -> None:
         """Note the products that use a weight whose gradient can be put off."""
         self._products.append(products)
-        self._deferrable.append(weight)
-        products.enroll(weight, self._fp8)
+        self.deferrable_weights.append(weight)
+        if isinstance(products, Fp8Products):
+            self._fp8[weight] = products
 
     def bind_slots(self, gradients: GradientBuffer) -> None:
         """Let products add to fp32 gradients themselves, without autograd."""
@@ -75,11 +80,6 @@ class LayerRegistry:
         """
         for products in self._products:
             products.forget()
-
-    @property
-    def deferrable_weights(self) -> list[nn.Parameter]:
-        """The weights whose gradients are put off if their layers have a queue."""
-        return self._deferrable
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
         """Return the weights read only by 8-bit products of one scale, and these products."""

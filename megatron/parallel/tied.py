@@ -57,26 +57,12 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
     return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
 
 
-def tie_words(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, *, is_tied: bool
-) -> list[Tie]:
-    """Return the word embeddings as a tie, if another stage holds them too.
-
-    Args:
-        named_parameters: The parameters held by this process.
-        layout: The grid of processes as this process sees it.
-        is_tied: Whether the output layer uses the word embeddings.
-    """
-    if layout.embedding.size == 1 or not is_tied:
-        return []
-    return [Tie(layout.embedding, dict(named_parameters)[WORDS])]
-
-
-def tie_tables(
+def find_ties(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    names: Sequence[str],
     layout: Layout,
     *,
+    words: bool,
+    tables: Sequence[str],
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
@@ -87,19 +73,21 @@ def tie_tables(
     Args:
         named_parameters: The parameters held by this process, with their `main_grad`, which may
             belong to a shard.
-        names: The names of the parameters.
         layout: The grid of processes as this process sees it.
+        words: Whether the output layer uses the word embeddings.
+        tables: The names of parameters that any stages may hold.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """
-    if layout.pipeline.size == 1 or not names:
-        return []
-    held = dict(named_parameters)
-    copies = [held.get(name) for name in names]
+    held, ties = dict(named_parameters), []
+    if words and layout.embedding.size > 1:
+        ties.append(Tie(layout.embedding, held[WORDS]))
+    if layout.pipeline.size == 1 or not tables:
+        return ties
+    copies = [held.get(name) for name in tables]
     sizes = [0 if one is None else one.main_grad.numel() for one in copies]  # type: ignore[attr-defined]
     holders = [int(one is not None) for one in copies]
     sums = all_reduce(torch.tensor([sizes, holders], device=device), layout.pipeline).tolist()
-    ties = []
     for copy, size, count in zip(copies, *sums, strict=True):
         absent = torch.zeros(size // count, dtype=gradient_dtype, device=device)
         ties.append(Tie(layout.pipeline, copy, absent if copy is None else None))

@@ -195,21 +195,6 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     yield from below(model)
 
 
-@dataclass(frozen=True)
-class _CastPart:
-    """The part of a weight that this process updates.
-
-    Attributes:
-        place: The index of the weight among those of the buffer.
-        values: The part in 16 bits, [n].
-        cast: The part in 8 bits, [n].
-    """
-
-    place: int
-    values: Tensor
-    cast: Tensor
-
-
 class Fp8Weights:
     """The weights of a sharded update's flat buffer in 8 bits, in the form their products take.
 
@@ -237,7 +222,8 @@ class Fp8Weights:
         apart = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False
-        self._pieces: list[_CastPart] = []
+        # The parts that this process updates: the weight's place, the part in 16 and in 8 bits.
+        self._pieces: list[tuple[int, Tensor, Tensor]] = []
         values = self.bytes.view(fp8)
         for place, (parameter, slot) in enumerate(flat.members):
             whole = slot.of(values).view(-1, parameter.shape[-1])
@@ -246,7 +232,7 @@ class Fp8Weights:
             for span, _ in flat.regions:
                 own = slot.intersect(span)
                 if own is not None:
-                    self._pieces.append(_CastPart(place, own.of(storage), own.of(values)))
+                    self._pieces.append((place, own.of(storage), own.of(values)))
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -254,9 +240,8 @@ class Fp8Weights:
         amaxes = self._amaxes()
         self._inverses.copy_(inverses_of(amaxes, self._fp8))
         each = amaxes.unbind()
-        for piece in self._pieces:
-            products = self._products[piece.place]
-            products.cast_part(piece.values, each[piece.place], piece.cast)
+        for place, values, cast in self._pieces:
+            self._products[place].cast_part(values, each[place], cast)
         self._is_there = True
 
     def forget(self) -> None:
@@ -270,8 +255,8 @@ class Fp8Weights:
         if len(held) == len(known):
             return torch.stack(held)
         found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
-        for piece in self._pieces:
-            found[piece.place] = self._products[piece.place].casts.amax(piece.values)
+        for place, values, _ in self._pieces:
+            found[place] = self._products[place].casts.amax(values)
         # No backend specifies the maximum of values that include nan; inf makes the weight nan as
         # well.
         amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)

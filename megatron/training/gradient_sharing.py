@@ -21,7 +21,7 @@ from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.weight_gradients import parameter_waves
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
-from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names
+from megatron.parallel.tied import WORDS, Tie, find_ties, tied_names
 
 
 def named_parameters_of(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -87,11 +87,11 @@ def tie_copies(
     """
     named_parameters = named_parameters_of(parts)
     dtype = torch.float32 if gradients.shares_weights else _gradient_dtype(config.precision)
-    words = tie_words(named_parameters, layout, is_tied=plan.ties_words)
-    return words + tie_tables(
+    return find_ties(
         named_parameters,
-        _tied_tables(plan),
         layout,
+        words=plan.ties_words,
+        tables=_tied_tables(plan),
         device=device.torch_device,
         gradient_dtype=dtype,
     )

@@ -80,6 +80,8 @@ def test_the_bits_are_those_of_collectives():
 )
 def test_scales_of_rows_are_not_cut(form):
     class Never:
+        axis = Layout.single().tensor
+
         def fits(self, elements, dtype):
             raise AssertionError("these products are not cut")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from megatron.parallel.pipeline.schedule import (
+    SENDS,
     Operation,
     OperationKind,
     Schedule,
@@ -32,7 +33,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
         ScheduleError: There is a deadlock, a message out of turn, or one that is never received.
     """
     stages = len(schedule)
-    edges: dict[Edge, deque[Message]] = {}
+    edges: defaultdict[Edge, deque[Message]] = defaultdict(deque)
     waiting: dict[Edge, int] = {}  # the stage that waits until something is sent over the edge
     position = [0] * stages
     ready = deque(range(stages))
@@ -46,19 +47,17 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
             if peer is not None:
                 is_activation = kind in ("send_activation", "receive_activation")
                 part = chunk * stages + stage
-                if kind[0] == "s":
+                if kind in SENDS:
                     edge = (stage, peer, is_activation)
-                    message = (micro_batch, part + 1 if is_activation else part - 1)
-                    edges.setdefault(edge, deque()).append(message)
+                    edges[edge].append((micro_batch, part + 1 if is_activation else part - 1))
                     if edge in waiting:
                         ready.append(waiting.pop(edge))
                 else:
                     edge = (peer, stage, is_activation)
-                    queue = edges.get(edge)
-                    if not queue:
+                    if not edges[edge]:
                         waiting[edge] = stage
                         break
-                    message = queue.popleft()
+                    message = edges[edge].popleft()
                     if message != (micro_batch, part):
                         raise ScheduleError(
                             f"stage {stage}: {operation} gets what was sent for micro-batch "

@@ -8,12 +8,13 @@ its values: once sent, they are freed (unless the graph itself saved them).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Operations
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 
@@ -22,22 +23,6 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
-
-
-class Channel(Protocol):
-    """A stage's connection to its neighbors; see `p2p.PipelineChannel`."""
-
-    def post_receive(self, operation: Operation) -> None:
-        """Begin to receive the tensor that an operation waits for."""
-
-    def receive(self, operation: Operation) -> Tensor:
-        """Return the tensor that an operation waits for."""
-
-    def send(self, operation: Operation, tensor: Tensor) -> None:
-        """Begin to send an operation's result."""
-
-    def finish(self) -> None:
-        """Wait until everything has been sent."""
 
 
 class _Passed(NamedTuple):
@@ -50,7 +35,7 @@ class _Passed(NamedTuple):
 def run_schedule(
     operations: Operations,
     parts: Sequence[ForwardStep],
-    channel: Channel | None,
+    channel: PipelineChannel | None,
     *,
     weight_gradients: WeightGradientQueue | None = None,
     before: Observer | None = None,
@@ -106,7 +91,7 @@ class _Run:
         self,
         operations: Operations,
         parts: Sequence[ForwardStep],
-        channel: Channel | None,
+        channel: PipelineChannel | None,
         weight_gradients: WeightGradientQueue | None,
     ) -> None:
         kinds = {operation.kind for operation in operations}
@@ -122,7 +107,7 @@ class _Run:
         self._input_gradients: dict[Key, Tensor] = {}  # until sent
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> PipelineChannel:
         assert self._channel is not None, "several stages need a channel"
         return self._channel
 

@@ -9,6 +9,7 @@ their time, `executor.py` runs them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 from megatron.config.parallel import ParallelConfig
@@ -163,17 +164,10 @@ def _one_forward_one_backward(
         warm_up = 2 * remaining + (chunks - 1) * stages
     forwards = [Operation("forward", m, c) for m, c in order]
     backwards = [Operation("backward", m, chunks - 1 - c) for m, c in order]
-    merged = _one_and_one(forwards, backwards, min(warm_up, len(order)))
-    return [operation for operation in merged if operation.micro_batch < micro_batches]
-
-
-def _one_and_one(
-    forwards: list[Operation], backwards: list[Operation], warm_up: int
-) -> list[Operation]:
-    operations = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        operations += (forward, backward)
-    return operations + backwards[len(forwards) - warm_up :]
+    warm_up = min(warm_up, len(order))
+    in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    operations = chain(forwards[:warm_up], in_turn, backwards[len(order) - warm_up :])
+    return [operation for operation in operations if operation.micro_batch < micro_batches]
 
 
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
