@@ -23,11 +23,9 @@ def _written_format(text: str) -> str:
     return text
 
 
-# What some flags change nothing without.
-_LOADS = Need(lambda run: run.checkpoint.load is not None, "without --load")
-_SAVES = Need(
-    lambda run: run.checkpoint.save is not None, "without --save: no checkpoints are written"
-)
+# What some flags need to have an effect, or require.
+_LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
+_SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +80,9 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, needs=_SAVES)
     no_save_rng: bool = flag(False, needs=_SAVES)
     load: str | None = flag(None, is_common=True)
-    ckpt_step: int | None = flag(None, unit="iterations", at_least=0)
+    ckpt_step: int | None = flag(None, unit="iterations", at_least=0, requires=_LOADS)
     no_load_optim: bool = flag(False, needs=_LOADS)
     no_load_rng: bool = flag(False, needs=_LOADS)
     finetune: bool = flag(False, needs=_LOADS)
-    use_checkpoint_args: bool = False
-    exit_on_missing_checkpoint: bool = False
+    use_checkpoint_args: bool = flag(False, requires=_LOADS)
+    exit_on_missing_checkpoint: bool = flag(False, requires=_LOADS)

@@ -7,29 +7,52 @@ Missing values are the business of `required` and `some_length` alone; other rul
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from megatron.config import rules_data, rules_legacy, rules_model, rules_parallel, rules_training
-from megatron.config.fields import fields_of
-from megatron.config.run import RunOptions, flatten, sections
+from megatron.config.run import RunOptions, flatten, sections, values_of
 
 Rule = Callable[[RunOptions, int], Iterator[str]]
 
 
 def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield a line for each value that is outside of its field's bounds."""
-    for name, section in sections().items():
-        for field in fields_of(section):
-            value = getattr(getattr(config, name), field.name)
-            rule = "" if field.many else field.out_of_bounds(value)
-            if rule:
-                yield f"{field.names[0]} {value}: {rule}"
+    for _, field, value in values_of(config):
+        rule = "" if field.many else field.out_of_bounds(value)
+        if rule:
+            yield f"{field.names[0]} {value}: {rule}"
+
+
+def requirements(
+    config: RunOptions, world_size: int, among: Container[str] = tuple(sections())
+) -> Iterator[str]:
+    """Yield a line for each flag that lacks what it requires, or is for other networks.
+
+    Args:
+        config: The resolved run.
+        world_size: The number of processes.
+        among: The sections to look at.
+    """
+    kind = config.model.architecture
+    for path, field, value in values_of(config):
+        required, owners = field.info.requires, field.info.only_for
+        if value == field.default or path.partition(".")[0] not in among:
+            continue
+        if owners and kind not in owners:
+            names = " and ".join(owner.upper() for owner in owners)
+            yield (
+                f"{field.spell(value)} is only for {names}, and this model is a {kind.upper()}: "
+                "drop it"
+            )
+        elif required is not None and not required.is_met(config):
+            yield f"{field.spell(value)} requires {required.what}: add it, or drop the flag"
 
 
 RULES: tuple[Rule, ...] = (
     rules_model.required,
     rules_model.some_length,
     bounds,
+    requirements,
     rules_training.samples,
     rules_training.passes,
     rules_parallel.sharding,
@@ -63,9 +86,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.save_interval,
     rules_training.retention,
     rules_training.checkpoint_names,
-    rules_training.saving,
     rules_legacy.legacy_files,
-    rules_training.dry_run,
     rules_training.profiling,
     rules_training.logging,
     rules_data.sources,
@@ -79,60 +100,56 @@ RULES: tuple[Rule, ...] = (
 def find_problems(
     config: RunOptions,
     world_size: int,
-    spoilt: Iterable[str] = frozenset(),
+    spoilt: Iterable[str] = (),
     rules: Iterable[Rule] = RULES,
 ) -> list[str]:
-    """Every mistake in a resolved run, one line each: against all rules, or some.
+    """Return one line for each mistake in a resolved run.
 
-    `spoilt` names fields whose values could not be read and were reported already: lines about
-    their flags are left out, because they would follow from a default the user did not ask for.
+    Args:
+        config: The resolved run.
+        world_size: The number of processes.
+        spoilt: Names of fields whose values could not be read, as was reported already. Lines about
+            their flags are left out, because they would follow from a default that the user did
+            not ask for.
+        rules: What to check.
     """
-    spoilt = set(spoilt)
-    flags = {
-        name
-        for section in sections().values()
-        for field in fields_of(section)
-        if field.name in spoilt
-        for name in field.spellings
-    }
+    unknown = (field for _, field, _ in values_of(config) if field.name in spoilt)
+    flags = {name for field in unknown for name in field.spellings}
     problems = (problem for rule in rules for problem in rule(config, world_size))
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
 
 def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list[str]:
-    """One line for each setting that is taken but changes nothing, with the reason.
+    """Return one line for each setting that is taken but changes nothing, with the reason.
 
     Args:
-        config: resolved.
-        world_size: processes.
-        start: the run that flags and YAML file change, with what a checkpoint changes in it: what
-            it says already was not given.
+        config: The resolved run.
+        world_size: The number of processes.
+        start: The run that flags and YAML file change, with the values taken from a checkpoint:
+            those were not given.
     """
-    values, before = flatten(config), flatten(start)
-    lines = [
-        f"{field.shown}: {field.info.notice}"
-        for name, section in sections().items()
-        for field in fields_of(section)
-        if field.info.notice and values[f"{name}.{field.name}"] != before[f"{name}.{field.name}"]
-    ]
-    return [
-        *lines,
-        *rules_parallel.no_effect(config, world_size),
-        *rules_parallel.overlap_no_effect(config),
-        *_no_effect(config, start),
-        *_in_vain(config, start),
-        *_not_kept(config),
-    ]
-
-
-def _not_kept(config: RunOptions) -> Iterator[str]:
-    """What a checkpoint of the run will lack."""
+    before = flatten(start)
+    given = [(field, value) for path, field, value in values_of(config) if value != before[path]]
+    lines = [f"{field.shown}: {field.info.notice}" for field, _ in given if field.info.notice]
+    lines += rules_parallel.no_effect(config, world_size)
+    lines += _no_effect(config, start)
+    kind = config.tokenizer.tokenizer_type
+    unread = {"vocab_file", "merge_file", "tokenizer_model", "vocab_size"} if kind else set()
+    unread -= {*rules_data.tokenizer_files(kind)}
+    for field, value in given:
+        needs = field.info.needs
+        if value is not None and needs is not None and not needs.is_met(config):
+            lines.append(f"{field.spell(value)} changes nothing without {needs.what}")
+        elif value is not None and field.name in unread:
+            lines.append(f"{field.spell(value)} changes nothing with --tokenizer-type {kind}")
     if config.checkpoint.save is not None and config.checkpoint.ckpt_format == "legacy":
         style = config.schedule.lr_decay_style
-        yield from rules_legacy.not_kept(config.precision, style, "--ckpt-format legacy")
+        lines += rules_legacy.not_kept(config.precision, style, "--ckpt-format legacy")
+    return lines
 
 
 def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
+    """Yield notices about combinations of flags."""
     parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:
@@ -161,19 +178,3 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     given = config.training.skip_train and not start.training.skip_train
     if given and config.checkpoint.load is None:
         yield "--skip-train without --load: evaluating an untrained model"
-
-
-def _in_vain(config: RunOptions, start: RunOptions) -> Iterator[str]:
-    """Yield a line for each given flag that changes nothing because another one is missing."""
-    kind = config.tokenizer.tokenizer_type
-    unread = {"vocab_file", "merge_file", "tokenizer_model", "vocab_size"} if kind else set()
-    unread -= {*rules_data.tokenizer_files(kind)}
-    for name, section in sections().items():
-        for field in fields_of(section):
-            value = getattr(getattr(config, name), field.name)
-            if value is None or value == getattr(getattr(start, name), field.name):
-                continue
-            if field.info.needs is not None and not field.info.needs.is_met(config):
-                yield f"{field.spell(value)} changes nothing {field.info.needs.why}"
-            elif name == "tokenizer" and field.name in unread:
-                yield f"{field.spell(value)} changes nothing with --tokenizer-type {kind}"

@@ -40,17 +40,18 @@ MAY_HAVE_SENTINELS = (
 SPLIT_NAMES = ("train", "valid", "test")
 
 
-# What some flags change nothing without.
+# What some flags need to have an effect, or require.
 _TIKTOKEN = Need(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
-    "without --tokenizer-type TikTokenizer",
+    "--tokenizer-type TikTokenizer",
 )
 _APPENDS = Need(
     lambda run: run.tokenizer.tokenizer_type in APPENDS_SENTINELS,
-    "without a WordPiece or SentencePiece vocabulary",
+    "a WordPiece or SentencePiece vocabulary",
 )
-_WHOLE_CORPUS = Need(lambda run: run.data.data_path is not None, "without --data-path")
-_CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "without --dataloader-type cyclic")
+_WHOLE_CORPUS = Need(lambda run: run.data.data_path is not None, "--data-path")
+_SAVE = Need(lambda run: run.checkpoint.save is not None, "--save")
+_CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +141,20 @@ class DataOptions:
         at_least=1,
         at_most=MOST_IDS,
     )
-    decoder_seq_length: int | None = flag(None, unit="tokens", at_least=1, at_most=MOST_IDS)
+    decoder_seq_length: int | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, only_for=("t5",)
+    )
     mmap_warmup: bool = False
     num_workers: int = flag(2, unit="processes", at_least=0, at_most=1024)
     data_impl: str = flag("infer", choices=("mmap", "infer"))
     dataloader_type: str | None = flag(None, choices=("single", "cyclic"))
     data_sharding: bool = flag(True, needs=_CYCLIC)
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    eod_mask_loss: bool = False
-    mask_prob: float = flag(0.15, unit="0 to 1", at_least=0, at_most=1)
-    short_seq_prob: float = flag(0.1, unit="0 to 1", at_least=0, at_most=1)
-    log_sample_ids: bool = False
+    reset_position_ids: bool = flag(False, only_for=("gpt",))
+    reset_attention_mask: bool = flag(False, only_for=("gpt",))
+    eod_mask_loss: bool = flag(False, only_for=("gpt",))
+    mask_prob: float = flag(0.15, unit="0 to 1", at_least=0, at_most=1, only_for=("bert", "t5"))
+    short_seq_prob: float = flag(0.1, unit="0 to 1", at_least=0, at_most=1, only_for=("bert", "t5"))
+    log_sample_ids: bool = flag(False, requires=_SAVE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,15 +24,15 @@ _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or fal
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A condition without which a flag changes nothing.
+    """A condition of a flag: without it the flag changes nothing, or is an error.
 
     Attributes:
         is_met: Tells whether it holds for a resolved run (a `RunOptions`).
-        why: What follows "changes nothing" in the notice.
+        what: The flags that meet it, for "changes nothing without" and "requires".
     """
 
     is_met: Callable[[Any], Any]
-    why: str
+    what: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,8 @@ class FlagInfo:
         below: A number that no value reaches.
         at_most: The largest value.
         needs: What the flag changes nothing without.
+        requires: What must hold if the value is not the default.
+        only_for: The kinds of network that have the flag. Empty for all.
         is_common: Whether `--help` shows the flag, and not only `--help-all`.
         required: What `--help` says of a flag that must be given. `--help` shows it.
         is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
@@ -70,6 +72,8 @@ class FlagInfo:
     below: float | None = None
     at_most: float | None = None
     needs: Need | None = None
+    requires: Need | None = None
+    only_for: tuple[str, ...] = ()
     is_common: bool = False
     required: str = ""
     is_flag: bool = True
@@ -153,6 +157,7 @@ class Field:
             f"{word:g}" if isinstance(word, float) and float(f"{word:g}") == word else str(word)
             for word in words
         ]
+        shown = ["true"] if value is True else shown
         return " ".join([self.names[0] if self.names else self.name, *shown])
 
     def out_of_bounds(self, value: Any) -> str:

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# What some flags change nothing without.
+# What some flags need to have an effect, or require.
 _RECORDS = Need(
     lambda run: (
         run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.metrics_jsonl
     ),
-    "without --tensorboard-dir, --wandb-project or --metrics-jsonl",
+    "--tensorboard-dir, --wandb-project or --metrics-jsonl",
 )
-_TENSORBOARD = Need(lambda run: run.logging.tensorboard_dir, "without --tensorboard-dir")
-_TIMES = Need(lambda run: run.logging.timing_log_level, "without --timing-log-level")
-_PROFILES = Need(lambda run: run.profiling.profile, "without --profile")
+_TENSORBOARD = Need(lambda run: run.logging.tensorboard_dir, "--tensorboard-dir")
+_TIMES = Need(lambda run: run.logging.timing_log_level, "--timing-log-level")
+_PROFILES = Need(lambda run: run.profiling.profile, "--profile")
+_PROJECT = Need(lambda run: run.logging.wandb_project, "--wandb-project")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,10 @@ class LoggingConfig:
     log_memory_to_tensorboard: bool = flag(False, needs=_RECORDS)
     log_world_size_to_tensorboard: bool = flag(False, needs=_RECORDS)
     wandb_project: str | None = None
-    wandb_entity: str | None = None
-    wandb_name: str | None = flag(None, names="--wandb-name --wandb-exp-name")
-    wandb_save_dir: str | None = None
-    wandb_id: str | None = None
+    wandb_entity: str | None = flag(None, requires=_PROJECT)
+    wandb_name: str | None = flag(None, names="--wandb-name --wandb-exp-name", requires=_PROJECT)
+    wandb_save_dir: str | None = flag(None, requires=_PROJECT)
+    wandb_id: str | None = flag(None, requires=_PROJECT)
     metrics_jsonl: str | None = None
 
 

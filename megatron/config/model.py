@@ -10,20 +10,27 @@ ARCHITECTURES = ("gpt", "bert", "t5")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
-# What some flags change nothing without.
-_GROUPED = Need(lambda run: run.model.group_query_attention, "without --group-query-attention")
+# What some flags need to have an effect, or require.
+_GROUPED = Need(lambda run: run.model.group_query_attention, "--group-query-attention")
 _ROTARY = Need(
     lambda run: run.model.position_embedding_type == "rope",
-    "without --position-embedding-type rope",
+    "--position-embedding-type rope",
 )
-_SCALED = Need(lambda run: run.model.use_rope_scaling, "without --use-rope-scaling")
+_SCALED = Need(lambda run: run.model.use_rope_scaling, "--use-rope-scaling")
 _UNBIASED = Need(
     lambda run: not run.model.add_bias_linear,
-    "without --disable-bias-linear: all linear layers have biases",
+    "--disable-bias-linear: all linear layers have biases",
 )
 _PLAIN_SCORES = Need(
-    lambda run: not run.model.use_flash_attn, "with --use-flash-attn: its kernels hold no scores"
+    lambda run: not run.model.use_flash_attn,
+    "attention scores in memory, which --use-flash-attn avoids",
 )
+_LOAD = Need(lambda run: run.checkpoint.load is not None, "--load")
+_RELATIVE = Need(
+    lambda run: run.model.position_embedding_type == "relative",
+    "--position-embedding-type relative",
+)
+_HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,9 @@ class ModelOptions:
         at_least=1,
         at_most=MAX_LAYERS,
     )
-    decoder_num_layers: int | None = flag(None, unit="layers", at_least=1, at_most=MAX_LAYERS)
+    decoder_num_layers: int | None = flag(
+        None, unit="layers", at_least=1, at_most=MAX_LAYERS, only_for=("t5",)
+    )
     hidden_size: int | None = flag(None, required="required", at_least=1, at_most=MOST_WIDTH)
     ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH)
     num_attention_heads: int | None = flag(
@@ -124,12 +133,14 @@ class ModelOptions:
     position_embedding_type: str = flag(
         "learned_absolute", choices=("learned_absolute", "rope", "relative", "none")
     )
-    relative_attention_num_buckets: int = flag(32, unit="buckets", at_most=MOST_WIDTH)
-    relative_attention_max_distance: int = flag(128, unit="tokens", at_least=1)
+    relative_attention_num_buckets: int = flag(
+        32, unit="buckets", at_most=MOST_WIDTH, requires=_RELATIVE
+    )
+    relative_attention_max_distance: int = flag(128, unit="tokens", at_least=1, requires=_RELATIVE)
     rotary_percent: float = flag(1.0, unit="0 to 1", above=0, at_most=1, needs=_ROTARY)
     rotary_base: float = flag(10000.0, above=0, needs=_ROTARY)
     rotary_seq_len_interpolation_factor: int | None = flag(None, at_least=1, needs=_ROTARY)
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = flag(False, requires=_ROTARY)
     rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
     make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MOST_IDS)
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
@@ -144,19 +155,19 @@ class ModelOptions:
     onnx_safe: bool | None = None
     bias_gelu_fusion: bool = True
     untie_embeddings_and_output_weights: bool = False
-    scale_decoder_outputs: bool = False
-    add_output_bias: bool = flag(True, off="--disable-output-bias")
-    softmax_scale: float | None = flag(None, above=0)
+    scale_decoder_outputs: bool = flag(False, only_for=("t5",))
+    add_output_bias: bool = flag(True, off="--disable-output-bias", only_for=("t5",))
+    softmax_scale: float | None = flag(None, above=0, only_for=("t5",))
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, needs=_UNBIASED)
     qk_layernorm: bool = False
-    bert_binary_head: bool = flag(True, off="--bert-no-binary-head")
+    bert_binary_head: bool = flag(True, off="--bert-no-binary-head", only_for=("bert",))
     attention_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     init_method_std: float = flag(0.02, at_least=0)
     init_method_xavier_uniform: bool = False
-    perform_initialization: bool = flag(True, off="--no-initialization")
-    use_flash_attn: bool = False
+    perform_initialization: bool = flag(True, off="--no-initialization", requires=_LOAD)
+    use_flash_attn: bool = flag(False, requires=_HALF)
     masked_softmax_fusion: bool = flag(True, needs=_PLAIN_SCORES)
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
     bias_dropout_fusion: bool = True

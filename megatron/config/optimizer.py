@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# What some flags change nothing without.
-_ADAM = Need(lambda run: run.optimizer.optimizer == "adam", "with --optimizer sgd")
-_SGD = Need(lambda run: run.optimizer.optimizer == "sgd", "without --optimizer sgd")
+# What some flags need to have an effect, or require.
+_ADAM = Need(lambda run: run.optimizer.optimizer == "adam", "--optimizer adam")
+_SGD = Need(lambda run: run.optimizer.optimizer == "sgd", "--optimizer sgd")
 _WARMS_UP = Need(
     lambda run: (
         run.schedule.lr_warmup_fraction
         or run.schedule.lr_warmup_iters
         or run.schedule.lr_warmup_samples
     ),
-    "without a warm-up",
+    "a warm-up",
 )
-_DECOUPLED = Need(lambda run: run.schedule.decoupled_lr is not None, "without --decoupled-lr")
-_LOADS = Need(lambda run: run.checkpoint.load is not None, "without --load")
+_DECOUPLED = Need(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
+_LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
+_WSD = Need(lambda run: run.schedule.lr_decay_style == "WSD", "--lr-decay-style WSD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +87,10 @@ class ScheduleConfig:
         is_common=True,
     )
     lr_wsd_decay_style: str = flag(
-        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), requires=_WSD
     )
-    lr_wsd_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
-    lr_wsd_decay_samples: int | None = flag(None, unit="samples", at_least=1)
+    lr_wsd_decay_iters: int | None = flag(None, unit="iterations", at_least=1, requires=_WSD)
+    lr_wsd_decay_samples: int | None = flag(None, unit="samples", at_least=1, requires=_WSD)
     lr_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
     lr_decay_samples: int | None = flag(None, unit="samples", at_least=1)
     lr_warmup_fraction: float | None = flag(None, unit="0 to 1", at_least=0, below=1)

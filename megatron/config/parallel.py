@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 from megatron.config.fields import MAX_LAYERS, Need, flag
 
-# What some flags change nothing without.
+# What some flags need to have an effect, or require.
 _SHARES_SEQUENCES = Need(
     lambda run: run.parallel.context_parallel_size > 1,
-    "without --context-parallel-size: no process shares a sequence",
+    "--context-parallel-size: no process shares a sequence",
 )
+_FULL = Need(
+    lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
+)
+_SHARDED = Need(lambda run: run.parallel.zero_stage, "--use-distributed-optimizer or --zero-stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +89,14 @@ class ParallelOptions:
     pipeline_model_parallel_layout: str | None = None
     decoder_first_pipeline_num_layers: int | None = flag(None, unit="layers")
     decoder_last_pipeline_num_layers: int | None = flag(None, unit="layers")
-    pipeline_model_parallel_split_rank: int | None = flag(None, unit="stage")
+    pipeline_model_parallel_split_rank: int | None = flag(None, unit="stage", only_for=("t5",))
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     cp_comm_type: str = flag("p2p", choices=("p2p", "a2a"), needs=_SHARES_SEQUENCES)
     sequence_parallel: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     tp_comm_overlap: bool = False
-    distribute_saved_activations: bool = False
+    distribute_saved_activations: bool = flag(False, requires=_FULL)
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, unit="minutes", above=0, at_most=365 * 24 * 60)
     ddp_impl: str = flag("local", names="--DDP-impl", choices=("local", "torch"))
@@ -104,7 +108,7 @@ class ParallelOptions:
     use_distributed_optimizer: bool = flag(False, is_common=True)
     zero_stage: int | None = flag(None, choices=(0, 1, 2, 3))
     overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = flag(False, requires=_SHARDED)
     use_cpu_initialization: bool = flag(
         False, notice="every device draws the same initial weights, for any parallel layout"
     )

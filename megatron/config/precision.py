@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     import torch
 
 
-# What some flags change nothing without.
+# What some flags need to have an effect, or require.
 _DYNAMIC_SCALE = Need(
     lambda run: run.precision.fp16 and run.precision.loss_scale is None,
-    "without --fp16 and its dynamic loss scale",
+    "--fp16 and its dynamic loss scale",
 )
-_HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "without --fp16 or --bf16")
+_HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
+_FP16 = Need(lambda run: run.precision.fp16, "--fp16")
+_FP8 = Need(lambda run: run.precision.fp8_format, "--fp8-format")
+_DELAYED = Need(lambda run: run.precision.fp8_recipe == "delayed", "--fp8-recipe delayed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +77,24 @@ class PrecisionConfig:
     min_loss_scale: float = flag(1.0, above=0, needs=_DYNAMIC_SCALE)
     loss_scale_window: float = flag(1000.0, unit="iterations", at_least=1, needs=_DYNAMIC_SCALE)
     hysteresis: int = flag(2, unit="iterations", at_least=1, needs=_DYNAMIC_SCALE)
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = flag(False, requires=_HALF)
     apply_query_key_layer_scaling: bool = flag(True, off="--no-query-key-layer-scaling")
     attention_softmax_in_fp32: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
-    fp16_lm_cross_entropy: bool = False
+    fp16_lm_cross_entropy: bool = flag(False, requires=_FP16)
     embedding_weights_in_fp32: bool = False
     fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
-    fp8_recipe: str = flag("tensorwise", choices=("tensorwise", "rowwise", "delayed"))
-    fp8_margin: int = flag(0, unit="powers of 2", at_least=0)
-    fp8_interval: int = flag(1, unit="iterations", at_least=1)
-    fp8_amax_history_len: int = flag(1, unit="iterations", at_least=1)
-    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
-    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad --disable-fp8-wgrad")
-    fp8_param_gather: bool = False
+    fp8_recipe: str = flag(
+        "tensorwise", choices=("tensorwise", "rowwise", "delayed"), requires=_FP8
+    )
+    fp8_margin: int = flag(0, unit="powers of 2", at_least=0, requires=_DELAYED)
+    fp8_interval: int = flag(1, unit="iterations", at_least=1, requires=_DELAYED)
+    fp8_amax_history_len: int = flag(1, unit="iterations", at_least=1, requires=_DELAYED)
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", choices=("most_recent", "max"), requires=_DELAYED
+    )
+    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad --disable-fp8-wgrad", requires=_FP8)
+    fp8_param_gather: bool = flag(False, requires=_FP8)
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: bool = True
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te", "linear"))

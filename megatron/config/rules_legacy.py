@@ -8,8 +8,7 @@ from megatron.config.fields import divisors
 from megatron.config.model import ModelOptions
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunOptions
-from megatron.config.stages import megatron_misfit, plan_model
-from megatron.errors import ConfigError
+from megatron.config.stages import megatron_misfit, possible_plan
 
 
 def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -48,10 +47,13 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             "Megatron-LM 23.08 has no such learning rate, and its optimizer files cannot store "
             "one: use --ckpt-format native"
         )
-    misfit = _misfit(config)
+    parts, layers = possible_plan(model, config.parallel), model.num_layers
+    stages = config.parallel.pipeline_model_parallel_size
+    is_t5 = model.architecture == "t5"
+    misfit = megatron_misfit(parts, stages, layers if is_t5 else None)
     if misfit:
         remedy = "use --ckpt-format native"
-        if model.architecture == "t5":
+        if is_t5:
             remedy = f"choose another --pipeline-model-parallel-split-rank, or {remedy}"
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}: {remedy}"
 
@@ -105,15 +107,3 @@ def tensor_misfit(model: ModelOptions, ranks: int) -> str:
                 f"divisible by {ranks} ranks: use {divisors(count)}"
             )
     return ""
-
-
-def _misfit(config: RunOptions) -> str:
-    """Return why Megatron does not cut the model so, or "", also if other rules refuse the plan."""
-    stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers or 0
-    if stages < 1 or layers < 1:
-        return ""
-    try:
-        parts = plan_model(config.model, config.parallel)
-    except ConfigError:
-        return ""
-    return megatron_misfit(parts, stages, layers if config.model.architecture == "t5" else None)

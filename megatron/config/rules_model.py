@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.data import DataOptions
-from megatron.config.fields import divisors, fields_of
-from megatron.config.model import ModelOptions, flash_head_misfit
-from megatron.config.precision import PrecisionConfig
+from megatron.config.fields import divisors
+from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
-from megatron.config.run import RunOptions
-from megatron.config.stages import plan_model
-from megatron.errors import ConfigError
+from megatron.config.run import RunOptions, field_at, flatten
+from megatron.config.stages import possible_plan
+
+MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
+_FEWEST_BUCKETS = 4
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+_ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield the flags that every training run must have and that are missing."""
-    model, training, data = config.model, config.training, config.data
-    given: dict[str, float | None] = {
-        "--num-layers": model.num_layers,
-        "--hidden-size": model.hidden_size,
-        "--num-attention-heads": model.num_attention_heads,
-        "--seq-length": data.seq_length,
-        "--micro-batch-size": training.micro_batch_size,
-    }
-    if not training.skip_train:
-        given["--lr"] = config.schedule.lr
-    for name, value in given.items():
-        if value is None:
-            yield f"{name} is required: give it a value"
+    paths = [f"model.{name}" for name in _REQUIRED]
+    paths += ["data.seq_length", "training.micro_batch_size"]
+    if not config.training.skip_train:
+        paths.append("schedule.lr")
+    values = flatten(config)
+    for path in paths:
+        if values[path] is None:
+            yield f"{field_at(path).names[0]} is required: give it a value"
 
 
 def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -58,10 +55,10 @@ def heads(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def positions(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield mistakes in the position embedding."""
-    model, data, length = config.model, config.data, longest_sequence(config.data)
+    model, length = config.model, longest_sequence(config.data)
     longest = model.max_position_embeddings
     if length and longest and longest < length:
-        name = "--seq-length" if length == data.seq_length else "--decoder-seq-length"
+        name = "--seq-length" if length == config.data.seq_length else "--decoder-seq-length"
         yield (
             f"--max-position-embeddings {longest} is less than {name} {length}: "
             f"use at least {length}"
@@ -75,10 +72,6 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"rotates {rotating} channels, but channels rotate in pairs: choose values that "
                 "give an even number"
             )
-    if model.use_rope_scaling and model.position_embedding_type != "rope":
-        yield (
-            "--use-rope-scaling requires --position-embedding-type rope: add it, or drop the flag"
-        )
     if model.use_rope_scaling and (model.rotary_seq_len_interpolation_factor or 1) > 1:
         yield (
             "--use-rope-scaling and --rotary-seq-len-interpolation-factor "
@@ -88,19 +81,8 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield that several activation functions are named."""
-    model = config.model
-    chosen = [
-        name
-        for name, on in (
-            ("--swiglu", model.swiglu),
-            ("--geglu", model.geglu),
-            ("--relu", model.relu),
-            ("--squared-relu", model.squared_relu),
-            ("--openai-gelu", model.openai_gelu),
-            ("--onnx-safe true", model.onnx_safe),
-        )
-        if on
-    ]
+    values = {name: getattr(config.model, name) for name in _ACTIVATIONS}
+    chosen = [field_at(f"model.{name}").spell(True) for name, on in values.items() if on]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)}: an MLP has a single activation function: use one of them"
 
@@ -116,26 +98,15 @@ def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def precision(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield mistakes in the number formats, other than FP8."""
-    numbers = config.precision
-    half = numbers.fp16 or numbers.bf16
+    numbers, head = config.precision, config.model.kv_channels
     if numbers.fp16 and numbers.bf16:
         yield "--fp16 and --bf16 cannot be combined: use one of them"
-    if config.model.use_flash_attn and not half:
-        yield "--use-flash-attn requires 16-bit weights: add --bf16 or --fp16"
-    head = config.model.kv_channels
     misfit = flash_head_misfit(head) if config.model.use_flash_attn and head else ""
     if misfit:
         yield (
             f"--use-flash-attn: {misfit}: choose another --num-attention-heads or --kv-channels, "
             "or drop the flag"
         )
-    if numbers.fp32_residual_connection and not half:
-        yield (
-            "--fp32-residual-connection requires --bf16 or --fp16: add one of them, or drop the "
-            "flag"
-        )
-    if numbers.fp16_lm_cross_entropy and not numbers.fp16:
-        yield "--fp16-lm-cross-entropy requires --fp16: add it, or drop this flag"
     impl = numbers.cross_entropy_fusion_impl
     if impl != "native" and not numbers.cross_entropy_loss_fusion:
         yield (
@@ -150,47 +121,19 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-_FEWEST_BUCKETS = 4
-_SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
-
-
 def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags that belong to another architecture."""
-    kind = config.model.architecture
-    data, parallel, model = config.data, config.parallel, config.model
-    split_rank = parallel.pipeline_model_parallel_split_rank
-    for owner, name, given in (
-        ("gpt", "--reset-position-ids", data.reset_position_ids),
-        ("gpt", "--reset-attention-mask", data.reset_attention_mask),
-        ("gpt", "--eod-mask-loss", data.eod_mask_loss),
-        ("bert", "--bert-no-binary-head", not model.bert_binary_head),
-        ("t5", f"--decoder-num-layers {model.decoder_num_layers}", model.decoder_num_layers),
-        ("t5", f"--decoder-seq-length {data.decoder_seq_length}", data.decoder_seq_length),
-        ("t5", f"--pipeline-model-parallel-split-rank {split_rank}", split_rank is not None),
-        ("t5", "--position-embedding-type relative", model.position_embedding_type == "relative"),
-        ("t5", "--scale-decoder-outputs", model.scale_decoder_outputs),
-        ("t5", "--disable-output-bias", not model.add_output_bias),
-        ("t5", f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),
-    ):
-        if given and kind != owner:
-            yield f"{name} is only for {_SHOWN[owner]}, and this model is a {_SHOWN[kind]}: drop it"
-    if kind == "gpt":
-        yield from _of_sentences(data)
-        return
-    if parallel.context_parallel_size > 1:
+    """Yield values that do not go with the architecture."""
+    kind, context = config.model.architecture, config.parallel.context_parallel_size
+    if config.model.position_embedding_type == "relative" and kind != "t5":
         yield (
-            f"--context-parallel-size {parallel.context_parallel_size}: context parallelism does "
-            f"not support the padding masks of {_SHOWN[kind]}: use 1"
+            "--position-embedding-type relative is only for T5, and this model is a "
+            f"{kind.upper()}: drop it"
         )
-
-
-def _of_sentences(data: DataOptions) -> Iterator[str]:
-    """Yield flags that only change the samples of BERT and T5."""
-    for name in ("mask_prob", "short_seq_prob"):
-        value = getattr(data, name)
-        if value != getattr(DataOptions(), name):
-            flag = f"--{name.replace('_', '-')} {value}"
-            yield f"{flag} is only for BERT and T5, and this model is a GPT: drop it"
+    if kind != "gpt" and context > 1:
+        yield (
+            f"--context-parallel-size {context}: context parallelism does not support the padding "
+            f"masks of {kind.upper()}: use 1"
+        )
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -198,13 +141,6 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
-        for field in ("relative_attention_num_buckets", "relative_attention_max_distance"):
-            value = getattr(model, field)
-            if value != getattr(ModelOptions(), field):
-                yield (
-                    f"--{field.replace('_', '-')} {value} requires --position-embedding-type "
-                    "relative: add it, or drop this flag"
-                )
         return
     if buckets < _FEWEST_BUCKETS or buckets % 2:
         yield (
@@ -217,20 +153,13 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--relative-attention-num-buckets {buckets} have a bucket each: use at least "
             f"{buckets // 2 + 1}"
         )
-    if parallel.zero_stage == 3 and _has_virtual_stages(config):
+    parts = possible_plan(config.model, parallel)
+    if parallel.zero_stage == 3 and len(parts) > parallel.pipeline_model_parallel_size:
         yield (
             "--zero-stage 3 with --position-embedding-type relative and virtual stages: the "
             "virtual stages of a rank share a table, which would be freed while another one needs "
             "it: use --zero-stage 1, or one virtual stage"
         )
-
-
-def _has_virtual_stages(config: RunOptions) -> bool:
-    try:
-        parts = plan_model(config.model, config.parallel)
-    except (ConfigError, AssertionError):  # other rules say so
-        return False
-    return len(parts) > config.parallel.pipeline_model_parallel_size
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -253,88 +182,50 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
-
-# Settings that only the delayed recipe has.
-_OF_HISTORY = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
-
-
 def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield mistakes in the settings of FP8 training."""
-    numbers = config.precision
-    yield from _history(numbers)
-    yield from _gather(config)
-    if numbers.fp8_format is None:
-        if not numbers.fp8_wgrad:
-            yield "--no-fp8-wgrad requires --fp8-format: add it, or drop the flag"
-        if numbers.fp8_recipe != "tensorwise":
-            yield (
-                f"--fp8-recipe {numbers.fp8_recipe} requires --fp8-format: add it, or drop the flag"
-            )
-        return
-    if not (numbers.bf16 or numbers.fp16):
-        yield f"--fp8-format {numbers.fp8_format} requires 16-bit weights: add --bf16"
-    if config.parallel.zero_stage == 3:
-        yield (
-            f"--fp8-format {numbers.fp8_format} keeps 8-bit copies of whole weights, which defeats "
-            "the purpose of --zero-stage 3: use --zero-stage 1 or 2, or drop --fp8-format"
-        )
-    yield from _sizes(config)
-
-
-def _history(numbers: PrecisionConfig) -> Iterator[str]:
-    """Yield the given settings of --fp8-recipe delayed without it. At their defaults they pass."""
-    for field in fields_of(PrecisionConfig):
-        value = getattr(numbers, field.name)
-        if field.name in _OF_HISTORY and numbers.fp8_recipe != "delayed" and value != field.default:
-            yield (f"{field.spell(value)} requires --fp8-recipe delayed: add it, or drop this flag")
-
-
-def _gather(config: RunOptions) -> Iterator[str]:
     numbers, stage = config.precision, config.parallel.zero_stage or 0
-    if not numbers.fp8_param_gather:
-        return
-    shown = "--fp8-param-gather"
+    if numbers.fp8_param_gather and numbers.fp8_recipe == "rowwise":
+        yield (
+            "--fp8-param-gather with --fp8-recipe rowwise: a process's shard may end within a row, "
+            "and each row has its own scale: use tensorwise or delayed, or drop the flag"
+        )
+    if numbers.fp8_param_gather and stage == 0:
+        yield (
+            "--fp8-param-gather requires a sharded update: add --use-distributed-optimizer, or "
+            "drop the flag"
+        )
     if numbers.fp8_format is None:
-        yield f"{shown} requires --fp8-format: add it, or drop the flag"
-    if numbers.fp8_recipe == "rowwise":
+        return
+    shown = f"--fp8-format {numbers.fp8_format}"
+    if not (numbers.bf16 or numbers.fp16):
+        yield f"{shown} requires 16-bit weights: add --bf16"
+    if stage == 3:
         yield (
-            f"{shown} with --fp8-recipe rowwise: a process's shard may end within a row, and each "
-            "row has its own scale: use tensorwise or delayed, or drop the flag"
+            f"{shown} keeps 8-bit copies of whole weights, which defeats the purpose of "
+            "--zero-stage 3: use --zero-stage 1 or 2, or drop --fp8-format"
         )
-    if stage == 0:
-        yield (
-            f"{shown} requires a sharded update: add --use-distributed-optimizer, or drop the flag"
-        )
-
-
-def _sizes(config: RunOptions) -> Iterator[str]:
-    model, parallel, data = config.model, config.parallel, config.data
-    split = max(1, parallel.tensor_model_parallel_size)
-    micro_batch, context = config.training.micro_batch_size or 0, parallel.context_parallel_size
-    head, heads = model.kv_channels or 0, model.num_attention_heads or 0
-    groups = model.num_query_groups if model.group_query_attention else 0
-    sizes = {
-        "--hidden-size": (model.hidden_size, 1),
-        "--ffn-hidden-size": (model.ffn_hidden_size, split),
-        "--num-attention-heads x --kv-channels": (heads * head, split),
-        "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels": (
-            (heads + 2 * groups) * head if groups else 0,
-            split,
-        ),
-        "--micro-batch-size x --seq-length": (
-            micro_batch * (data.seq_length or 0),
-            max(1, context),
-        ),
-        "--micro-batch-size x --decoder-seq-length": (
-            micro_batch * (data.decoder_seq_length or 0),
-            1,
-        ),
-    }
-    for name, (size, parts) in sizes.items():
-        if size and size % (MULTIPLE * parts):
+    for name, size, parts in _sizes(config):
+        if size % (MULTIPLE * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
-                f"--fp8-format {config.precision.fp8_format}: {name} {size} is not a multiple of "
-                f"{MULTIPLE}{share}: use a multiple of {MULTIPLE * parts}, or drop --fp8-format"
+                f"{shown}: {name} {size} is not a multiple of {MULTIPLE}{share}: use a multiple of "
+                f"{MULTIPLE * parts}, or drop --fp8-format"
             )
+
+
+def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
+    """Yield the sides of the matrices that are multiplied in 8 bits: name, size, equal parts."""
+    model, parallel, data = config.model, config.parallel, config.data
+    split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
+    micro_batch = config.training.micro_batch_size or 0
+    head, heads = model.kv_channels or 0, model.num_attention_heads or 0
+    yield "--hidden-size", model.hidden_size or 0, 1
+    yield "--ffn-hidden-size", model.ffn_hidden_size or 0, split
+    yield "--num-attention-heads x --kv-channels", heads * head, split
+    if model.group_query_attention:
+        name = "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"
+        yield name, (heads + 2 * model.num_query_groups) * head, split
+    yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
+    decoder_tokens = micro_batch * (data.decoder_seq_length or 0)
+    yield "--micro-batch-size x --decoder-seq-length", decoder_tokens, 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megatron.config.optimizer import ScheduleConfig
 from megatron.config.resolve import data_parallel_size
-from megatron.config.run import RunOptions
+from megatron.config.run import RunOptions, field_at
 
 _RAMP_WORDS = 3
 _COUNTABLE = 2**63 - 1  # samples of a dataset
@@ -71,28 +70,14 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     if iters == 0 and not training.skip_train:
         yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
-    by_samples = {
-        "--lr-decay-samples": schedule.lr_decay_samples,
-        "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
-        "--lr-warmup-samples": schedule.lr_warmup_samples or None,
-    }
-    by_iters = {
-        "--lr-decay-iters": schedule.lr_decay_iters,
-        "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
-        "--lr-warmup-iters": schedule.lr_warmup_iters or None,
-    }
-    for name, value in by_samples.items():
-        if iters is not None and value is not None:
-            yield (
-                f"{name} {value} requires --train-samples, but this run has --train-iters {iters}: "
-                f"use {name.replace('samples', 'iters')}"
-            )
-    for name, value in by_iters.items():
-        if samples is not None and value is not None:
-            yield (
-                f"{name} {value} requires --train-iters, but this run has --train-samples "
-                f"{samples}: use {name.replace('iters', 'samples')}"
-            )
+    for unit, other, count in (("samples", "iters", iters), ("iters", "samples", samples)):
+        for name in ("lr-decay", "lr-wsd-decay", "lr-warmup"):
+            value = getattr(schedule, f"{name.replace('-', '_')}_{unit}")
+            if value and count is not None:
+                yield (
+                    f"--{name}-{unit} {value} requires --train-{unit}, but this run has "
+                    f"--train-{other} {count}: use --{name}-{other}"
+                )
 
 
 def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -108,13 +93,22 @@ def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
 def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield mistakes in the learning rates."""
     schedule = config.schedule
-    if schedule.lr is not None and schedule.min_lr > schedule.lr:
-        yield f"--min-lr {schedule.min_lr:g} is above --lr {schedule.lr:g}: lower it"
-    yield from _decoupled_learning_rate(schedule)
-    first = schedule.lr_warmup_init
-    for name, peak in (("--lr", schedule.lr), ("--decoupled-lr", schedule.decoupled_lr)):
-        if peak is not None and first > peak:
-            yield f"--lr-warmup-init {first:g} is above {name} {peak:g}: lower it"
+    for low, high in (
+        ("min_lr", "lr"),
+        ("decoupled_min_lr", "decoupled_lr"),
+        ("lr_warmup_init", "lr"),
+        ("lr_warmup_init", "decoupled_lr"),
+    ):
+        least, peak = getattr(schedule, low), getattr(schedule, high)
+        if least is not None and peak is not None and least > peak:
+            shown = field_at(f"schedule.{low}").spell(least)
+            yield f"{shown} is above {field_at(f'schedule.{high}').spell(peak)}: lower it"
+    peak = schedule.decoupled_lr
+    if peak is not None and schedule.decoupled_min_lr is None and schedule.min_lr > peak:
+        yield (
+            f"--min-lr {schedule.min_lr:g}, which also applies to --decoupled-lr, is above "
+            f"--decoupled-lr {peak:g}: give --decoupled-min-lr"
+        )
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler cannot be "
@@ -122,40 +116,15 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-def _decoupled_learning_rate(schedule: ScheduleConfig) -> Iterator[str]:
-    peak, least = schedule.decoupled_lr, schedule.decoupled_min_lr
-    if peak is None:
-        return
-    if least is not None and least > peak:
-        yield f"--decoupled-min-lr {least:g} is above --decoupled-lr {peak:g}: lower it"
-    elif least is None and schedule.min_lr > peak:
-        yield (
-            f"--min-lr {schedule.min_lr:g}, which also applies to --decoupled-lr, is above "
-            f"--decoupled-lr {peak:g}: give --decoupled-min-lr"
-        )
-
-
 def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the decay at the end of --lr-decay-style WSD."""
+    """Yield that --lr-decay-style WSD lacks the length of its final decay."""
     schedule = config.schedule
-    lengths = {
-        "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
-        "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
-    }
-    given: dict[str, int | str] = {k: v for k, v in lengths.items() if v is not None}
-    if schedule.lr_decay_style == "WSD":
-        if not given and not config.training.skip_train:
-            yield (
-                "--lr-decay-style WSD requires the length of its final decay: give "
-                "--lr-wsd-decay-iters or --lr-wsd-decay-samples"
-            )
-        return
-    shape, unset = schedule.lr_wsd_decay_style, ScheduleConfig.lr_wsd_decay_style
-    named: dict[str, int | str] = {"--lr-wsd-decay-style": shape} if shape != unset else {}
-    for name, value in (named | given).items():
+    lengths = (schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples)
+    is_wsd = schedule.lr_decay_style == "WSD" and not config.training.skip_train
+    if is_wsd and lengths == (None, None):
         yield (
-            f"{name} {value} cannot be combined with --lr-decay-style {schedule.lr_decay_style}: "
-            "drop it, or use --lr-decay-style WSD"
+            "--lr-decay-style WSD requires the length of its final decay: give "
+            "--lr-wsd-decay-iters or --lr-wsd-decay-samples"
         )
 
 
@@ -167,46 +136,32 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     """
     schedule, training = config.schedule, config.training
     fraction = schedule.lr_warmup_fraction
-    for unit, warmup, anneal, decay, whole in (
-        (
-            *("iters", schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters),
-            *(schedule.lr_decay_iters, training.train_iters),
-        ),
-        (
-            *("samples", schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples),
-            *(schedule.lr_decay_samples, training.train_samples),
-        ),
-    ):
+    for unit in ("iters", "samples"):
+        warmup, decay = (getattr(schedule, f"lr_{part}_{unit}") for part in ("warmup", "decay"))
         if warmup > 0 and fraction is not None:
             yield (
                 f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction {fraction:g} cannot be "
                 "combined: use one of them"
             )
+        whole = getattr(training, f"train_{unit}")
         end = decay if decay is not None else whole
         if not end or training.skip_train:
             continue
         source = f"--lr-decay-{unit} {end}" if decay is not None else f"--train-{unit} {end}"
+        anneal = getattr(schedule, f"lr_wsd_decay_{unit}")
         if warmup > 0 and warmup >= end:
             yield f"--lr-warmup-{unit} {warmup} must be less than {source}: lower it"
         elif anneal is not None and schedule.lr_decay_style == "WSD":
-            yield from _wsd_overlap(unit, anneal, warmup, fraction, end, source)
-
-
-def _wsd_overlap(
-    unit: str, anneal: int, warmup: int, fraction: float | None, end: int, source: str
-) -> Iterator[str]:
-    """Yield that the final decay begins within the warm-up, or before the run."""
-    shown = f"--lr-wsd-decay-{unit} {anneal}"
-    if anneal > end:
-        yield f"{shown} must be at most {source}: lower it"
-        return
-    taken: float = warmup
-    first = f"--lr-warmup-{unit} {warmup}"
-    if fraction is not None and 0 <= fraction < 1:
-        taken = round(fraction * end, 6)  # 0.07 x 100 is no more than 7
-        first = f"--lr-warmup-fraction {fraction:g} ({taken:.10g} {unit})"
-    if taken + anneal > end:
-        yield f"{first} and {shown} overlap: lower one of them, so that both fit into {source}"
+            shown, first = f"--lr-wsd-decay-{unit} {anneal}", f"--lr-warmup-{unit} {warmup}"
+            taken: float = warmup
+            if fraction is not None and 0 <= fraction < 1:
+                taken = round(fraction * end, 6)  # 0.07 x 100 is no more than 7
+                first = f"--lr-warmup-fraction {fraction:g} ({taken:.10g} {unit})"
+            if anneal > end:
+                yield f"{shown} must be at most {source}: lower it"
+            elif taken + anneal > end:
+                both = f"{first} and {shown}"
+                yield f"{both} overlap: lower one of them, so that both fit into {source}"
 
 
 def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -235,25 +190,17 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield flags of recomputation that do not go together."""
     training, layers = config.training, config.model.num_layers
-    granularity, method = training.recompute_granularity, training.recompute_method
     count = training.recompute_num_layers
-    if granularity == "full" and training.recompute_activations:
+    if training.recompute_granularity != "full":
+        return
+    if training.recompute_activations:
         yield (
             "--recompute-activations means --recompute-granularity selective and cannot be "
             "combined with --recompute-granularity full: use one of them"
         )
-    if granularity == "selective" and method is not None:
-        yield (
-            f"--recompute-method {method} requires --recompute-granularity full, not selective: "
-            "drop it"
-        )
-    if granularity == "full" and method is None:
+    if training.recompute_method is None:
         yield "--recompute-granularity full requires --recompute-method uniform or block"
-    if granularity is None and method is not None:
-        yield f"--recompute-method {method} requires --recompute-granularity full"
-    if granularity != "full" and count is not None:
-        yield f"--recompute-num-layers {count} requires --recompute-granularity full"
-    if granularity == "full" and count is not None and layers and count > layers:
+    if count is not None and layers and count > layers:
         yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
 
 
@@ -319,29 +266,6 @@ def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"{name} {folder!a}: the path {path!a} is not UTF-8: rename the folder"
 
 
-def saving(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags that need --load or --save."""
-    checkpoint = config.checkpoint
-    if checkpoint.load is None:
-        for name, on in (
-            ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
-            ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
-            ("--no-initialization", not config.model.perform_initialization),
-            (f"--ckpt-step {checkpoint.ckpt_step}", checkpoint.ckpt_step is not None),
-        ):
-            if on:
-                yield f"{name} requires --load: give the folder of the checkpoint"
-    if config.data.log_sample_ids and checkpoint.save is None:
-        yield "--log-sample-ids writes into the --save folder: give --save"
-
-
-def dry_run(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags that need --dry-run."""
-    training = config.training
-    if training.dry_run_world_size is not None and not training.dry_run:
-        yield f"--dry-run-world-size {training.dry_run_world_size} requires --dry-run"
-
-
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield mistakes in the profile's range and ranks."""
     profiling = config.profiling
@@ -359,21 +283,12 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def logging(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield log flags that lack another one."""
-    logging = config.logging
-    if logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
+    """Yield that there is no pipeline whose bubble could be logged."""
+    if config.logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (
             "--log-pipeline-bubble: one pipeline stage never waits for another: give "
             "--pipeline-model-parallel-size, or drop the flag"
         )
-    for name, value in (
-        ("--wandb-entity", logging.wandb_entity),
-        ("--wandb-name", logging.wandb_name),
-        ("--wandb-id", logging.wandb_id),
-        ("--wandb-save-dir", logging.wandb_save_dir),
-    ):
-        if value is not None and logging.wandb_project is None:
-            yield f"{name} {value} requires --wandb-project"
 
 
 def samples(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ those of `RunOptions` wherever resolving fills something in: a field is then kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
@@ -113,19 +113,20 @@ def sections() -> dict[str, type]:
 
 def field_at(path: str) -> Field:
     """Return the field that a "section.field" names, for example "model.num_layers"."""
-    section, name = path.split(".")
-    (found,) = (entry for entry in fields_of(sections()[section]) if entry.name == name)
-    return found
+    return next(entry for known, entry, _ in values_of(RunOptions()) if known == path)
+
+
+def values_of(config: RunOptions) -> Iterator[tuple[str, Field, Any]]:
+    """Yield each value of a run: its "section.field", the field, and the value."""
+    for name, section in sections().items():
+        part = getattr(config, name)
+        for entry in fields_of(section):
+            yield f"{name}.{entry.name}", entry, getattr(part, entry.name)
 
 
 def flatten(config: RunOptions) -> dict[str, Any]:
     """Return every value by "section.field", for example "model.num_layers"."""
-    return {
-        f"{section.name}.{entry.name}": getattr(part, entry.name)
-        for section in fields(config)
-        for part in (getattr(config, section.name),)
-        for entry in fields(part)
-    }
+    return {path: value for path, _, value in values_of(config)}
 
 
 def with_values(config: Run, values: Mapping[str, Any]) -> Run:

@@ -68,6 +68,21 @@ def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
     return plan_parts(encoder + decoder, config, decoder_layers=decoder)
 
 
+def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
+    """Return whether there are stages and layers, and not too many. Otherwise `bounds` says so."""
+    stages, layers = config.pipeline_model_parallel_size, model.num_layers or 0
+    most = max(stages, layers, model.decoder_num_layers or 0)
+    return stages > 0 and layers > 0 and most <= MAX_LAYERS
+
+
+def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
+    """Return the parts of a model, or none if a rule refuses the plan."""
+    try:
+        return plan_model(model, config) if may_be_planned(model, config) else []
+    except ConfigError:
+        return []
+
+
 def plan_parts(
     num_layers: int, config: ParallelOptions, *, decoder_layers: int = 0
 ) -> list[ModelPart]:

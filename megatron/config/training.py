@@ -6,14 +6,19 @@ from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_WIDTH, Need, flag
 
-# What some flags change nothing without.
+# What some flags need to have an effect, or require.
 _COUNTED = Need(
     lambda run: run.model.architecture != "gpt" or run.data.eod_mask_loss,
-    "without --eod-mask-loss: every token counts",
+    "--eod-mask-loss: every token counts",
 )
-_EVALUATES = Need(lambda run: run.evaluation.eval_iters, "with --eval-iters 0")
-_SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "without --on-nonfinite skip")
-_COLLECTS = Need(lambda run: run.training.manual_gc, "with --no-manual-gc")
+_EVALUATES = Need(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
+_SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")
+_COLLECTS = Need(lambda run: run.training.manual_gc, "--manual-gc")
+_FULL = Need(
+    lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
+)
+_RECORDS = Need(lambda run: run.training.cuda_graph_impl != "none", "--cuda-graph-impl local")
+_DRY = Need(lambda run: run.training.dry_run, "--dry-run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,8 @@ class TrainingOptions:
     deterministic_mode: bool = False
     recompute_activations: bool = False
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    recompute_method: str | None = flag(None, choices=("uniform", "block"))
-    recompute_num_layers: int | None = flag(None, unit="layers", at_least=1)
+    recompute_method: str | None = flag(None, choices=("uniform", "block"), requires=_FULL)
+    recompute_num_layers: int | None = flag(None, unit="layers", at_least=1, requires=_FULL)
     exit_interval: int | None = flag(None, unit="iterations", at_least=1)
     exit_duration_in_mins: int | None = flag(None, unit="minutes", at_least=1)
     exit_signal_handler: bool = True
@@ -95,9 +100,9 @@ class TrainingOptions:
     cuda_graph_impl: str = flag(
         "none", choices=("none", "local", "transformer_engine", "full_iteration")
     )
-    cuda_graph_warmup_steps: int = flag(3, unit="iterations")
+    cuda_graph_warmup_steps: int = flag(3, unit="iterations", requires=_RECORDS)
     dry_run: bool = False
-    dry_run_world_size: int | None = flag(None, unit="processes", at_least=1)
+    dry_run_world_size: int | None = flag(None, unit="processes", at_least=1, requires=_DRY)
 
 
 @dataclass(frozen=True, kw_only=True)

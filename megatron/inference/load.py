@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import PanelRow
 from megatron.config import ParsedRun, parse_config, rules_data, rules_model, rules_parallel
-from megatron.config.checks import Rule, bounds, find_problems
+from megatron.config.checks import Rule, bounds, find_problems, requirements
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
@@ -335,6 +336,7 @@ SAVED_MODEL_RULES: tuple[Rule, ...] = (
     rules_parallel.pipeline,
     rules_model.heads,
     rules_model.positions,
+    partial(requirements, among=("model", "precision")),
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,

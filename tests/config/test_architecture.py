@@ -17,7 +17,7 @@ T5 = "--decoder-seq-length 32"
         ("gpt", "--bert-no-binary-head"),
         ("gpt", "--decoder-seq-length 32"),
         ("gpt", "--mask-prob 0.2"),
-        ("gpt", "--short-seq-prob 0.0"),
+        ("gpt", "--short-seq-prob 0"),
         ("bert", "--decoder-num-layers 2"),
         ("bert", "--pipeline-model-parallel-split-rank 1"),
         ("bert", "--eod-mask-loss"),
@@ -25,7 +25,7 @@ T5 = "--decoder-seq-length 32"
         ("bert", "--position-embedding-type relative"),
         ("gpt", "--scale-decoder-outputs"),
         ("bert", "--disable-output-bias"),
-        ("gpt", "--softmax-scale 1.0"),
+        ("gpt", "--softmax-scale 1"),
     ],
 )
 def test_flags_of_another_network_are_refused(architecture, flag):

@@ -40,7 +40,7 @@ _LINES = [
     ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
     (
         "--exit-on-missing-checkpoint",
-        "--exit-on-missing-checkpoint requires --load: give the folder of the checkpoint",
+        "--exit-on-missing-checkpoint requires --load: add it, or drop the flag",
     ),
     (
         "--save here --save-interval 5 --save-retain-interval 0",
@@ -58,15 +58,15 @@ _LINES = [
         "--save here --save-interval-in-mins 5 --save-retain-interval 2",
         "--save-retain-interval 2 requires --save-interval: use a divisor of 2",
     ),
-    ("--ckpt-step 5", "--ckpt-step 5 requires --load: give the folder of the checkpoint"),
+    ("--ckpt-step 5", "--ckpt-step 5 requires --load: add it, or drop the flag"),
     ("--load here --ckpt-step -1", "--ckpt-step -1: must be at least 0"),
     (
         "--no-initialization",
-        "--no-initialization requires --load: give the folder of the checkpoint",
+        "--no-initialization requires --load: add it, or drop the flag",
     ),
     (
         "--use-checkpoint-args",
-        "--use-checkpoint-args requires --load: give the folder of the checkpoint",
+        "--use-checkpoint-args requires --load: add it, or drop the flag",
     ),
 ]
 

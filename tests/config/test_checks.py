@@ -131,21 +131,19 @@ _LINES = [
     ),
     (
         "--lr-wsd-decay-iters 5",
-        "--lr-wsd-decay-iters 5 cannot be combined with --lr-decay-style linear: drop it, or use "
-        "--lr-decay-style WSD",
+        "--lr-wsd-decay-iters 5 requires --lr-decay-style WSD: add it, or drop the flag",
     ),
     (
         "--lr-decay-style cosine --lr-wsd-decay-style linear",
-        "--lr-wsd-decay-style linear cannot be combined with --lr-decay-style cosine: drop it, "
-        "or use --lr-decay-style WSD",
+        "--lr-wsd-decay-style linear requires --lr-decay-style WSD: add it, or drop the flag",
     ),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0: must be at least 1"),
     # precision
     ("--fp16 --bf16", "--fp16 and --bf16 cannot be combined: use one of them"),
-    ("--use-flash-attn", "--use-flash-attn requires 16-bit weights: add --bf16 or --fp16"),
+    ("--use-flash-attn", "--use-flash-attn requires --fp16 or --bf16: add it, or drop the flag"),
     (
         "--fp32-residual-connection",
-        "--fp32-residual-connection requires --bf16 or --fp16: add one of them, or drop the flag",
+        "--fp32-residual-connection requires --fp16 or --bf16: add it, or drop the flag",
     ),
     (
         "--no-cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
@@ -154,7 +152,7 @@ _LINES = [
     ),
     (
         "--fp16-lm-cross-entropy --bf16",
-        "--fp16-lm-cross-entropy requires --fp16: add it, or drop this flag",
+        "--fp16-lm-cross-entropy requires --fp16: add it, or drop the flag",
     ),
     (
         "--fp16 --initial-loss-scale 4 --min-loss-scale 8",
@@ -219,7 +217,7 @@ _LINES = [
     # recomputation
     (
         "--recompute-activations --recompute-method block",
-        "--recompute-method block requires --recompute-granularity full, not selective: drop it",
+        "--recompute-method block requires --recompute-granularity full: add it, or drop the flag",
     ),
     (
         "--recompute-activations --recompute-granularity full --recompute-method block",
@@ -230,8 +228,14 @@ _LINES = [
         "--recompute-granularity full",
         "--recompute-granularity full requires --recompute-method uniform or block",
     ),
-    ("--recompute-method block", "--recompute-method block requires --recompute-granularity full"),
-    ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
+    (
+        "--recompute-method block",
+        "--recompute-method block requires --recompute-granularity full: add it, or drop the flag",
+    ),
+    (
+        "--recompute-num-layers 2",
+        "--recompute-num-layers 2 requires --recompute-granularity full: add it, or drop the flag",
+    ),
     (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
         "--recompute-num-layers 5 is above --num-layers 4: use 1 to 4",
@@ -242,14 +246,17 @@ _LINES = [
         "--on-nonfinite skip requires the check that --no-check-for-nan-in-loss-and-grad turns "
         "off: drop one of them",
     ),
-    ("--log-sample-ids", "--log-sample-ids writes into the --save folder: give --save"),
-    ("--dry-run-world-size 4", "--dry-run-world-size 4 requires --dry-run"),
+    ("--log-sample-ids", "--log-sample-ids requires --save: add it, or drop the flag"),
+    (
+        "--dry-run-world-size 4",
+        "--dry-run-world-size 4 requires --dry-run: add it, or drop the flag",
+    ),
     (
         "--profile --profile-step-end 10",
         "--profile-step-end 10 must be above --profile-step-start 10: raise it",
     ),
     ("--profile --profile-ranks 0 8", "--profile-ranks 8: the run has 8 process(es): use 0 to 7"),
-    ("--wandb-name x", "--wandb-name x requires --wandb-project"),
+    ("--wandb-name x", "--wandb-name x requires --wandb-project: add it, or drop the flag"),
     (
         "--iterations-to-skip 3 -1",
         "--iterations-to-skip -1: iterations are counted from 0: use the number in the log minus 1",

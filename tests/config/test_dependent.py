@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.checks import find_notices
+from megatron.config.checks import find_notices, requirements
 from megatron.config.fields import Field, fields_of
 from megatron.config.parser import Program, parse_config
-from megatron.config.run import RunOptions, sections, with_values
+from megatron.config.run import RunOptions, sections, values_of, with_values
 from tests.config.command import command, parse
 
 
@@ -44,7 +44,7 @@ def test_each_is_said_where_it_is_in_vain(path: str, field: Field) -> None:
     config = with_values(start, {path: _changed(field)})
     (line,) = [one for one in find_notices(config, 1, start) if "changes nothing" in one]
     assert line.startswith(field.spell(_changed(field)))
-    assert line.endswith(f" changes nothing {need.why}")
+    assert line.endswith(f" changes nothing without {need.what}")
     assert [one for one in find_notices(config, 1, config) if "changes nothing" in one] == []
 
 
@@ -105,3 +105,18 @@ def test_a_flag_with_nothing_to_do_is_noted_where_it_was_given_alone() -> None:
     inherited = with_values(RunOptions(), {"parallel.use_cpu_initialization": True})
     run = parse_config(command(), world_size=1, program=Program(find_start=lambda _: inherited))
     assert run.notices == ()
+
+
+_STRICT = [
+    (path, field) for path, field, _ in values_of(RunOptions()) if field.info.requires is not None
+]
+
+
+@pytest.mark.parametrize(("path", "field"), _STRICT, ids=[path for path, _ in _STRICT])
+def test_each_is_refused_without_what_it_requires(path: str, field: Field) -> None:
+    config = with_values(RunOptions(), {path: _changed(field)})
+    assert field.info.requires is not None
+    shown, what = field.spell(_changed(field)), field.info.requires.what
+    line = f"{shown} requires {what}: add it, or drop the flag"
+    assert list(requirements(config, 1)) == [line]
+    assert list(requirements(config, 1, among=())) == []

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config import rules_model
+from megatron.config import run
 from megatron.config.fields import fields_of
 from megatron.config.precision import PrecisionConfig
 from tests.config.command import parse, problems
 
-_EARLIER = "requires --fp8-recipe delayed: add it, or drop this flag"
+_EARLIER = "requires --fp8-recipe delayed: add it, or drop the flag"
 _DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed"
 
 
@@ -42,7 +42,9 @@ def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
     others = tuple(
         replace(one, default=1024) if one == field else one for one in fields_of(PrecisionConfig)
     )
-    monkeypatch.setattr(rules_model, "fields_of", lambda _: others)
+    monkeypatch.setattr(
+        run, "fields_of", lambda kind: others if kind is PrecisionConfig else fields_of(kind)
+    )
     assert parse(f"{_DELAYED} --fp8-amax-history-len 1")
     (line,) = problems("--bf16 --fp8-format hybrid --fp8-amax-history-len 1")
     assert line == f"--fp8-amax-history-len 1 {_EARLIER}"

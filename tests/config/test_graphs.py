@@ -14,7 +14,8 @@ _LINES = {
         "--cuda-graph-impl full_iteration: only micro-batches can be recorded, not whole "
         "iterations: use local"
     ),
-    "--cuda-graph-warmup-steps 4": "--cuda-graph-warmup-steps 4 requires --cuda-graph-impl local",
+    "--cuda-graph-warmup-steps 4": "--cuda-graph-warmup-steps 4 requires --cuda-graph-impl local: "
+    "add it, or drop the flag",
     "--cuda-graph-impl local --cuda-graph-warmup-steps 0": (
         "--cuda-graph-warmup-steps 0: libraries initialize in the first iteration: use 1 or more"
     ),

@@ -447,7 +447,7 @@ def test_losses_on_no_data_are_said_to_be_none(toy):
     (line,) = finetune_command.parse("SST-2", without, 1).notices
     assert line == "--eval-iters 2 changes nothing without --valid-data"
     (line,) = finetune_command.parse("SST-2", [*words, "--eval-iters", "0"], 1).notices
-    assert line == "--eval-interval 4 changes nothing with --eval-iters 0"
+    assert line == "--eval-interval 4 changes nothing without --eval-iters above 0"
 
 
 def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
