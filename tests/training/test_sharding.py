@@ -194,7 +194,7 @@ def test_fp32_losses_go_on_after_resharding(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--overlap-param-gather", "add --use-distributed-optimizer"),
+        ("--overlap-param-gather", "requires --use-distributed-optimizer"),
         ("--use-distributed-optimizer --zero-stage 0", "cannot be combined"),
     ],
 )
