@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.unpickler import Namespace, Opaque
+from megatron.checkpoint.reader import Reader
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
@@ -24,21 +25,15 @@ _DROPPED = object()
 
 # Fields that describe the network and have the same names on both sides.
 _MODEL_FIELDS = (
-    *NETWORK_FIELDS,
-    "make_vocab_size_divisible_by",
-    "onnx_safe",
-    "bias_gelu_fusion",
-    "attention_dropout",
-    "hidden_dropout",
+    *(*NETWORK_FIELDS, "make_vocab_size_divisible_by", "onnx_safe", "bias_gelu_fusion"),
+    *("attention_dropout", "hidden_dropout"),
 )
+_TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_size vocab_extra_ids"
 # Other fields that a model needs to run, by section of `RunOptions`.
 _OTHER_FIELDS = {
-    "tokenizer": (
-        *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-        "vocab_extra_ids",
-    ),
-    "data": ("seq_length",),
-    "precision": ("fp16", "bf16"),
+    "tokenizer": _TOKENIZER.split(),
+    "data": ["seq_length"],
+    "precision": ["fp16", "bf16"],
 }
 
 
@@ -124,14 +119,7 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     raise CheckpointError("`args` does not say how many samples were seen: use --finetune")
 
 
-def megatron_arguments(
-    config: ModelRun,
-    meta: Mapping[str, Json],
-    *,
-    dtype: torch.dtype,
-    rows: int,
-    data_parallel: int,
-) -> argparse.Namespace:
+def megatron_arguments(config: ModelRun, reader: Reader, data_parallel: int) -> argparse.Namespace:
     """Return the command line as Megatron 23.08 would have had it.
 
     It starts with our values, most of which have Megatron's names. The fields that the checkpoint
@@ -139,16 +127,16 @@ def megatron_arguments(
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.
-        meta: The checkpoint's meta data.
-        dtype: The number type of the weights.
-        rows: The rows of the word embedding.
+        reader: The checkpoint, whose vocabulary tables have the rows of the files.
         data_parallel: The number of processes that hold the same weights.
     """
+    meta, words = reader.meta, "model.embedding.word.weight"
+    dtype = reader.dtype(words)
     values = {name: value for part in to_dict(config).values() for name, value in part.items()}
     model, parallel, evaluation = config.model, config.parallel, config.evaluation
     layers, stages = model.num_layers, parallel.pipeline_model_parallel_size
     chunks = chunks_of(layers, parallel)
-    split_rank = None
+    per_chunk, split_rank = layers // (stages * chunks), None
     if model.decoder_layers and stages > 1:  # find the stage on which a T5's decoder begins
         parts = plan_model(model, parallel)
         split_rank = sum(part.layers.start < layers for part in parts)
@@ -173,14 +161,12 @@ def megatron_arguments(
         "transformer_pipeline_model_parallel_size": stages,
         "pipeline_model_parallel_split_rank": split_rank,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": layers // (stages * chunks)
-        if chunks > 1
-        else None,
+        "num_layers_per_virtual_pipeline_stage": per_chunk if chunks > 1 else None,
         "data_parallel_size": data_parallel,
         "world_size": data_parallel * parallel.tensor_model_parallel_size * stages,
         "rank": 0,
         "use_distributed_optimizer": parallel.use_distributed_optimizer,
-        "padded_vocab_size": rows,
+        "padded_vocab_size": reader.global_shape(words)[0],
         "consumed_train_samples": meta.get("consumed_train_samples") or 0,
         "skipped_train_samples": meta.get("skipped_train_samples") or 0,  # Megatron Core reads it
         "params_dtype": dtype,

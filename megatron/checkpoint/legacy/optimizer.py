@@ -28,7 +28,7 @@ from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.errors import CheckpointError
 
 # The kinds of state, as Megatron's key and ours: in an optimizer's state, then in flat tensors.
-_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
+STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
 FLAT_KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -95,10 +95,10 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
         for key, value in torch_state["state"].get(index, {}).items():
             if key == "step":
                 result.steps.append(value)
-            elif key not in _KINDS:
+            elif key not in STATE_KINDS:
                 raise CheckpointError(f"optimizer state {show(key)} is not known")
             else:
-                result.add(parameter, _KINDS[key], value)
+                result.add(parameter, STATE_KINDS[key], value)
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     return result if masters is None else _with_masters(result, masters, expected)
 

@@ -16,32 +16,26 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megatron.checkpoint import store
 from megatron.checkpoint.entries import LazyTensor, flatten
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.arguments import megatron_arguments
 from megatron.checkpoint.legacy.file_plan import VERSION, FileParameter, FilePlan, plan_files
 from megatron.checkpoint.legacy.names import Arrangement
-from megatron.checkpoint.legacy.optimizer import FLAT_KINDS, flat_tensor
+from megatron.checkpoint.legacy.optimizer import FLAT_KINDS, STATE_KINDS, flat_tensor
 from megatron.checkpoint.legacy.torch_file import DISTRIBUTED_FILE, MODEL_FILE, write_torch_file
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
 from megatron.checkpoint.retention import Keep, list_files
-from megatron.checkpoint.store import (
-    STATES,
-    WEIGHTS,
-    Snapshot,
-    state_of,
-    write_checkpoint,
-    write_folder,
-)
+from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
 from megatron.config.run import ModelRun
@@ -53,22 +47,22 @@ from megatron.parallel.layout import Layout
 _STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
 _TENSOR_OFFSET = 2718
 _NUMBERS_PER_ITERATION = 1 << 32  # numbers drawn from a device's generator; a multiple of 4
-_STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 _MASTER = "master"
 _STAGING = "native"
-_WORDS = f"{WEIGHTS}embedding.word.weight"
+_LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
+# Settings of Apex's and PyTorch's optimizers that are the same in every parameter group.
+_GROUP = {"maximize": False, "foreach": False, "differentiable": False, "fused": None}
+_ADAM = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
 
 
 def notices(model: ModelConfig) -> Iterator[str]:
     """Yield a line for the user for each thing that Megatron-LM 23.08 computes differently."""
-    if model.position_embedding_type == "rope":
-        if model.rotary_base != 10000.0:
-            yield (
-                f"--rotary-base {model.rotary_base:g}: Megatron-LM 23.08 computes with 10000; "
-                "later versions take the flag"
-            )
-        if model.use_rope_scaling:
-            yield "--use-rope-scaling: Megatron-LM 23.08 does not know it; later versions do"
+    is_rotary = model.position_embedding_type == "rope"
+    if is_rotary and model.rotary_base != 10000.0:
+        flag = f"--rotary-base {model.rotary_base:g}"
+        yield f"{flag}: Megatron-LM 23.08 computes with 10000; later versions take the flag"
+    if is_rotary and model.use_rope_scaling:
+        yield "--use-rope-scaling: Megatron-LM 23.08 does not know it; later versions do"
     if model.normalization == "RMSNorm":
         yield (
             "--normalization RMSNorm: Megatron-LM 23.08 has it with --transformer-impl "
@@ -118,7 +112,7 @@ class LegacySaver:
 
         def fill(temporary: Path) -> None:
             staging = temporary / _STAGING
-            write_checkpoint(staging, snapshot)
+            store.write_checkpoint(staging, snapshot)
             exchange.together(lambda: write_share(temporary, NativeReader(staging / folder)))
             exchange.on_main(lambda: remove_tree(staging))
 
@@ -129,8 +123,7 @@ class LegacySaver:
             writer.write(temporary, layout.world.rank, layout.world.size)
 
         need = snapshot.plan.total_bytes  # the native checkpoint inside checks for its own space
-        last = (COMPLETE, list_files)
-        return write_folder(root, folder, exchange, need, fill, last, keep, None)
+        return store.write_folder(root, folder, exchange, need, fill, _LAST, keep, None)
 
 
 def convert_to_legacy(
@@ -160,12 +153,9 @@ def convert_to_legacy(
     """
     writer = LegacyWriter(reader, config, keep_optimizer=keep_optimizer)
     folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
-    last = (COMPLETE, list_files)
-    exchange = JsonExchange(Layout.single().world)
+    exchange, need, last = JsonExchange(Layout.single().world), writer.total_bytes, _LAST
     with SaveLock(root):
-        return write_folder(
-            root, folder, exchange, writer.total_bytes, writer.write, last, None, check
-        )
+        return store.write_folder(root, folder, exchange, need, writer.write, last, None, check)
 
 
 class LegacyWriter:
@@ -207,11 +197,12 @@ class LegacyWriter:
                 "format (--saver native)"
             )
         self._held = frozenset(reader.names())
-        names = [n.removeprefix(WEIGHTS) for n in reader.names() if n.startswith(WEIGHTS)]
+        weights = (name for name in reader.names() if name.startswith(WEIGHTS))
+        shapes = {n.removeprefix(WEIGHTS): reader.global_shape(n) for n in weights}
         parallel, gated = config.parallel, config.model.swiglu
         self._arrangement = Arrangement(VERSION, heads=0, gated=gated)
         self.files = plan_files(
-            {name: reader.global_shape(f"{WEIGHTS}{name}") for name in names},
+            shapes,
             plan_model(config.model, parallel),
             tensor=parallel.tensor_model_parallel_size,
             stages=parallel.pipeline_model_parallel_size,
@@ -221,7 +212,7 @@ class LegacyWriter:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors, without Megatron's copies of tied embeddings."""
-        state = state_of(self.reader, keep_optimizer=self._keeps_optimizer)
+        state = store.state_of(self.reader, keep_optimizer=self._keeps_optimizer)
         return sum(entry.tensor.nbytes for _, entry in flatten(state))
 
     def write(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -249,13 +240,7 @@ class LegacyWriter:
         """Return the content of a rank's `model_optim_rng.pt`."""
         meta = self.reader.meta
         tree: dict[str, Any] = {
-            "args": megatron_arguments(
-                self.config,
-                meta,
-                dtype=self.reader.dtype(_WORDS),
-                rows=self.reader.global_shape(_WORDS)[0],
-                data_parallel=self.data_parallel,
-            ),
+            "args": megatron_arguments(self.config, self.reader, self.data_parallel),
             "checkpoint_version": VERSION,
             "iteration": self.reader.iteration,
         }
@@ -284,20 +269,16 @@ class LegacyWriter:
         # Number the parameters with weight decay first, then the others. Omit an empty group.
         decayed = sum(one.is_decayed for one in parameters)
         groups = [group for group in (range(decayed), range(decayed, len(parameters))) if group]
-        tree: dict[str, Any] = {
-            "param_groups": [
-                self._group(group, parameters[group.start].is_decayed) for group in groups
-            ]
-        }
+        settings = [self._group(group, parameters[group.start].is_decayed) for group in groups]
         scaler = {}
         if scale:
             scaler["grad_scaler"] = {**scale, "scale": torch.tensor([float(scale["scale"])])}
         if self.config.parallel.use_distributed_optimizer:
-            for group in tree["param_groups"]:
-                del group["params"]
-            return {"optimizer": tree, **scaler}
+            for one in settings:
+                del one["params"]
+            return {"optimizer": {"param_groups": settings}, **scaler}
         states = {index: self._state(parameter) for index, parameter in enumerate(parameters)}
-        tree = {"state": states, **tree}
+        tree = {"state": states, "param_groups": settings}
         if _name(parameters[0], _MASTER) not in self._held:
             return tree
         masters = [[self._value(parameters[i], _MASTER) for i in group] for group in groups]
@@ -312,29 +293,20 @@ class LegacyWriter:
             # Megatron sets the learning rate from its schedule before using it.
             "lr": self.reader.meta["schedule"].get("max_lr", schedule.lr),
             "weight_decay": optimizer.weight_decay if decays else 0.0,
-            "maximize": False,
-            "foreach": False,
-            "differentiable": False,
-            "fused": None,
+            **_GROUP,
         }
         if optimizer.optimizer == "sgd":
             settings |= {"momentum": optimizer.sgd_momentum, "dampening": 0, "nesterov": False}
         else:
-            settings |= {
-                "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
-                "eps": optimizer.adam_eps,
-                "bias_correction": True,
-                "amsgrad": False,
-                "capturable": False,
-                "decoupled_weight_decay": True,
-                "step": self.reader.meta["optimizer"]["step"],
-            }
+            betas = (optimizer.adam_beta1, optimizer.adam_beta2)
+            settings |= {"betas": betas, "eps": optimizer.adam_eps, "bias_correction": True}
+            settings |= {**_ADAM, "step": self.reader.meta["optimizer"]["step"]}
         return settings | {"params": list(members)}
 
     def _state(self, parameter: FileParameter) -> dict[str, Any]:
         found = {
             theirs: self._value(parameter, ours)
-            for ours, theirs in _STATE_KINDS.items()
+            for theirs, ours in STATE_KINDS.items()
             if _name(parameter, ours) in self._held
         }
         if "exp_avg" not in found:
@@ -362,13 +334,13 @@ class LegacyWriter:
         name = _name(parameter, kind)
         whole = torch.empty(parameter.box.shape, device="meta")
         shape = self._arrangement.flatten(parameter.name, whole).shape
-        read = partial(self._read, parameter, name)
-        return LazyTensor(tuple(shape), self.reader.dtype(name), read)
 
-    def _read(self, parameter: FileParameter, name: str) -> torch.Tensor:
-        shape = self.reader.global_shape(name)
-        part = self.reader.read(name, parameter.box, global_shape=shape)
-        return self._arrangement.flatten(parameter.name, part)
+        def read() -> Tensor:
+            held = self.reader.global_shape(name)
+            part = self.reader.read(name, parameter.box, global_shape=held)
+            return self._arrangement.flatten(parameter.name, part)
+
+        return LazyTensor(tuple(shape), self.reader.dtype(name), read)
 
 
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
@@ -379,12 +351,12 @@ def _name(parameter: FileParameter, kind: str | None = None) -> str:
 def _random_states(seed: int, iteration: int, plan: FilePlan) -> dict[str, Any]:
     """Return a file's entry of `rng_state` for a run's seed."""
     base = seed + _STAGE_STRIDE * plan.stage
-    kind, keys, place, has_normal, normal = np.random.RandomState(base).get_state(legacy=True)
+    kind, keys, *rest = np.random.RandomState(base).get_state(legacy=True)
     model_parallel = base + _TENSOR_OFFSET + plan.tensor_rank
     return {
         "random_rng_state": random.Random(base).getstate(),
         # Use a list of numbers, not an array: every version of numpy reads it.
-        "np_rng_state": (kind, tuple(int(key) for key in keys), place, has_normal, normal),
+        "np_rng_state": (kind, tuple(map(int, keys)), *rest),
         "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
         "cuda_rng_state": _device_state(base, iteration),
         "rng_tracker_states": {"model-parallel-rng": _device_state(model_parallel, iteration)},
