@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from megatron.errors import CheckpointError
 from megatron.parallel.parameter import spec_of
 
 # Anything that json.dumps accepts: a dict with string keys, list, string, number, bool or None.
 Json = Any
-_Held = TypeVar("_Held")
 
 # Number types by their name in safetensors headers.
 DTYPES: dict[str, torch.dtype] = {
@@ -180,33 +177,6 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
             return False
         active.append(box)
     return True
-
-
-def check_request(
-    path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
-) -> None:
-    """Check that a tensor of a checkpoint has the wanted shape. The part must lie inside it.
-
-    Raises:
-        CheckpointError: The shapes differ.
-    """
-    if held != wanted:
-        raise CheckpointError(
-            f"{path}: {name} has shape {list(held)}, but this run needs {list(wanted)}: "
-            "give the checkpoint's network flags (--use-checkpoint-args reads them from it)"
-        )
-    assert part.fits(held), f"{name}: {part} outside {held}"
-
-
-def look_up(path: Path, held: Mapping[str, _Held], name: str) -> _Held:
-    """Return what a checkpoint holds under a tensor's name.
-
-    Raises:
-        CheckpointError: There is no such tensor.
-    """
-    if name not in held:
-        raise CheckpointError(f"{path}: holds no tensor {name!r}")
-    return held[name]
 
 
 class LazyTensor(torch.Tensor):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import find
-from megatron.checkpoint.entries import Box, boxes_of_range
+from megatron.checkpoint.entries import boxes_of_range
 from megatron.checkpoint.huggingface.files import is_model_folder
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import nothing_at, open_found
@@ -81,8 +81,7 @@ def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
     total, changed, largest = math.prod(shape), 0, 0.0
     for start in range(0, total, _ELEMENTS):
         for box in boxes_of_range(shape, start, min(start + _ELEMENTS, total)):
-            values = (_read(reader, name, box) for reader in (one, other))
-            count, difference = _differences(*values)
+            count, difference = _differences(one.read(name, box), other.read(name, box))
             changed += count
             largest = difference if math.isnan(difference) else max(largest, difference)
     parts = [" -> ".join(forms)] if forms[0] != forms[1] else []
@@ -91,10 +90,6 @@ def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
     elif differs:
         parts.append("the rows that both have are the same")
     return ", ".join(parts) or None
-
-
-def _read(reader: Reader, name: str, box: Box) -> Tensor:
-    return reader.read(name, box, global_shape=reader.global_shape(name))
 
 
 def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:

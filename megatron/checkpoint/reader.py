@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint import shard
-from megatron.checkpoint.entries import DTYPES, Box, Json, State, check_request, flatten, look_up
+from megatron.checkpoint.entries import DTYPES, Box, Json, State, flatten
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -35,7 +36,14 @@ _ROWS = 4096  # number of rows read at a time
 _TABLES = ("embedding.word.weight", "output.weight", "output.bias")
 
 
-class Reader(Protocol):
+class HeldTensor(NamedTuple):
+    """The shape and the number type of a whole tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reader(ABC):
     """An opened checkpoint, as training and tools read it, whatever its format on disk.
 
     Attributes:
@@ -44,15 +52,18 @@ class Reader(Protocol):
         iteration: Training steps taken.
         meta: Meta data that the run saved with its tensors. `LegacyReader` and `HFReader` document
             what they fill in from files of other programs.
+        held: All tensors by name.
     """
 
     format: str
     path: Path
     iteration: int
     meta: Json
+    held: Mapping[str, HeldTensor]
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
+        return sorted(self.held)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor.
@@ -60,6 +71,9 @@ class Reader(Protocol):
         Raises:
             CheckpointError: There is no tensor of this name.
         """
+        if name not in self.held:
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+        return self.held[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's number type.
@@ -67,20 +81,42 @@ class Reader(Protocol):
         Raises:
             CheckpointError: There is no tensor of this name.
         """
+        self.global_shape(name)
+        return self.held[name].dtype
 
-    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the wanted part of a tensor, on the CPU.
+    def read(
+        self, name: str, wanted: Box | None = None, *, global_shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """Return a part of a tensor, on the CPU.
 
         The result may be mapped pages of the file, which are read from disk when they are first
         used: do not write to it.
 
+        Args:
+            name: The tensor's name.
+            wanted: The part. None returns all of it.
+            global_shape: The shape that the whole tensor should have. None accepts any.
+
         Raises:
-            CheckpointError: There is no such tensor, or the shape of the whole tensor is not
-                `global_shape`.
+            CheckpointError: There is no such tensor, or the whole tensor has another shape.
         """
+        held = self.global_shape(name)
+        if global_shape not in (None, held):
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {list(held)}, but this run needs "
+                f"{list(global_shape)}: give the checkpoint's network flags "
+                "(--use-checkpoint-args reads them from it)"
+            )
+        part = wanted or Box.whole(held)
+        assert part.fits(held), f"{name}: {part} outside {held}"
+        return self._read(name, part)
+
+    @abstractmethod
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        """Return a part that lies inside the tensor."""
 
 
-class NativeReader:
+class NativeReader(Reader):
     """A checkpoint that `store.save` wrote.
 
     Opening it checks the manifest and the file sizes; `verify` checks every byte. As long as the
@@ -104,6 +140,8 @@ class NativeReader:
         self.manifest = _load_manifest(path)
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta
+        tensors = self.manifest.tensors.items()
+        self.held = {name: HeldTensor(one.global_shape, DTYPES[one.dtype]) for name, one in tensors}
         for name, info in self.manifest.files.items():
             _check_size(path / name, info.bytes)
 
@@ -179,24 +217,10 @@ class NativeReader:
 
     def _keyed(self, name: str) -> Iterator[tuple[str, TensorPiece]]:
         """Yield each piece of a tensor with its key in its file."""
-        pieces = look_up(self.path, self.manifest.tensors, name).pieces
+        pieces = self.manifest.tensors[name].pieces
         return zip(keys_in_files(name, [piece.file for piece in pieces]), pieces, strict=True)
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return sorted(self.manifest.tensors)
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
-        return look_up(self.path, self.manifest.tensors, name).global_shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's number type."""
-        return DTYPES[look_up(self.path, self.manifest.tensors, name).dtype]
-
-    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the wanted part of a tensor, on the CPU."""
-        check_request(self.path, name, self.global_shape(name), global_shape, wanted)
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
         keyed = list(self._keyed(name))
         for key, piece in keyed:
             if piece.box.intersect(wanted) == wanted:
@@ -247,7 +271,7 @@ def _check_size(file: Path, size: int) -> None:
         raise CheckpointError(f"{file.name}: damaged: {status.st_size:,} bytes instead of {size:,}")
 
 
-class PaddedReader:
+class PaddedReader(Reader):
     """A checkpoint whose vocabulary tables are presented with another number of rows.
 
     Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size,
@@ -272,39 +296,31 @@ class PaddedReader:
         Raises:
             CheckpointError: The checkpoint has fewer rows than the tokenizer has entries.
         """
-        self._reader = reader
-        self._rows = rows
-        self._entries = entries
+        self._reader, self._entries = reader, entries
         self.format, self.path = reader.format, reader.path
         self.iteration, self.meta = reader.iteration, reader.meta
-        self.names, self.dtype = reader.names, reader.dtype
+        self.held = dict(reader.held)
         for name in filter(is_vocabulary_table, reader.names()):
-            held = reader.global_shape(name)[0]
+            (held, *width), dtype = reader.held[name]
             if held < entries:
                 raise CheckpointError(
                     f"{reader.path}: {name} has {held} rows, but the tokenizer has {entries} "
                     "entries: give the vocabulary files that the checkpoint was trained with"
                 )
+            self.held[name] = HeldTensor((rows, *width), dtype)
 
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor. Vocabulary tables have the wanted number of rows."""
-        shape = self._reader.global_shape(name)
-        return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
-
-    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the wanted part of a tensor, on the CPU."""
-        held = self._reader.global_shape(name)
-        if not is_vocabulary_table(name) or held[0] == global_shape[0]:
-            return self._reader.read(name, wanted, global_shape=global_shape)
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        held = self._reader.held[name].shape
+        if held == self.held[name].shape:
+            return self._reader.read(name, wanted)
         (first, *offset), (rows, *shape) = wanted.offset, wanted.shape
-        part = torch.zeros(wanted.shape, dtype=self._reader.dtype(name))
+        part = torch.zeros(wanted.shape, dtype=self.held[name].dtype)
         count = min(rows, max(0, held[0] - first))
         if count < rows and (name.startswith("model.") or name.endswith(".master")):
             mean = self._mean_row(name)
             part[:] = mean[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
         if count:
-            known = Box(wanted.offset, (count, *shape))
-            part[:count] = self._reader.read(name, known, global_shape=held)
+            part[:count] = self._reader.read(name, Box(wanted.offset, (count, *shape)))
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
@@ -312,12 +328,11 @@ class PaddedReader:
 
         The table is read in pieces, because no rank holds all of it.
         """
-        held = self._reader.global_shape(name)
+        held = self._reader.held[name].shape
         total = torch.zeros(held[1:], dtype=torch.float64)
         for start in range(0, self._entries, _ROWS):
             shape = (min(_ROWS, self._entries - start), *held[1:])
-            piece = Box((start, *(0 for _ in held[1:])), shape)
-            rows = self._reader.read(name, piece, global_shape=held)
+            rows = self._reader.read(name, Box((start, *(0 for _ in held[1:])), shape))
             total += rows.sum(0, dtype=torch.float64)
         return (total / self._entries).float()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron import durable
 from megatron.checkpoint import find
-from megatron.checkpoint.entries import Box, Entry, Json, LazyTensor, State
+from megatron.checkpoint.entries import Entry, Json, LazyTensor, State
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, TensorInfo, TensorPiece, dump
@@ -316,13 +316,11 @@ def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
         keep_optimizer: Also return the optimizer's states and fp8 histories.
     """
     rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
-    state: State = {}
-    for name in reader.names():
-        if name.startswith(rooms):
-            shape = reader.global_shape(name)
-            read = partial(reader.read, name, Box.whole(shape), global_shape=shape)
-            state[name] = Entry.whole(LazyTensor(shape, reader.dtype(name), read))
-    return state
+    return {
+        name: Entry.whole(LazyTensor(*held, partial(reader.read, name)))
+        for name, held in sorted(reader.held.items())
+        if name.startswith(rooms)
+    }
 
 
 def convert_to_native(

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.checkpoint.entries import DTYPES, Box, check_request, look_up
+from megatron.checkpoint.entries import DTYPES, Box
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.files import CONFIG, find_shards, inside
 from megatron.checkpoint.huggingface.rules import Shape, present
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
-from megatron.checkpoint.reader import SHOWN
+from megatron.checkpoint.reader import SHOWN, HeldTensor, Reader
 from megatron.config.run import RunOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -26,7 +26,7 @@ _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 
 @dataclass(frozen=True)
-class _HeldTensor:
+class _FileTensor:
     """A tensor in a file: safetensors' name of its type, its shape, and its values on demand."""
 
     path: Path
@@ -43,7 +43,7 @@ class _HeldTensor:
             raise CheckpointError(f"{self.path}: {self.name}: {error}") from error
 
 
-class HFReader:
+class HFReader(Reader):
     """The safetensors of a known family under our names.
 
     `meta` holds the network's configuration, lines for the user and a description of the folder.
@@ -73,9 +73,9 @@ class HFReader:
         described = self.family.read(Settings(values, config_path))
         model, head = described.model, self.family.tied_head
         self.vocab, self.notices = described.vocab, described.notices
-        self._held = _open_shards(path, shards)
+        self._files = _open_shards(path, shards)
         prefix = self.family.prefix
-        self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._held)
+        self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._files)
         rules = self.family.rules(model, self.vocab)
         self._words = next(r.theirs[0] for r in rules if r.name == "model.embedding.word.weight")
         tied = not model.untie_embeddings_and_output_weights
@@ -83,11 +83,17 @@ class HFReader:
         if tied and self.family.head_follows_files and not self._is_word_copy(head):
             model, tied = replace(model, untie_embeddings_and_output_weights=True), False
             rules = self.family.rules(model, self.vocab)
-        found = [rule for rule in rules if any(self._name(n) in self._held for n in rule.theirs)]
+        found = [rule for rule in rules if any(self._name(n) in self._files for n in rule.theirs)]
         self._rules = {rule.name: rule for rule in present(rules, found)}
         pieces = frozenset(rule.piece for rule in self._rules.values())
         self.architecture = self.family.architecture(pieces)
         self._check(values.get("architectures"))
+        types = {
+            name: self._files[self._name(r.theirs[0])].dtype for name, r in self._rules.items()
+        }
+        self.held = {
+            name: HeldTensor(rule.shape, DTYPES[types[name]]) for name, rule in self._rules.items()
+        }
         for name in (*self.family.word_copies, *([head] if tied else [])):
             if not self._is_word_copy(name):
                 raise CheckpointError(
@@ -107,24 +113,9 @@ class HFReader:
             },
         }
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return sorted(self._rules)
-
-    def global_shape(self, name: str) -> Shape:
-        """Return the shape of a whole tensor."""
-        return look_up(self.path, self._rules, name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's number type."""
-        first = look_up(self.path, self._rules, name).theirs[0]
-        return DTYPES[self._held[self._name(first)].dtype]
-
-    def read(self, name: str, wanted: Box, *, global_shape: Shape) -> torch.Tensor:
-        """Return the wanted part of a tensor, on the CPU."""
-        rule = look_up(self.path, self._rules, name)
-        check_request(self.path, name, rule.shape, global_shape, wanted)
-        whole = rule.form.join([self._held[self._name(one)].load() for one in rule.theirs])
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        rule = self._rules[name]
+        whole = rule.form.join([self._files[self._name(one)].load() for one in rule.theirs])
         return whole[wanted.within(Box.whole(rule.shape))].contiguous()
 
     def _name(self, name: str) -> str:
@@ -145,11 +136,11 @@ class HFReader:
         for rule in self._rules.values():
             parts = {self._name(name): name for name in rule.theirs}
             expected |= dict(zip(parts, rule.shapes(), strict=True))
-            kinds = {self._held[name].dtype for name in parts if name in self._held}
+            kinds = {self._files[name].dtype for name in parts if name in self._files}
             if len(kinds) > 1:
                 problems.append(f"{', '.join(parts)} have several types: {', '.join(kinds)}")
         for name, shape in expected.items():
-            held = self._held.get(name)
+            held = self._files.get(name)
             if held is None:
                 problems.append(f"{name} is missing")
             elif held.shape != shape:
@@ -159,7 +150,7 @@ class HFReader:
             elif held.dtype not in _FLOATS:
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
         copies = (self.family.tied_head, *self.family.word_copies)
-        for name in sorted(self._held.keys() - expected.keys()):
+        for name in sorted(self._files.keys() - expected.keys()):
             if name not in copies and not self.family.is_derived(name):
                 problems.append(f"{name} does not exist in a {self.family.name} model")
         if len(problems) > only_class:
@@ -168,17 +159,17 @@ class HFReader:
 
     def _is_word_copy(self, name: str) -> bool:
         """Return whether a tensor is absent or equals the word embeddings."""
-        held, words = self._held.get(name), self._held.get(self._name(self._words))
+        held, words = self._files.get(name), self._files.get(self._name(self._words))
         return held is None or (words is not None and torch.equal(held.load(), words.load()))
 
 
-def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _HeldTensor]:
+def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _FileTensor]:
     """Return all tensors of the files by their modern names.
 
     Raises:
         CheckpointError: The tensors are not those of the index.
     """
-    held: dict[str, _HeldTensor] = {}
+    held: dict[str, _FileTensor] = {}
     for path in sorted(set(shards.values())):
         try:
             file = safe_open(path, framework="pt")
@@ -189,7 +180,7 @@ def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _HeldTen
                 if name in held:
                     raise CheckpointError(f"{path}: {name} is in {held[name].path.name} too")
                 part = file.get_slice(name)
-                held[name] = _HeldTensor(path, name, part.get_dtype(), tuple(part.get_shape()))
+                held[name] = _FileTensor(path, name, part.get_dtype(), tuple(part.get_shape()))
     if "" not in shards:
         missing = sorted(shards.keys() - held.keys()) + sorted(held.keys() - shards.keys())
         if missing:

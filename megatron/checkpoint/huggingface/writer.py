@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron import durable
-from megatron.checkpoint.entries import Box, LazyTensor
+from megatron.checkpoint.entries import LazyTensor
 from megatron.checkpoint.huggingface.families import differing_fields
 from megatron.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE, json_bytes
 from megatron.checkpoint.huggingface.rules import Family, ParameterRule, present
@@ -74,8 +74,7 @@ class Export:
         return present(rules, [rule for rule in rules if rule.name in names])
 
     def _read(self, rule: ParameterRule, index: int) -> torch.Tensor:
-        whole = self.reader.read(rule.name, Box.whole(rule.shape), global_shape=rule.shape)
-        return rule.form.split(whole)[index]
+        return rule.form.split(self.reader.read(rule.name))[index]
 
     def config(self, template: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return config.json.

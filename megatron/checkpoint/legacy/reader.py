@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.entries import Box, Json, check_request, look_up
+from megatron.checkpoint.entries import Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy import names as legacy
 from megatron.checkpoint.legacy.arguments import (
@@ -36,6 +36,7 @@ from megatron.checkpoint.legacy.torch_file import (
     states_beside,
 )
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
+from megatron.checkpoint.reader import HeldTensor, Reader
 from megatron.checkpoint.retention import hold_for_reading, is_as_listed
 from megatron.errors import CheckpointError, warn
 
@@ -49,7 +50,7 @@ class RankPart:
     box: Box
 
 
-class LegacyReader:
+class LegacyReader(Reader):
     """A checkpoint of Megatron-LM under our names.
 
     It may hold a GPT, BERT or T5 of v1.0 to 23.08 or of the Llama-2 fork, or the weights of
@@ -102,6 +103,8 @@ class LegacyReader:
             for file in [*self._files, *self._beside][rank::ranks]:
                 file.zip.verify()
         self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
+        pieces = self._pieces.items()
+        self.held = {n: HeldTensor(p[-1].box.end, p[0].ref.storage.dtype) for n, p in pieces}
         iteration = first.get("iteration", first.get("total_iters"))
         if path.name == RELEASE:
             iteration = 0  # a release starts a new run
@@ -274,22 +277,8 @@ class LegacyReader:
             raise CheckpointError(f"{file.zip.path}: {show(value)} is not a counter")
         return value
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return sorted(self._pieces)
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
-        return look_up(self.path, self._pieces, name)[-1].box.end
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's number type."""
-        return look_up(self.path, self._pieces, name)[0].ref.storage.dtype
-
-    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the wanted part of a tensor, on the CPU."""
-        check_request(self.path, name, self.global_shape(name), global_shape, wanted)
-        result = torch.empty(wanted.shape, dtype=self.dtype(name))
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        result = torch.empty(wanted.shape, dtype=self.held[name].dtype)
         for piece in self._pieces[name]:
             common = piece.box.intersect(wanted)
             if common is not None:

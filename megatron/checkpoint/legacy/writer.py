@@ -336,8 +336,7 @@ class LegacyWriter:
         shape = self._arrangement.flatten(parameter.name, whole).shape
 
         def read() -> Tensor:
-            held = self.reader.global_shape(name)
-            part = self.reader.read(name, parameter.box, global_shape=held)
+            part = self.reader.read(name, parameter.box)
             return self._arrangement.flatten(parameter.name, part)
 
         return LazyTensor(tuple(shape), self.reader.dtype(name), read)
