@@ -20,6 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -255,7 +256,7 @@ def their_model(reader: HFReader) -> Any:
         name: tensor
         for file in sorted(set(find_shards(reader.path).values()))
         for name, tensor in load_file(file).items()
-        if not family.is_derived(name)
+        if not re.fullmatch(family.derived, name)
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}

@@ -36,7 +36,15 @@ _LAYER = {
     "mlp.up": ("intermediate.dense",),
     "mlp.down": ("output.dense",),
 }
-_TOKEN_TYPES = 2
+_FIXED = {
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+    "tie_word_embeddings": True,
+    "directionality": "bidi",
+    "pruned_heads": {},
+}
 
 
 class Bert(rules.Family):
@@ -51,6 +59,9 @@ class Bert(rules.Family):
             tied_head="cls.predictions.decoder.weight",
             pieces={"pooler": _POOLER, "output": _MASKED, "head": _MASKED, "binary_head": _ORDER},
             keys=_KEYS,
+            fixed=_FIXED,
+            # Older files hold the position indices 0, 1, 2, ..., and the output's bias twice.
+            derived=r".*embeddings\.position_ids|cls\.predictions\.decoder\.bias",
             head_activates=True,
         )
 
@@ -61,21 +72,14 @@ class Bert(rules.Family):
             return self.language_model if both else "BertForNextSentencePrediction"
         return "BertForMaskedLM" if _MASKED in pieces else "BertModel"
 
-    def read(self, settings: Settings) -> rules.Described:
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        flags = rules.read_keys(settings, self.keys)
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
-        settings.must_be("model_type", self.name)
-        settings.must_be("is_decoder", False)
-        settings.must_be("add_cross_attention", False)
-        settings.must_be("position_embedding_type", "absolute")
-        settings.must_be("type_vocab_size", _TOKEN_TYPES)
-        settings.must_be("tie_word_embeddings", True)
-        settings.must_be("directionality", "bidi")
-        settings.must_be("pruned_heads", {})
+        if hidden % heads:
+            raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
         settings.share("classifier_dropout", 0.1)
         tanh = settings.word("hidden_act", _TANH, "gelu")
-        model = ModelConfig(
+        return ModelConfig(
             **flags,
             architecture="bert",
             kv_channels=hidden // heads,
@@ -83,19 +87,13 @@ class Bert(rules.Family):
             openai_gelu=tanh,
             onnx_safe=None if tanh else True,
         )
-        if hidden % heads:
-            raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
-        vocab = settings.size("vocab_size")
-        settings.refuse_the_rest()
-        return rules.Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
         return {
             **super().write(model, vocab),
             "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
-            "position_embedding_type": "absolute",
-            "type_vocab_size": _TOKEN_TYPES,
+            **{key: _FIXED[key] for key in ("position_embedding_type", "type_vocab_size")},
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
@@ -114,10 +112,3 @@ class Bert(rules.Family):
         yield "head.dense", ["cls.predictions.transform.dense"]
         yield "head.norm", ["cls.predictions.transform.LayerNorm"]
         yield "binary_head", ["cls.seq_relationship"]
-
-    def is_derived(self, name: str) -> bool:
-        """Return whether a tensor duplicates the output's bias or holds position indices.
-
-        Older files hold the position indices 0, 1, 2, ...
-        """
-        return name.endswith("embeddings.position_ids") or name == "cls.predictions.decoder.bias"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.config.data import TokenizerConfig
@@ -25,18 +26,9 @@ SPIECE = "spiece.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that are copied along with a model: text, never code.
 COMPANIONS = (
-    CONFIG,
-    GENERATION_CONFIG,
-    TOKENIZER_JSON,
-    TOKENIZER_MODEL,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    VOCAB,
-    MERGES,
-    WORDPIECES,
-    SPIECE,
+    *(CONFIG, GENERATION_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *(VOCAB, MERGES, WORDPIECES, SPIECE),
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have about ten million
 
@@ -137,27 +129,21 @@ def tokenizer_in(folder: Path, architecture: str) -> TokenizerConfig:
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)
     said = {} if settings is None else read_json(Path(settings))
+    extra, used = 0, dict[str, Any]()
     if special == WORDPIECES and WORDPIECES in paths:
         lower = said.get("do_lower_case") is not False
         kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
-        return TokenizerConfig(tokenizer_type=kind, vocab_file=paths[WORDPIECES])
-    if TOKENIZER_JSON in paths:
-        return TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=paths[TOKENIZER_JSON]
-        )
-    if special == SPIECE and SPIECE in paths:
+        used["vocab_file"] = paths[WORDPIECES]
+    elif TOKENIZER_JSON in paths:
+        kind, used["tokenizer_model"] = "HuggingFaceTokenizer", paths[TOKENIZER_JSON]
+    elif special == SPIECE and SPIECE in paths:
+        kind, used["tokenizer_model"] = "GPTSentencePieceTokenizer", paths[SPIECE]
         asked = said.get("extra_ids")
-        return TokenizerConfig(
-            tokenizer_type="GPTSentencePieceTokenizer",
-            tokenizer_model=paths[SPIECE],
-            vocab_extra_ids=asked if isinstance(asked, int) else _SENTINELS,
-        )
-    if TOKENIZER_MODEL in paths:
-        return TokenizerConfig(
-            tokenizer_type="Llama2Tokenizer", tokenizer_model=paths[TOKENIZER_MODEL]
-        )
-    if VOCAB in paths and MERGES in paths:
-        return TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer", vocab_file=paths[VOCAB], merge_file=paths[MERGES]
-        )
-    return TokenizerConfig()
+        extra = asked if isinstance(asked, int) else _SENTINELS
+    elif TOKENIZER_MODEL in paths:
+        kind, used["tokenizer_model"] = "Llama2Tokenizer", paths[TOKENIZER_MODEL]
+    elif VOCAB in paths and MERGES in paths:
+        kind, used = "GPT2BPETokenizer", {"vocab_file": paths[VOCAB], "merge_file": paths[MERGES]}
+    else:
+        return TokenizerConfig()
+    return TokenizerConfig(tokenizer_type=kind, vocab_extra_ids=extra, **used)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
@@ -20,6 +19,14 @@ _KEYS = (
     rules.Key("attn_pdrop", "attention_dropout", "share", 0.1),
     rules.Key("resid_pdrop", "hidden_dropout", "share", 0.1),
 )
+_FIXED = {
+    "scale_attn_weights": True,
+    "add_cross_attention": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "n_special": 0,
+    "pruned_heads": {},
+}
 _LAYER = {
     "attention_norm": ("ln_1",),
     "attention.qkv": ("attn.c_attn",),
@@ -35,32 +42,28 @@ class GPT2(rules.Family):
 
     def __init__(self) -> None:
         """State the family's names and keys."""
-        super().__init__("gpt2", "GPT2LMHeadModel", prefix="transformer.", keys=_KEYS)
+        super().__init__(
+            "gpt2",
+            "GPT2LMHeadModel",
+            prefix="transformer.",
+            keys=_KEYS,
+            fixed=_FIXED,
+            derived=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # causal masks
+        )
 
-    def read(self, settings: Settings) -> rules.Described:
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        flags = rules.read_keys(settings, self.keys)
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
-        settings.must_be("model_type", self.name)
-        settings.must_be("add_cross_attention", False)
-        settings.must_be("scale_attn_weights", True)
-        settings.must_be("scale_attn_by_inverse_layer_idx", False)
-        settings.must_be("reorder_and_upcast_attn", False)
-        settings.must_be("n_special", 0)
-        settings.must_be("pruned_heads", {})
+        if hidden % heads:
+            raise settings.error("n_head", f"does not divide n_embd {hidden}")
         settings.share("embd_pdrop", 0.1)
-        model = ModelConfig(
+        return ModelConfig(
             **flags,
             ffn_hidden_size=settings.size("n_inner", 4 * hidden),
             kv_channels=hidden // heads,
             onnx_safe=settings.word("activation_function", _EXACT_GELU, "gelu_new") or None,
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
         )
-        if hidden % heads:
-            raise settings.error("n_head", f"does not divide n_embd {hidden}")
-        vocab = settings.size("vocab_size")
-        settings.refuse_the_rest()
-        return rules.Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
@@ -85,9 +88,5 @@ class GPT2(rules.Family):
     def form(self, layer: LayerPlan, module: str, tensors: int) -> rules.TensorForm:
         """Return the form of a layer's module."""
         if module in ("attention.output", "mlp.up", "mlp.down"):
-            return rules.Transposed()
+            return rules.TRANSPOSED
         return super().form(layer, module, tensors)
-
-    def is_derived(self, name: str) -> bool:
-        """Return whether a tensor is a layer's causal mask, as stored in older files."""
-        return re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", name) is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
@@ -23,6 +24,10 @@ _KEYS = (
     rules.Key("rms_norm_eps", "norm_epsilon", "number"),
     rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
 )
+_FIXED = {
+    "hidden_act": "silu",
+    **dict.fromkeys(("mlp_bias", "rope_interleaved", "use_mrope"), False),
+}
 _LAYER = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.query_norm": ("self_attn.q_norm",),
@@ -48,6 +53,8 @@ class LlamaLike(rules.Family):
     """
 
     keys: tuple[rules.Key, ...] = _KEYS
+    fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
+    derived: str = r".*rotary_emb\.inv_freq"  # in Llama 2's first files
     qkv_bias: bool = False
     head_norm: bool = False
     window: bool = False
@@ -55,26 +62,33 @@ class LlamaLike(rules.Family):
     head_size: int | None = None
 
     def read(self, settings: Settings) -> rules.Described:
+        """Return the network that a config.json describes, with its attention window."""
+        window = self._read_window(settings)
+        described, positions = super().read(settings), settings.size("max_position_embeddings")
+        if window is None:
+            return described
+        notice = (
+            f"sliding_window {window}: only sequences of up to {window} tokens (of {positions}), "
+            f"for which full attention is the same: --max-position-embeddings {window}"
+        )
+        return replace(described, notices=(notice,), window=window)
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        flags = rules.read_keys(settings, self.keys)
         heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
         kv_heads = settings.size("num_key_value_heads", heads if self.old_files else None)
-        positions = settings.size("max_position_embeddings")
-        window = self._read_window(settings, positions)
-        settings.must_be("model_type", self.name)
-        settings.must_be("hidden_act", "silu")
+        if heads % kv_heads:
+            raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
         if not self.qkv_bias:
             settings.must_be("attention_bias", False)
-        settings.must_be("mlp_bias", False)
-        settings.must_be("rope_interleaved", False)
-        settings.must_be("use_mrope", False)
-        model = ModelConfig(
+        positions = self._read_window(settings) or settings.size("max_position_embeddings")
+        return ModelConfig(
             **flags,
             **_read_rotation(settings),
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
-            max_position_embeddings=window or positions,
+            max_position_embeddings=positions,
             position_embedding_type="rope",
             normalization="RMSNorm",
             swiglu=True,
@@ -84,20 +98,12 @@ class LlamaLike(rules.Family):
             qk_layernorm=self.head_norm,
             hidden_dropout=0.0,
         )
-        if heads % kv_heads:
-            raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
-        vocab = settings.size("vocab_size")
-        settings.refuse_the_rest()
-        notice = (
-            f"sliding_window {window}: only sequences of up to {window} tokens (of {positions}), "
-            f"for which full attention is the same: --max-position-embeddings {window}"
-        )
-        return rules.Described(model, vocab, (notice,) if window else (), window)
 
-    def _read_window(self, settings: Settings, positions: int) -> int | None:
+    def _read_window(self, settings: Settings) -> int | None:
         """Return the attention window in tokens, or None if it does not limit attention."""
         if not self.window:
             return None
+        positions = settings.size("max_position_embeddings")
         layers = settings.words("layer_types")
         used = settings.switch("use_sliding_window", True) or "sliding_attention" in layers
         window = settings.size("sliding_window", positions)
@@ -134,10 +140,6 @@ class LlamaLike(rules.Family):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
         yield "final_norm", ["model.norm"]
         yield "output", ["lm_head"]
-
-    def is_derived(self, name: str) -> bool:
-        """Return whether a tensor holds rotary frequencies, as stored in Llama 2's first files."""
-        return name.endswith("rotary_emb.inv_freq")
 
 
 def _read_rotation(settings: Settings) -> dict[str, Any]:

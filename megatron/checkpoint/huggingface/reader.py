@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,7 +152,7 @@ class HFReader(Reader):
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
         copies = (self.family.tied_head, *self.family.word_copies)
         for name in sorted(self._files.keys() - expected.keys()):
-            if name not in copies and not self.family.is_derived(name):
+            if name not in copies and not re.fullmatch(self.family.derived, name):
                 problems.append(f"{name} does not exist in a {self.family.name} model")
         if len(problems) > only_class:
             more = f" and {len(problems) - SHOWN} more" * (len(problems) > SHOWN)

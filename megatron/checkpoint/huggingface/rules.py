@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,88 +27,53 @@ KINDS = ("weight", "bias")
 _IN_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
 
 
-class TensorForm(Protocol):
-    """A conversion of several of their tensors to one of ours, and back."""
+class TensorForm(NamedTuple):
+    """A conversion of several of their tensors to one of ours, and back.
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our parameter from their tensors."""
+    Attributes:
+        join: Function that returns our parameter from their tensors.
+        split: Function that returns their tensors from our parameter.
+    """
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """Return their tensors from our parameter."""
-
-
-@dataclass(frozen=True)
-class Same:
-    """A tensor that is the same on both sides."""
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the tensor."""
-        return parts[0]
-
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """Return the tensor."""
-        return [whole]
+    join: Callable[[Sequence[Tensor]], Tensor]
+    split: Callable[[Tensor], list[Tensor]]
 
 
-@dataclass(frozen=True)
-class Transposed:
-    """A matrix that GPT-2 stores as [in, out] and that is [out, in] here. A bias is unchanged."""
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our parameter."""
-        return _transposed(parts[0])
-
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """Return their tensor."""
-        return [_transposed(whole)]
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """Gate and up projections [f, h], which are one tensor [2, f, h] here."""
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our parameter."""
-        return torch.stack(tuple(parts))
-
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """Return gate and up."""
-        return list(whole.unbind(0))
-
-
-@dataclass(frozen=True)
-class Grouped:
-    """Queries [n d, ...], keys [g d, ...] and values [g d, ...], which are ordered by group here.
+def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorForm:
+    """Return the form of queries [n d, ...], keys and values [g d, ...], by group on our side.
 
     Both sides rotate channel i of a head with channel i + d/2, so no row moves within a head.
 
-    Attributes:
+    Args:
         groups: The number of groups, g.
         heads: Heads per group in each of their tensors: n / g queries, one key, one value.
         is_fused: Whether they store one tensor [h, 3 n d] (or a bias [3 n d]) with all queries, all
             keys and all values next to each other, as GPT-2 does.
     """
 
-    groups: int
-    heads: tuple[int, ...]
-    is_fused: bool = False
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our parameter."""
-        if self.is_fused:
-            parts = _transposed(parts[0]).chunk(len(self.heads))
-        by_group = [part.unflatten(0, (self.groups, -1)) for part in parts]
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        if is_fused:
+            parts = _transposed(parts[0]).chunk(len(heads))
+        by_group = [part.unflatten(0, (groups, -1)) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """Return their tensors."""
-        by_group = whole.unflatten(0, (self.groups, sum(self.heads), -1))
-        parts = [part.flatten(0, 2) for part in by_group.split(self.heads, dim=1)]
-        return [_transposed(torch.cat(parts))] if self.is_fused else parts
+    def split(whole: Tensor) -> list[Tensor]:
+        by_group = whole.unflatten(0, (groups, sum(heads), -1))
+        parts = [part.flatten(0, 2) for part in by_group.split(list(heads), dim=1)]
+        return [_transposed(torch.cat(parts))] if is_fused else parts
+
+    return TensorForm(join, split)
 
 
 def _transposed(x: Tensor) -> Tensor:
     return x.t() if x.dim() == 2 else x
+
+
+SAME = TensorForm(lambda parts: parts[0], lambda whole: [whole])
+# A matrix that GPT-2 stores as [in, out] and that is [out, in] here. A bias is unchanged.
+TRANSPOSED = TensorForm(lambda parts: _transposed(parts[0]), lambda whole: [_transposed(whole)])
+# Gate and up projections [f, h], which are one tensor [2, f, h] here.
+STACKED = TensorForm(lambda parts: torch.stack(tuple(parts)), lambda whole: list(whole.unbind(0)))
 
 
 @dataclass(frozen=True)
@@ -202,6 +167,10 @@ class Family(ABC):
         pieces: Our modules outside the layers that files may lack, by name, with the piece that
             each belongs to.
         keys: Keys of config.json that correspond to a network flag.
+        fixed: Keys of config.json for which our network can express a single value.
+        vocab: The size of the vocabulary if config.json does not give it. None: it must.
+        derived: Pattern of the names of tensors that are derived from config.json, such as masks
+            and rotary frequencies. They are not read.
         head_activates: Whether the head has an activation of its own, chosen by --openai-gelu.
     """
 
@@ -213,6 +182,9 @@ class Family(ABC):
     word_copies: tuple[str, ...] = ()
     pieces: Mapping[str, str] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    vocab: int | None = None
+    derived: str = ""
     head_activates: bool = False
 
     def architecture(self, pieces: frozenset[str]) -> str:
@@ -223,12 +195,26 @@ class Family(ABC):
         """
         return self.language_model
 
-    @abstractmethod
     def read(self, settings: Settings) -> Described:
         """Return the network that a config.json describes.
 
         Raises:
             CheckpointError: Our network cannot express a value. The message names its key.
+        """
+        flags = read_keys(settings, self.keys)
+        for key, value in {"model_type": self.name, **self.fixed}.items():
+            settings.must_be(key, value)
+        model, vocab = self.network(settings, flags), settings.size("vocab_size", self.vocab)
+        settings.refuse_the_rest()
+        return Described(model, vocab)
+
+    @abstractmethod
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes.
+
+        Args:
+            settings: The keys of config.json. Every key that matters must be taken.
+            flags: The flags that `keys` give.
         """
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -253,7 +239,7 @@ class Family(ABC):
             if not kinds:
                 continue  # a module that this network, or this layer, does not have
             match = _IN_LAYER.fullmatch(ours)
-            form: TensorForm = Same()
+            form = SAME
             if match:
                 form = self.form(layers[match.group(1)], match.group(2), len(theirs))
             piece = self.pieces.get(ours.partition(".")[0], "")
@@ -267,15 +253,11 @@ class Family(ABC):
         if module == "attention.qkv":
             mixer = attention_of(layer)
             in_group = (mixer.heads // mixer.kv_heads, 1, 1)
-            return Grouped(mixer.kv_heads, in_group, is_fused=tensors == 1)
+            return grouped(mixer.kv_heads, in_group, is_fused=tensors == 1)
         if module == "cross_attention.key_value":
             assert layer.cross_attention is not None
-            return Grouped(layer.cross_attention.heads, (1, 1))
-        return Stacked() if tensors > 1 else Same()
-
-    def is_derived(self, name: str) -> bool:
-        """Return whether a tensor in a file is derived from config.json (masks, frequencies)."""
-        return False
+            return grouped(layer.cross_attention.heads, (1, 1))
+        return STACKED if tensors > 1 else SAME
 
 
 def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:

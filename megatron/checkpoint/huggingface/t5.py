@@ -8,27 +8,19 @@ after the last normalization of each half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
-# Values of `feed_forward_proj` by our flag.
-_ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
-    "relu": {"relu": True},
-    "gated-gelu": {"geglu": True},
-    "gated-silu": {"swiglu": True},
-    "gelu_new": {"openai_gelu": True},
-    "gelu": {"onnx_safe": True},
-}
-_PROJECTIONS = {
-    "relu": "relu",
-    "geglu": "gated-gelu",
-    "swiglu": "gated-silu",
-    "gelu_tanh": "gelu_new",
-    "gelu": "gelu",
+# Our flag and our activation by the value of `feed_forward_proj`.
+_ACTIVATIONS = {
+    "relu": ("relu", "relu"),
+    "gated-gelu": ("geglu", "geglu"),
+    "gated-silu": ("swiglu", "swiglu"),
+    "gelu_new": ("openai_gelu", "gelu_tanh"),
+    "gelu": ("onnx_safe", "gelu"),
 }
 _KEYS = (
     rules.Key("num_layers", "num_layers", default=6, most=MOST_LAYERS),
@@ -55,24 +47,23 @@ class T5(rules.Family):
             head_follows_files=True,
             word_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
             keys=_KEYS,
+            vocab=32128,
+            # The first files hold a position bias of cross attention, which T5 does not use.
+            derived=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         )
 
-    def read(self, settings: Settings) -> rules.Described:
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.must_be("model_type", self.name)
-        flags = rules.read_keys(settings, self.keys)
         tied = settings.switch("tie_word_embeddings", True)
         dropout = settings.share("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MOST_LAYERS)
-        activation: Mapping[str, bool] = settings.word("feed_forward_proj", _ACTIVATIONS, "relu")
+        name = settings.word("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
         # Newer files repeat both parts of the key.
-        name = next(name for name, flag in _ACTIVATIONS.items() if flag == activation)
         settings.must_be("is_gated_act", name.startswith("gated-"))
-        inner = "gelu_new" if activation.get("geglu") else name.split("-")[-1]
-        settings.must_be("dense_act_fn", inner)
+        settings.must_be("dense_act_fn", {"gated-gelu": "gelu_new"}.get(name, name.split("-")[-1]))
         model = ModelConfig(
             **flags,
-            **activation,
+            **{_ACTIVATIONS[name][0]: True},
             architecture="t5",
             decoder_num_layers=decoder,
             position_embedding_type="relative",
@@ -92,19 +83,18 @@ class T5(rules.Family):
                 "relative_attention_num_buckets",
                 f"expected an even number from 4 to below twice the max_distance {longest}",
             )
-        vocab = settings.size("vocab_size", 32128)
         settings.number("initializer_factor", 1.0)
         settings.share("classifier_dropout", 0.0)
-        settings.refuse_the_rest()
-        return rules.Described(model, vocab)
+        return model
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
+        names = {activation: name for name, (_, activation) in _ACTIVATIONS.items()}
         return {
             **super().write(model, vocab),
             "is_encoder_decoder": True,
             "num_decoder_layers": model.decoder_num_layers,
-            "feed_forward_proj": _PROJECTIONS.get(model.activation, "relu"),
+            "feed_forward_proj": names.get(model.activation, "relu"),
             "dropout_rate": model.hidden_dropout,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             "scale_decoder_outputs": model.scale_decoder_outputs,
@@ -114,7 +104,7 @@ class T5(rules.Family):
         """Yield each of our modules with their modules."""
         yield "embedding.word", ["shared"]
         up = ("wi_0", "wi_1") if model.is_gated else ("wi",)
-        for stack, layers in _stacks(model).items():
+        for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):
             bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
             yield f"{stack}.position_bias", [bias]
             last = 2 if stack == "decoder" else 1
@@ -135,15 +125,3 @@ class T5(rules.Family):
                 yield from rules.layer_names(f"{stack}.layers.{layer}", theirs, modules)
             yield f"{stack}.final_norm", [f"{stack}.final_layer_norm"]
         yield "output", ["lm_head"]
-
-    def is_derived(self, name: str) -> bool:
-        """Return whether a tensor is a position bias of cross attention, which T5 does not use.
-
-        The first files hold such a bias.
-        """
-        return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-
-
-def _stacks(model: ModelConfig) -> dict[str, int]:
-    """Return the number of layers of each stack by its name."""
-    return {"encoder": model.num_layers, "decoder": model.decoder_layers}

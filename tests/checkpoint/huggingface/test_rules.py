@@ -5,7 +5,7 @@ import torch
 
 from megatron.checkpoint.entries import LazyTensor
 from megatron.checkpoint.huggingface.families import families
-from megatron.checkpoint.huggingface.rules import Grouped, Same, Stacked, Transposed
+from megatron.checkpoint.huggingface.rules import SAME, STACKED, TRANSPOSED, grouped
 from megatron.checkpoint.huggingface.settings import Settings
 from tests.checkpoint.huggingface.models import CASES
 
@@ -13,28 +13,28 @@ from tests.checkpoint.huggingface.models import CASES
 def test_queries_keys_and_values_are_ordered_by_group() -> None:
     q = torch.tensor([[1], [2], [3], [4], [5], [6], [7], [8]])  # 4 heads of 2 rows
     k, v = torch.tensor([[10], [11], [12], [13]]), torch.tensor([[20], [21], [22], [23]])
-    rows = Grouped(2, (2, 1, 1)).join([q, k, v]).flatten().tolist()
+    rows = grouped(2, (2, 1, 1)).join([q, k, v]).flatten().tolist()
     assert rows == [1, 2, 3, 4, 10, 11, 20, 21, 5, 6, 7, 8, 12, 13, 22, 23]
 
 
 def test_the_fused_matrix_of_gpt2_is_ordered_by_head() -> None:
     columns = torch.tensor([[1, 2, 3, 4, 10, 20, 30, 40, 100, 200, 300, 400]])  # 2 heads of 2
-    rows = Grouped(2, (1, 1, 1), is_fused=True).join([columns]).flatten().tolist()
+    rows = grouped(2, (1, 1, 1), is_fused=True).join([columns]).flatten().tolist()
     assert rows == [1, 2, 10, 20, 100, 200, 3, 4, 30, 40, 300, 400]
 
 
 @pytest.mark.parametrize(
     ("form", "shapes"),
     [
-        (Same(), [(3, 4)]),
-        (Transposed(), [(3, 4)]),
-        (Stacked(), [(5, 4), (5, 4)]),
-        (Grouped(2, (3, 1, 1)), [(18, 4), (6, 4), (6, 4)]),
-        (Grouped(6, (1, 1, 1)), [(18,), (18,), (18,)]),
-        (Grouped(3, (1, 1, 1), is_fused=True), [(4, 27)]),
-        (Grouped(3, (1, 1, 1), is_fused=True), [(27,)]),
-        (Grouped(3, (1, 1)), [(9, 4), (9, 4)]),
-        (Transposed(), [(3,)]),
+        (SAME, [(3, 4)]),
+        (TRANSPOSED, [(3, 4)]),
+        (STACKED, [(5, 4), (5, 4)]),
+        (grouped(2, (3, 1, 1)), [(18, 4), (6, 4), (6, 4)]),
+        (grouped(6, (1, 1, 1)), [(18,), (18,), (18,)]),
+        (grouped(3, (1, 1, 1), is_fused=True), [(4, 27)]),
+        (grouped(3, (1, 1, 1), is_fused=True), [(27,)]),
+        (grouped(3, (1, 1)), [(9, 4), (9, 4)]),
+        (TRANSPOSED, [(3,)]),
     ],
 )
 def test_split_undoes_join(form, shapes) -> None:

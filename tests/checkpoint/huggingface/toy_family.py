@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.huggingface.rules import (
-    Described,
-    Family,
-    Key,
-    Names,
-    layer_names,
-    read_keys,
-)
+from typing import Any
+
+from megatron.checkpoint.huggingface.rules import Family, Key, Names, layer_names
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -38,19 +33,15 @@ class Toy(Family):
     def __init__(self) -> None:
         super().__init__("toy", "ToyForCausalLM", tied_head="say.weight", keys=_KEYS)
 
-    def read(self, settings: Settings) -> Described:
-        settings.must_be("model_type", self.name)
-        model = ModelConfig(
-            **read_keys(settings, self.keys),
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        return ModelConfig(
+            **flags,
             group_query_attention=True,
             relu=True,
             add_bias_linear=False,
             add_qkv_bias=True,
             untie_embeddings_and_output_weights=True,
         )
-        vocab = settings.size("vocab_size")
-        settings.refuse_the_rest()
-        return Described(model, vocab)
 
     def names(self, model: ModelConfig) -> Names:
         yield "embedding.word", ["hear"]
