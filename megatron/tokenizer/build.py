@@ -14,20 +14,19 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import digest
 
-_ROOM = "megatron.tokenizer"
 # The module and class of each kind. A module is imported when its kind is built, so that no kind
 # loads the libraries of the others.
 _CLASSES = {
-    "GPT2BPETokenizer": (f"{_ROOM}.gpt2", "GPT2Tokenizer"),
-    "BertWordPieceLowerCase": (f"{_ROOM}.wordpiece", "WordPieceTokenizer"),
-    "BertWordPieceCase": (f"{_ROOM}.wordpiece", "WordPieceTokenizer"),
-    "SentencePieceTokenizer": (f"{_ROOM}.sentencepiece", "SentencePieceTokenizer"),
-    "GPTSentencePieceTokenizer": (f"{_ROOM}.sentencepiece", "GPTSentencePieceTokenizer"),
-    "Llama2Tokenizer": (f"{_ROOM}.sentencepiece", "Llama2Tokenizer"),
-    "HuggingFaceTokenizer": (f"{_ROOM}.huggingface", "HuggingFaceTokenizer"),
-    "PretrainedFromHF": (f"{_ROOM}.huggingface", "HuggingFaceTokenizer"),
-    "TikTokenizer": (f"{_ROOM}.tiktoken", "TikTokenizer"),
-    "NullTokenizer": (f"{_ROOM}.build", "NullTokenizer"),
+    "GPT2BPETokenizer": ("gpt2", "GPT2Tokenizer"),
+    "BertWordPieceLowerCase": ("wordpiece", "WordPieceTokenizer"),
+    "BertWordPieceCase": ("wordpiece", "WordPieceTokenizer"),
+    "SentencePieceTokenizer": ("sentencepiece", "SentencePieceTokenizer"),
+    "GPTSentencePieceTokenizer": ("sentencepiece", "GPTSentencePieceTokenizer"),
+    "Llama2Tokenizer": ("sentencepiece", "Llama2Tokenizer"),
+    "HuggingFaceTokenizer": ("huggingface", "HuggingFaceTokenizer"),
+    "PretrainedFromHF": ("huggingface", "HuggingFaceTokenizer"),
+    "TikTokenizer": ("tiktoken", "TikTokenizer"),
+    "NullTokenizer": ("build", "NullTokenizer"),
 }
 
 
@@ -51,7 +50,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if misfits:
         raise ConfigError(misfits)
     module, name = _CLASSES[kind]
-    tokenizer: Tokenizer = getattr(importlib.import_module(module), name)(config)
+    found = importlib.import_module(f"megatron.tokenizer.{module}")
+    tokenizer: Tokenizer = getattr(found, name)(config)
     return tokenizer
 
 

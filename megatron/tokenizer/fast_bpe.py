@@ -151,16 +151,11 @@ def _keep_compiled(
 ) -> None:
     """Keep a compiled file if one that equals `encoder` is possible."""
     table = byte_of_character()
-    first = len(table)
-    if {vocab[character] for character in table} != set(range(first)):
+    entries = [*sorted(table, key=vocab.__getitem__), *(merge.replace(" ", "") for merge in merges)]
+    if any(vocab[entry] != i for i, entry in enumerate(entries)):
         return
-    entries = [merge.replace(" ", "") for merge in merges]
-    if any(vocab[entry] != first + i for i, entry in enumerate(entries)):
-        return
-    entries = [*sorted(table, key=vocab.__getitem__), *entries]
-    pieces = [bytes(table[character] for character in entry) for entry in entries]
-    lines = [b"%b %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces)]
-    data = b"".join(lines)
+    pieces = [base64.b64encode(bytes(table[character] for character in e)) for e in entries]
+    data = b"".join(b"%b %d\n" % (piece, rank) for rank, piece in enumerate(pieces))
     folder = cache_folder() / "tokenizers"
     folder.mkdir(parents=True, exist_ok=True)
     name = _compiled_name(key, len(vocab), end, data)

@@ -1,4 +1,4 @@
-"""Vocabulary files, and the entries that are appended to them."""
+"""Vocabulary files, their digest, and T5's sentinels in them."""
 
 from __future__ import annotations
 
@@ -75,12 +75,6 @@ def digest(*parts: bytes | str) -> str:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()
-
-
-def append_entries(vocab: dict[str, int], entries: list[str]) -> None:
-    """Give each of `entries` that `vocab` lacks the next free id, in order."""
-    for entry in entries:
-        vocab.setdefault(entry, len(vocab))
 
 
 def extra_ids(count: int) -> list[str]:

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import (
-    VocabularyFile,
-    append_entries,
-    digest,
-    extra_ids,
-    find_sentinels,
-)
+from megatron.tokenizer.files import VocabularyFile, digest, extra_ids, find_sentinels
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -59,17 +53,19 @@ class GPTSentencePieceTokenizer(Tokenizer):
             )
         if extra:
             self._append(extra[::-1])
-        ids = {
-            "bos": self._model.bos_id(),
-            "eos": self._model.eos_id(),
-            "pad": self._model.pad_id(),
-        }
-        # SentencePiece returns -1 for a token that does not exist.
-        return {name: i for name, i in {**ids, "eod": ids["eos"]}.items() if i >= 0}
+        ids = self._own_ids()
+        return {**ids, "eod": ids["eos"]} if "eos" in ids else ids
+
+    def _own_ids(self) -> dict[str, int]:
+        """Return the model's ids of `pad`, `bos` and `eos`, without those it lacks."""
+        model = self._model
+        ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
+        return {name: index for name, index in ids.items() if index >= 0}
 
     def _append(self, entries: list[str]) -> None:
         """Append the entries that the model lacks; all entries are found in text."""
-        append_entries(self._vocab, entries)
+        for entry in entries:
+            self._vocab.setdefault(entry, len(self._vocab))
         self._entry_of = {self._vocab[entry]: entry for entry in entries}
 
     def tokenize(self, text: str) -> list[int]:
@@ -137,10 +133,8 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     def _find_special_ids(
         self, file: VocabularyFile, own: list[int], extra: list[str]
     ) -> dict[str, int]:
-        entries = {name: f"<{name.upper()}>" for name in ("cls", "sep", "eod", "mask")}
-        model = self._model
-        own_ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
-        for name, index in own_ids.items():
-            entries[name] = model.id_to_piece(index) if index >= 0 else f"<{name.upper()}>"
+        names = ("cls", "sep", "eod", "mask", "pad", "bos", "eos")
+        entries = {name: f"<{name.upper()}>" for name in names}
+        entries |= {name: self._model.id_to_piece(i) for name, i in self._own_ids().items()}
         self._append([*entries.values(), *extra])
         return {name: self._vocab[entry] for name, entry in entries.items()}

@@ -6,7 +6,6 @@ import base64
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
@@ -41,13 +40,8 @@ _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 }
 
 
-class _Definition(NamedTuple):
-    """The pieces, special tokens and split that tiktoken needs, and the vocabulary size."""
-
-    ranks: dict[bytes, int]
-    special: dict[str, int]
-    split: str
-    vocab_size: int
+# The pieces, special tokens and split that tiktoken needs, and the vocabulary size.
+_Definition = tuple[dict[bytes, int], dict[str, int], str, int]
 
 
 class TikTokenizer(Tokenizer):
@@ -116,7 +110,7 @@ def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
         names = config.tokenizer_special_tokens or (_END,)
         special = {name: first + i for i, name in enumerate(names)}
     size = max(*ranks.values(), *special.values()) + 1
-    return _Definition(ranks, dict(special), config.tiktoken_pattern or split, size)
+    return ranks, dict(special), config.tiktoken_pattern or split, size
 
 
 def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
@@ -148,7 +142,7 @@ def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
             f"make --vocab-size {size}: give --vocab-size {len(ranks) + reserved}"
         )
     _check_bytes(file, ranks)
-    return _Definition(ranks, special, config.tiktoken_pattern or "v2", size)
+    return ranks, special, config.tiktoken_pattern or "v2", size
 
 
 def _tekken_special(config: TokenizerConfig, reserved: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import VocabularyFile, append_entries, digest, extra_ids
+from megatron.tokenizer.files import VocabularyFile, digest, extra_ids
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
@@ -27,23 +27,18 @@ class WordPieceTokenizer(Tokenizer):
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file, and append the entries that it lacks."""
-        file, kind = (
-            VocabularyFile.read("--vocab-file", config.vocab_file),
-            config.tokenizer_type or "",
-        )
+        file = VocabularyFile.read("--vocab-file", config.vocab_file)
+        kind = config.tokenizer_type or ""
         vocab = self._vocab = _parse_vocab(file)
         entries = len(vocab)
         self._tokenizer = wordpiece_pipeline(vocab, lower_case="LowerCase" in kind)
         sentinels = extra_ids(config.vocab_extra_ids)
-        append_entries(vocab, ["[BOS]", "[EOS]", *sentinels])
+        for entry in ("[BOS]", "[EOS]", *sentinels):
+            vocab.setdefault(entry, len(vocab))
         names = {**_REQUIRED, "bos": "[BOS]", "eos": "[EOS]", "eod": "[EOS]"}
-        super().__init__(
-            kind,
-            digest(file.data, str(config.vocab_extra_ids)),
-            {name: vocab[entry] for name, entry in names.items()},
-            len(vocab),
-            [vocab[entry] for entry in sentinels],
-        )
+        special = {name: vocab[entry] for name, entry in names.items()}
+        key = digest(file.data, str(config.vocab_extra_ids))
+        super().__init__(kind, key, special, len(vocab), [vocab[entry] for entry in sentinels])
         self.text_vocab_size = entries
 
     def tokenize(self, text: str) -> list[int]:
