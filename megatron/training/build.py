@@ -32,21 +32,8 @@ from megatron.parallel.tied import unite_copies
 from megatron.processes.ending import ExitRequest
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
+from megatron.training import checkpointing, gradient_sharing
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
-from megatron.training.checkpointing import (
-    entries_held,
-    open_for_loading,
-    restore_run,
-    shard_state,
-)
-from megatron.training.gradient_sharing import (
-    gathered_in_8_bits,
-    named_parameters_of,
-    new_gradient_buffer,
-    shard_model,
-    tie_copies,
-    uses_torch_ddp,
-)
 from megatron.training.recipe import Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import ParallelModel, Progress, Run
@@ -66,9 +53,9 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
-    reader = open_for_loading(config, layout)
+    reader = checkpointing.open_for_loading(config, layout)
     if reader is not None:
-        entries = entries_held(reader, tokenizer.vocab_size)
+        entries = checkpointing.entries_held(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(training, layout.data.size)
@@ -96,7 +83,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
         save_clock=SaveClock(config.checkpoint.save_interval_in_mins),
-        timers=Timers(level=level, device=device, world=layout.world, barrier=barrier),
+        timers=Timers(level, device, layout.world, barrier=barrier),
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
         else None,
@@ -104,7 +91,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         corpus=corpus_fingerprint(config.data) if has_corpus else None,
     )
     if reader is not None:
-        restore_run(run, reader)
+        checkpointing.restore_run(run, reader)
     del reader  # before processes are forked, which would keep the checkpoint from being deleted
     if not training.skip_train:
         if run.datasets[0] is None:
@@ -167,18 +154,18 @@ def parallelize(
     if config.precision.fp8_format is not None and config.precision.fp8_recipe == "delayed":
         scaling = DelayedScaling.from_config(config.precision)
         amax_history = layers.keep_history(
-            named_parameters_of(parts), scaling, layout, device.torch_device
+            gradient_sharing.named_parameters_of(parts), scaling, layout, device.torch_device
         )
 
     # 5. Gradient buckets, or shards of weights and gradients (ZeRO stage 3).
     gradients: Gradients
     if shares_weights(parallel, layout):
-        gradients = shard_model(config, parts, layout, device)
+        gradients = gradient_sharing.shard_model(config, parts, layout, device)
     else:
-        gradients = new_gradient_buffer(config, plan, parts, layers, layout)
+        gradients = gradient_sharing.new_gradient_buffer(config, plan, parts, layers, layout)
 
     # 6. Ties across stages: copies' gradients are added up. Then the initial weights.
-    ties = tie_copies(config, plan, parts, gradients, layout, device)
+    ties = gradient_sharing.tie_copies(config, plan, parts, gradients, layout, device)
     _initialize(parts, gradients, config, is_loaded=is_loaded)
 
     # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.
@@ -193,15 +180,16 @@ def parallelize(
             forget=layers.forget_weights,
             warm_up=config.training.cuda_graph_warmup_steps,
         )
-    elif uses_torch_ddp(config, layout):
+    elif gradient_sharing.uses_torch_ddp(config, layout):
         forward = TorchDataParallel(parts[0], recipe.forward, layout.replica)
 
     # 8. Sharded updates: each process's gathered weights. Then the optimizer, which copies them.
     weights = gradients.share_weights(
-        parts if parallel.overlap_param_gather else None, gathered_in_8_bits(config, layers)
+        parts if parallel.overlap_param_gather else None,
+        gradient_sharing.gathered_in_8_bits(config, layers),
     )
     groups = split_groups(
-        named_parameters_of(parts),
+        gradient_sharing.named_parameters_of(parts),
         rules_of(config.optimizer),
         decouples=config.schedule.decoupled_lr is not None,
     )
@@ -253,11 +241,11 @@ def _initialize(
             "--no-initialization: no checkpoint is loaded, so the weights would be garbage: "
             "give --load with a checkpoint, or drop the flag"
         )
-    seed, named_parameters = config.training.seed, named_parameters_of(parts)
+    seed, named_parameters = config.training.seed, gradient_sharing.named_parameters_of(parts)
     if not gradients.shares_weights:
         initialize(named_parameters, seed)
         return
     specs = {f"model.{name}": spec_of(parameter) for name, parameter in named_parameters}
-    for name, entry in flatten(shard_state(named_parameters, gradients)):
+    for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):
         spec = replace(specs[name], offset=entry.offset)
         initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)

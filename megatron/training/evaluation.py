@@ -36,8 +36,7 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
     for _ in range(run.config.evaluation.eval_iters):
         passes = Passes(run, batches, count)
         passes.forward()
-        flags = [run.exit.by_signal]
-        losses, weight, (exit_wanted,) = reduce_losses(passes.losses, flags, run, passes.weights)
+        losses, weight, (exit_wanted,) = reduce_losses(passes, [run.exit.by_signal], run)
         if exit_wanted:
             return None
         weights += weight

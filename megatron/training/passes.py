@@ -12,20 +12,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from megatron.parallel.pipeline.executor import (
-    ForwardStep,
-    completing_operations,
-    run_schedule,
-)
-from megatron.parallel.pipeline.schedule import (
-    Operation,
-    Operations,
-    Schedule,
-    ScheduleKind,
-    forward_only,
-    make_schedule,
-    schedule_kind,
-)
+from megatron.parallel.pipeline import schedule as pipeline
+from megatron.parallel.pipeline.executor import ForwardStep, completing_operations, run_schedule
+from megatron.parallel.pipeline.schedule import Operation, Schedule
 from megatron.parallel.pipeline.weight_gradients import wave_of
 from megatron.parallel.random import derive_seed, micro_batch_seed
 from megatron.training.recipe import Batch
@@ -36,23 +25,17 @@ _BACKWARD = {"backward", "backward_input", "backward_weight"}
 
 
 @lru_cache(maxsize=8)
-def _schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    return make_schedule(kind, stages, chunks, micro_batches)
+def _schedule(
+    kind: pipeline.ScheduleKind, stages: int, chunks: int, micro_batches: int, trains: bool
+) -> Schedule:
+    schedule = pipeline.make_schedule(kind, stages, chunks, micro_batches)
+    return schedule if trains else pipeline.forward_only(schedule)
 
 
-@lru_cache(maxsize=8)
-def _forward_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    return forward_only(_schedule(kind, stages, chunks, micro_batches))
-
-
-def training_schedule(run: Run, micro_batches: int) -> Schedule:
-    """Return the operations of every stage in an update of this many micro-batches."""
-    return _schedule(*_shape(run), micro_batches)
-
-
-def _shape(run: Run) -> tuple[ScheduleKind, int, int]:
-    chunks = len(run.parts)
-    return schedule_kind(run.config.parallel, chunks), run.layout.pipeline.size, chunks
+def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedule:
+    """Return the operations of every stage in this many micro-batches of training or evaluation."""
+    kind = pipeline.schedule_kind(run.config.parallel, len(run.parts))
+    return _schedule(kind, run.layout.pipeline.size, len(run.parts), micro_batches, trains)
 
 
 class Passes:
@@ -93,11 +76,8 @@ class Passes:
         self.sample_ids: list[list[int]] = []
         self.counted: list[Tensor] = []
         self.labels = 0
-        self._run = run
-        self._batches = batches
-        self._count = count
-        self._first_sample = first_sample
-        self._scale = scale
+        self._run, self._batches, self._count = run, batches, count
+        self._first_sample, self._scale = first_sample, scale
         self._forward = forward or DirectForward(run.recipe.forward)
         self._loaded: dict[int, Batch] = {}
         self._begun: Tensor | None = None
@@ -110,8 +90,7 @@ class Passes:
 
     def forward_backward(self) -> None:
         """Run all passes; gradients add up in the parameters. Collective over the pipeline."""
-        schedule = training_schedule(self._run, self._count)
-        operations = schedule[self._run.layout.pipeline.rank]
+        operations = schedule_of(self._run, self._count)[self._run.layout.pipeline.rank]
         last = set(completing_operations(operations).values())
         clock = self._run.operation_clock
         if clock is not None:
@@ -138,10 +117,12 @@ class Passes:
 
     def forward(self) -> None:
         """Compute only the losses. Collective over the pipeline."""
-        schedule = _forward_schedule(*_shape(self._run), self._count)
-        self._carry_out(schedule[self._run.layout.pipeline.rank], self._run.layout.journal.enter)
+        layout, schedule = self._run.layout, schedule_of(self._run, self._count, trains=False)
+        self._carry_out(schedule[layout.pipeline.rank], layout.journal.enter)
 
-    def _carry_out(self, operations: Operations, before: Callable[[Operation], None]) -> None:
+    def _carry_out(
+        self, operations: pipeline.Operations, before: Callable[[Operation], None]
+    ) -> None:
         run = self._run
         steps: list[ForwardStep] = [partial(self._step, chunk) for chunk in range(len(run.parts))]
         run_schedule(
@@ -201,10 +182,14 @@ class Passes:
                 self._run.timers.measure("batch-generator", level=2),
             ):
                 batch = next(self._batches)
-            number = len(self.sample_ids)
+            target = self._run.device.torch_device
+            batch = {
+                name: value if name == "id" else value.to(target, non_blocking=True)
+                for name, value in batch.items()
+            }
+            self._count_labels(batch)
+            self._loaded[len(self.sample_ids)] = batch
             self.sample_ids.append(batch["id"].tolist())
-            self._loaded[number] = self._to_device(batch)
-            self._count_labels(self._loaded[number])
         return self._loaded.pop(micro_batch) if is_last_use else self._loaded[micro_batch]
 
     def _count_labels(self, batch: Batch) -> None:
@@ -214,11 +199,3 @@ class Passes:
             mask = run.recipe.loss_mask(batch, run.config, run.tokenizer)
             self.labels = mask.numel()
             self.counted.append(mask.sum(dtype=torch.float64))
-
-    def _to_device(self, batch: Batch) -> Batch:
-        """Copy a batch to the device, except for its ids."""
-        target = self._run.device.torch_device
-        return {
-            name: value if name == "id" else value.to(target, non_blocking=True)
-            for name, value in batch.items()
-        }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -22,17 +22,12 @@ _NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and 
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """The result of one update, the same on every rank except for `batches`.
+class StepOutcome(StepResult):
+    """The result of one update, the same on every rank except for its last two attributes.
 
     Attributes:
         losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
             with --calculate-per-token-loss over all tokens that count.
-        applied: Whether the parameters changed.
-        found_nonfinite: Whether loss or gradients were not finite.
-        overflow: They were not finite because the dynamic fp16 loss scale is too high: no error.
-        grad_norm: The gradient norm before clipping.
-        zeros: The number of zero entries in the gradient; None unless requested.
         samples: The size of the global batch.
         loss_scale: The factor by which the loss was multiplied.
         exit_wanted: Whether some rank asked to exit.
@@ -42,17 +37,12 @@ class StepOutcome:
     """
 
     losses: dict[str, float]
-    applied: bool
-    found_nonfinite: bool
-    overflow: bool
-    grad_norm: float
-    zeros: int | None
     samples: int
     loss_scale: float
     exit_wanted: bool
-    save_due: bool = False
-    sample_ids: list[list[int]] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)
+    save_due: bool
+    sample_ids: list[list[int]]
+    finite: list[bool]
 
 
 class Updates:
@@ -121,16 +111,13 @@ class Updates:
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
         result, losses, (exit_wanted, save_due), finite = reading.wait()
-        losses_are_finite = all(math.isfinite(value) for value in losses.values())
+        if not all(map(math.isfinite, losses.values())):  # no loss scale is to blame
+            result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
             progress.scheduled_samples += samples
         return StepOutcome(
+            **vars(result),
             losses=losses,
-            applied=result.applied,
-            found_nonfinite=result.found_nonfinite or not losses_are_finite,
-            overflow=result.overflow and losses_are_finite,
-            grad_norm=result.grad_norm,
-            zeros=result.zeros,
             samples=samples,
             loss_scale=loss_scale,
             exit_wanted=exit_wanted,
@@ -201,7 +188,7 @@ class _Reading:
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
         flags = (run.exit.wanted, run.save_clock.is_due)
-        packed = pack_losses(passes.losses, flags, run, passes.weights)
+        packed = pack_losses(passes, flags, run)
         parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
         self._reading = Reading(torch.cat([part.double() for part in parts]))
@@ -249,34 +236,25 @@ def _finite(passes: Passes, like: Tensor) -> Tensor:
 
 def any_rank(flag: bool, run: Run) -> bool:
     """Return whether any rank has set the flag. Collective."""
-    return reduce_losses({}, [flag], run)[2][0]
+    return reduce_losses(None, [flag], run)[2][0]
 
 
 def reduce_losses(
-    losses: Mapping[str, list[Tensor]],
-    flags: Sequence[bool],
-    run: Run,
-    weights: Tensor | None = None,
+    passes: Passes | None, flags: Sequence[bool], run: Run
 ) -> tuple[dict[str, float], float, list[bool]]:
     """Return each loss's mean over the global batch, the batch's weight, and the flags.
 
     A flag is true if any rank has set it. Collective; waits for the device.
 
     Args:
-        losses: The losses by log name, one value per micro-batch.
+        passes: The passes that computed the losses, or `None` if only the flags are needed.
         flags: The flags of this rank.
         run: The run to which the losses belong.
-        weights: The weights of the micro-batches, as in `Passes.weights`.
     """
-    return unpack_losses(pack_losses(losses, flags, run, weights).tolist(), run)
+    return unpack_losses(pack_losses(passes, flags, run).tolist(), run)
 
 
-def pack_losses(
-    losses: Mapping[str, list[Tensor]],
-    flags: Sequence[bool],
-    run: Run,
-    weights: Tensor | None = None,
-) -> Tensor:
+def pack_losses(passes: Passes | None, flags: Sequence[bool], run: Run) -> Tensor:
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
     With --calculate-per-token-loss, losses are multiplied by their weights, and the weights follow
@@ -287,8 +265,9 @@ def pack_losses(
     layout, names = run.layout, run.recipe.loss_names(run.config)
     numbers = len(names) + run.config.training.calculate_per_token_loss
     packed = torch.zeros(numbers + len(flags), device=run.device.torch_device)
-    if losses and layout.tensor.is_first:
-        columns = [torch.stack(losses[name]).float() for name in names]
+    if passes is not None and passes.losses and layout.tensor.is_first:
+        columns = [torch.stack(passes.losses[name]).float() for name in names]
+        weights = passes.weights
         if weights is not None:
             columns = [*(column * weights for column in columns), weights]
         means = torch.stack([column.mean() for column in columns])

@@ -35,13 +35,9 @@ class Timers:
         barrier: Whether level-1 timers of all ranks start and stop together.
     """
 
-    def __init__(
-        self, *, level: int, device: Device, world: Axis | None = None, barrier: bool = False
-    ) -> None:
+    def __init__(self, level: int, device: Device, world: Axis, *, barrier: bool = False) -> None:
         """Start with all timers at zero."""
-        self._level = level
-        self._device = device
-        self._world = world or Axis()
+        self._level, self._device, self._world = level, device, world
         self._barrier = barrier and self._world.size > 1
         self._seconds: dict[str, float] = {}
         self.resets = 0
@@ -49,21 +45,19 @@ class Timers:
     @contextmanager
     def measure(self, name: str, level: int = 1) -> Iterator[None]:
         """Add the time inside the block to `name`."""
-        if level > self._level:  # not timed: no synchronization either
-            with record_function(name):
-                yield
-            return
-        self._wait(level)
-        start = time.perf_counter()
+        is_timed = level <= self._level  # otherwise there is no synchronization either
+        start = self._now(level) if is_timed else 0.0
         with record_function(name):
             yield
-        self._wait(level)
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        if is_timed:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now(level) - start
 
-    def _wait(self, level: int) -> None:
+    def _now(self, level: int) -> float:
+        """Return the time at which the device and, for a barrier, all ranks are done."""
         self._device.synchronize()
         if self._barrier and level == 1:
             self._world.barrier()
+        return time.perf_counter()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -78,11 +72,10 @@ class Timers:
     def over_ranks(self) -> dict[str, list[float]]:
         """Return every rank's seconds by name. Collective; all ranks time the same names."""
         names = sorted(self._seconds)
-        mine = torch.tensor([self._seconds[name] for name in names], dtype=torch.float64)
-        if self._world.size == 1 or not names:
-            return {name: [value] for name, value in zip(names, mine.tolist(), strict=True)}
-        columns = all_gather(mine[None], self._world).T.tolist()
-        return dict(zip(names, columns, strict=True))
+        if not names:
+            return {}
+        mine = torch.tensor([[self._seconds[name] for name in names]], dtype=torch.float64)
+        return dict(zip(names, all_gather(mine, self._world).T.tolist(), strict=True))
 
 
 def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: int) -> str:
@@ -93,18 +86,14 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
         option: "max", "minmax" or "all".
         iterations: The number of iterations over which the seconds were added up.
     """
-    title, text = {
-        "max": ("max time across ranks", lambda times: f"{max(times):.2f}"),
-        "minmax": (
-            "(min, max) time across ranks",
-            lambda times: f"({min(times):.2f}, {max(times):.2f})",
-        ),
-        "all": ("times across ranks", lambda times: ", ".join(f"{t:.2f}" for t in times)),
-    }[option]
-    lines = [f"{title} (ms):"]
+    titles = {"max": "max time", "minmax": "(min, max) time", "all": "times"}
+    lines = [f"{titles[option]} across ranks (ms):"]
     for name, values in over_ranks.items():
         times = [1000.0 * value / iterations for value in values]
-        lines.append(f"    {(name + ' ').ljust(40, '.')}: {text(times)}")
+        shown = {"max": [max(times)], "minmax": [min(times), max(times)], "all": times}[option]
+        text = ", ".join(f"{milliseconds:.2f}" for milliseconds in shown)
+        text = f"({text})" if option == "minmax" else text
+        lines.append(f"    {(name + ' ').ljust(40, '.')}: {text}")
     return "\n".join(lines)
 
 
@@ -159,8 +148,7 @@ class OperationClock:
 
     def __init__(self, device: Device, layout: Layout) -> None:
         """Start without any operation."""
-        self._device = device
-        self._layout = layout
+        self._device, self._layout = device, layout
         self._begun: list[tuple[Operation, Any]] = []
         self._start: Any = None
         self._end: Any = None

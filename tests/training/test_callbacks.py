@@ -301,7 +301,7 @@ def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, head):
 
 
 def _timed(layout):
-    timers = Timers(level=1, device=Device.cpu(), world=layout.world, barrier=True)
+    timers = Timers(1, Device.cpu(), layout.world, barrier=True)
     with timers.measure("part"):
         pass
     with timers.measure("too deep", level=2):

@@ -9,15 +9,8 @@ from datetime import timedelta
 from megatron.checkpoint.background import BackgroundSaver, Saved
 from megatron.command import say
 from megatron.errors import ConfigError, StorageError
+from megatron.training import checkpointing
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.checkpointing import (
-    keep_of,
-    meta_of,
-    report_saved,
-    save_run,
-    state_of,
-    writer_of,
-)
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
@@ -72,10 +65,13 @@ class Checkpoints(Callback):
         run.layout.journal.enter("saving a checkpoint")
         with run.timers.measure("save-checkpoint"):
             if not self._settle(run) or is_last or self._background is None:
-                save_run(run)
+                checkpointing.save_run(run)
             else:
                 self._background.start(
-                    run.progress.iteration, state_of(run), meta_of(run), since=since
+                    run.progress.iteration,
+                    checkpointing.state_of(run),
+                    checkpointing.meta_of(run),
+                    since=since,
                 )
         if not self._is_advised and not is_last and run.layout.world.rank == 0:
             self._is_advised = True
@@ -122,12 +118,12 @@ def _background_saver(run: Run) -> BackgroundSaver:
     try:
         saver = BackgroundSaver(
             options.save,
-            state_of(run),
+            checkpointing.state_of(run),
             run.layout,
             run.layout.beside(timeout),
             run.device,
-            keep=keep_of(options),
-            write=writer_of(run),
+            keep=checkpointing.keep_of(options),
+            write=checkpointing.writer_of(run),
             report=_report,
         )
     except MemoryError as error:
@@ -144,7 +140,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
 def _report(iteration: int, outcome: Saved | Exception) -> None:
     """Report the result of a background save. Called by the saving thread, on rank 0."""
     if isinstance(outcome, Saved):
-        report_saved(outcome)
+        checkpointing.report_saved(outcome)
     else:
         say(
             f"WARNING: the checkpoint of iteration {iteration} could not be written: {outcome}. "

@@ -12,7 +12,7 @@ from megatron.durable import writing_to
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.scalars import Writer
-from megatron.training.passes import training_schedule
+from megatron.training.passes import schedule_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from megatron.training.timers import Bubble, OperationClock, compare_with_prediction
@@ -107,7 +107,7 @@ class PipelineBubble(Callback):
         stages = all_gather(self._clock.read(len(run.parts)).unsqueeze(0), run.layout.pipeline)
         if not run.is_log_rank:
             return
-        bubble = compare_with_prediction(stages, training_schedule(run, len(outcome.finite)))
+        bubble = compare_with_prediction(stages, schedule_of(run, len(outcome.finite)))
         self._bubbles.append(bubble)
         scalars = {
             "pipeline-bubble": bubble.measured,
