@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
 
 from megatron.inference.request import (
     Beam,
@@ -16,6 +19,7 @@ from megatron.inference.request import (
     Stats,
     Token,
 )
+from megatron.parallel.layout import Layout
 
 
 def logprob_of(token: int) -> float:
@@ -41,6 +45,9 @@ class FakeEngine:
     def __init__(
         self, *, vocab_size: int = 400, max_length: int = 256, places: int = 4, seconds: float = 0
     ) -> None:
+        # What the serving loop asks of an engine's executor.
+        device = SimpleNamespace(torch_device=torch.device("cpu"))
+        self.executor = SimpleNamespace(layout=Layout.single(), device=device)
         self.limits = EngineLimits(vocab_size, max_length, cache_tokens=100_000, max_beams=8)
         self.places = places
         self.seconds = seconds

@@ -20,7 +20,6 @@ from megatron.inference.server import front
 from megatron.inference.server.run import SocketInbox
 from megatron.inference.server.settings import FrontSettings
 from megatron.inference.worker import serve
-from megatron.parallel.layout import Axis
 from tests.inference.server.fake_engine import FakeEngine
 
 TEXTS = (
@@ -105,7 +104,7 @@ def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
     inbox = SocketInbox(ours, lambda: engine.stats)
     threads = [
         threading.Thread(target=asyncio.run, args=(front.serve(theirs, listener),), daemon=True),
-        threading.Thread(target=serve, args=(engine, inbox, Axis()), daemon=True),
+        threading.Thread(target=serve, args=(engine, inbox), daemon=True),
     ]
     for thread in threads:
         thread.start()

@@ -40,6 +40,7 @@ def _open(page: Page, live: Live, **window: int) -> None:
     page.requests.clear()
     page.open(live.url, **window)
     page.wait("document.getElementById('model').textContent === 'test'")
+    page.wait("document.activeElement.id === 'input'")  # otherwise a text that is typed is lost
 
 
 def _text(selector: str) -> str:
