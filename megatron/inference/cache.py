@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +76,12 @@ class BlockPool:
         """Return whether no sequence uses a block. Sharing it makes one block fewer available."""
         return self._users[block] == 0
 
-    def share(self, block: int) -> int:
-        """Add a user to a block that is in use or has a key, and return the block."""
-        if self._users[block] == 0:
-            del self._kept[block]
-        self._users[block] += 1
-        return block
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a user to blocks that are in use or have a key."""
+        for block in blocks:
+            if self._users[block] == 0:
+                del self._kept[block]
+            self._users[block] += 1
 
     def publish(self, block: int, key: BlockKey) -> None:
         """Record that a block in use is full and holds the tokens that `key` identifies."""

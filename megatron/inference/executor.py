@@ -14,7 +14,6 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,15 +23,13 @@ from torch import Tensor
 from megatron.device import Device, Reading
 from megatron.inference.cache import CacheMemory, StepCache
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
-from megatron.inference.scheduler import UNKNOWN, Row, Sequence, StepPlan
+from megatron.inference.scheduler import UNKNOWN, Integers, Row, Sequence, StepPlan
 from megatron.kernels.paged_attention import PART, Chunks, Singles
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import broadcast, gather_to
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation
-
-Integers = NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +76,6 @@ class Executor:
 
     def __post_init__(self) -> None:
         """Start without a step."""
-        self._arrays: WeakKeyDictionary[Sequence, tuple[tuple[int, ...], Integers]]
-        self._arrays = WeakKeyDictionary()
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
         self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
 
@@ -98,12 +93,12 @@ class Executor:
         Returns:
             A function that waits for the device, and returns what was chosen for each of `wanted`.
         """
-        blocks, logits = [self._blocks(row) for row in plan], None
+        logits = None
         # Every sequence adds one token and chooses the next.
         if self.graphs is not None and len(wanted) == len(plan) and plan[-1].goes_on:
-            logits = self.graphs.run(plan, blocks, self._sources(plan), self._chosen)
+            logits = self.graphs.run(plan, self._sources(plan), self._chosen)
         if logits is None:
-            logits = self._through_stages(*self._inputs(plan, blocks, wanted))
+            logits = self._through_stages(*self._inputs(plan, wanted))
         if not wanted:
             return list
         choices = [each.choice for each in wanted]
@@ -145,9 +140,7 @@ class Executor:
         """Return the index in `_chosen` of each row's last token, or -1 if the token is known."""
         return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
 
-    def _inputs(
-        self, plan: StepPlan, blocks: Many[Integers], wanted: Many[WantedLogits]
-    ) -> tuple[Tensor, StepCache]:
+    def _inputs(self, plan: StepPlan, wanted: Many[WantedLogits]) -> tuple[Tensor, StepCache]:
         """Return the token ids [1, s], and the step's view of the cache."""
         send = self.device.send
         firsts = np.cumsum([0] + [row.size for row in plan])
@@ -157,16 +150,16 @@ class Executor:
         singles = None
         if count:
             lengths = np.array([row.start + 1 for row in plan[:count]], dtype=np.int32)
-            tables = send(_tables(blocks[:count]))
+            tables = send(_tables(plan[:count]))
             longest = int(lengths.max())
             singles = Singles(tables, send(lengths), longest, self.memory.block_size)
         cache = StepCache(
             memory=self.memory,
             positions=send(np.concatenate(places)),
-            slots=self._slots(blocks, places),
+            slots=self._slots(plan, places),
             outputs=send(np.array(outputs, dtype=np.int64)),
             singles=singles,
-            chunks=self._chunks(plan[count:], blocks[count:]) if count < len(plan) else None,
+            chunks=self._chunks(plan[count:]) if count < len(plan) else None,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
         tokens = send(known)
@@ -176,33 +169,29 @@ class Executor:
             tokens[send(unknown)] = self._chosen[send(np.array(sources))]
         return tokens.unsqueeze(0), cache
 
-    def _chunks(self, rows: StepPlan, blocks: Many[Integers]) -> Chunks:
+    def _chunks(self, rows: StepPlan) -> Chunks:
         starts = tuple(row.start for row in rows)
         sizes = tuple(row.size for row in rows)
         lengths = tuple(map(add, starts, sizes))
-        slots = self._slots(blocks, [*map(np.arange, lengths)]) if any(starts) else None
+        slots = self._slots(rows, [*map(np.arange, lengths)]) if any(starts) else None
         ends = np.cumsum([[0, *sizes], [0, *lengths]], axis=1, dtype=np.int32)
         return Chunks(starts, sizes, self.device.send(ends), slots)
 
-    def _slots(self, blocks: Many[Integers], places: Many[Integers]) -> Tensor:
-        """Return the slots of tokens, given each sequence's blocks and its tokens' positions."""
+    def _slots(self, rows: StepPlan, places: Many[Integers]) -> Tensor:
+        """Return the slots of tokens, given their positions in the sequence of each row."""
         size = self.memory.block_size
-        parts = [b[p // size] * size + p % size for b, p in zip(blocks, places, strict=True)]
+        parts = [
+            row.blocks[place // size] * size + place % size
+            for row, place in zip(rows, places, strict=True)
+        ]
         return self.device.send(np.concatenate(parts))
 
-    def _blocks(self, row: Row) -> Integers:
-        """Return the row's blocks as an array, which is made again only when they change."""
-        known = self._arrays.get(row.sequence)
-        if known is None or known[0] is not row.blocks:
-            known = self._arrays[row.sequence] = (row.blocks, np.array(row.blocks, dtype=np.int64))
-        return known[1]
 
-
-def _tables(blocks: Many[Integers]) -> NDArray[np.int32]:
-    """Return the sequences' blocks as the rows of a matrix, padded with zeros."""
-    tables = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
-    for table, row_blocks in zip(tables, blocks, strict=True):
-        table[: len(row_blocks)] = row_blocks
+def _tables(rows: Many[Row]) -> NDArray[np.int32]:
+    """Return the rows' blocks as a matrix, padded with zeros."""
+    tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row.blocks)] = row.blocks
     return tables
 
 
@@ -254,16 +243,13 @@ class DecodeGraphs:
         self._chosen = torch.zeros_like(self._inputs[0])
         width = -(-model.plan.positions // memory.block_size)
         self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
-        self._in_tables: list[tuple[int, ...] | None] = [None] * max_sequences
+        self._in_tables: list[Integers | None] = [None] * max_sequences
 
-    def run(
-        self, plan: StepPlan, blocks: Many[Integers], sources: Many[int], chosen: Tensor
-    ) -> Tensor | None:
+    def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> Tensor | None:
         """Return the logits [1, u, v] of the plan's sequences, or `None` if recording fails.
 
         Args:
             plan: A step in which every sequence adds one token.
-            blocks: Blocks of each sequence.
             sources: Index in `chosen` of each sequence's token, or -1 if the plan has the token.
             chosen: Tokens that the previous step chose or will choose, int64, at most
                 `max_sequences`.
@@ -273,7 +259,7 @@ class DecodeGraphs:
         count = next(count for count in self._counts if count >= len(plan))
         most = max(row.start for row in plan) + 1
         longest = next(length for length in self._lengths if length >= most)
-        self._fill_in(plan, blocks, sources, count)
+        self._fill_in(plan, sources, count)
         if max(sources) >= 0:
             self._chosen[: len(chosen)] = chosen
         replay = self._recordings.get((count, longest))
@@ -301,14 +287,12 @@ class DecodeGraphs:
         )
         return self._model(tokens.unsqueeze(0), cache=cache)
 
-    def _fill_in(
-        self, plan: StepPlan, blocks: Many[Integers], sources: Many[int], count: int
-    ) -> None:
+    def _fill_in(self, plan: StepPlan, sources: Many[int], count: int) -> None:
         """Copy the step's tokens and tables into the input memory."""
         size, used = self._memory.block_size, len(plan)
         tokens = [row.tokens[0] for row in plan]
         starts = np.fromiter((row.start for row in plan), np.int64, used)
-        last = np.fromiter((array[-1] for array in blocks), np.int64, used)
+        last = np.fromiter((row.blocks[-1] for row in plan), np.int64, used)
         empty_row = np.array([[0], [-1], [0], [self._memory.spare_slot], [0]])
         inputs = np.repeat(empty_row, count, axis=1)
         inputs[:, :used] = tokens, sources, starts, last * size + starts % size, starts + 1
@@ -319,6 +303,6 @@ class DecodeGraphs:
             return
         for i in changed:
             self._in_tables[i] = plan[i].blocks
-        tables = self._device.send(_tables([blocks[i] for i in changed]))
+        tables = self._device.send(_tables([plan[i] for i in changed]))
         rows = self._device.send(np.array(changed))
         self._tables[:, : tables.shape[1]].index_copy_(0, rows, tables)

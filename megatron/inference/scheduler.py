@@ -13,7 +13,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.inference.cache import BlockKey, BlockPool, next_key
+
+Integers = NDArray[np.int64]
 
 UNKNOWN = -1  # stands for a token that a step under way is choosing
 
@@ -55,7 +60,8 @@ class Sequence:
         reuses: Whether it may begin with blocks that other sequences have computed.
         computed: Number of tokens that are in the cache or will be after the steps under way.
         cached: Number of tokens that were found in the cache when it first began.
-        blocks: Blocks of its computed tokens, including the step under way.
+        blocks: Blocks of its computed tokens, including the step under way. The array is replaced
+            when they change, never written to.
         keys: Keys of its full blocks that are published.
         is_new: Whether it has not begun yet.
         is_over: Whether it has been removed, so that results of a step under way are dropped.
@@ -68,7 +74,7 @@ class Sequence:
     reuses: bool = True
     computed: int = 0
     cached: int = 0
-    blocks: tuple[int, ...] = ()
+    blocks: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     keys: list[BlockKey] = field(default_factory=list)
     is_new: bool = True
     is_over: bool = False
@@ -92,14 +98,14 @@ class Row(NamedTuple):
         sequence: The sequence.
         start: Position of the first token to compute.
         tokens: The tokens to compute.
-        blocks: Blocks of the sequence up to these tokens; the same object until it changes.
+        blocks: Blocks of the sequence up to these tokens; the same array until they change.
         is_last: Whether this completes the known tokens, so that the next can be chosen.
     """
 
     sequence: Sequence
     start: int
     tokens: tuple[int, ...]
-    blocks: tuple[int, ...]
+    blocks: Integers
     is_last: bool
 
     @property
@@ -150,7 +156,8 @@ class Scheduler:
             self.add(child)
             return child
         full = parent.computed // size
-        child.blocks = tuple(map(self.pool.share, parent.blocks[:full]))
+        child.blocks = parent.blocks[:full]
+        self.pool.share(child.blocks.tolist())
         child.keys = parent.keys[:full]
         child.computed = full * size
         self.running.append(child)
@@ -200,9 +207,9 @@ class Scheduler:
             sequence = row.sequence
             # The sequence may have lost its place and begun again since the step began.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt)
-            for block in sequence.blocks[len(sequence.keys) : computed // size]:
+            for index in range(len(sequence.keys), computed // size):
                 key = next_key(sequence.keys, sequence.tokens, size)
-                self.pool.publish(block, key)
+                self.pool.publish(int(sequence.blocks[index]), key)
                 sequence.keys.append(key)
 
     def _make_room(self, sequence: Sequence, count: int, step: _OpenPlan) -> bool:
@@ -244,7 +251,8 @@ class Scheduler:
         if needed > self.pool.available:
             return False
         if needed > 0:
-            sequence.blocks += tuple(self.pool.take() for _ in range(needed))
+            taken = [self.pool.take() for _ in range(needed)]
+            sequence.blocks = np.append(sequence.blocks, taken)
         return True
 
     def _begin(self, sequence: Sequence) -> bool:
@@ -263,7 +271,8 @@ class Scheduler:
         needed = self.settings.blocks_for(len(tokens)) - len(blocks)
         if needed > self.pool.available - sum(map(self.pool.is_unused, blocks)):
             return False
-        sequence.blocks, sequence.keys = tuple(map(self.pool.share, blocks)), keys
+        self.pool.share(blocks)
+        sequence.blocks, sequence.keys = np.array(blocks, np.int64), keys
         sequence.computed = len(blocks) * size
         if sequence.is_new:
             sequence.cached, sequence.is_new = sequence.computed, False
@@ -275,9 +284,9 @@ class Scheduler:
         self.preempted += 1
 
     def _release(self, sequence: Sequence) -> None:
-        for block in reversed(sequence.blocks):  # first blocks then stay in the cache longest
+        for block in sequence.blocks[::-1].tolist():  # first blocks then stay in the cache longest
             self.pool.release(block)
-        sequence.blocks, sequence.keys, sequence.computed = (), [], 0
+        sequence.blocks, sequence.keys, sequence.computed = sequence.blocks[:0], [], 0
 
 
 @dataclass
