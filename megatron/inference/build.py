@@ -98,9 +98,7 @@ def build_engine(
         without = "the attention kernels cannot be recorded"
     elif copy.size > 1:
         without = f"the model is split over {copy.size} processes"
-    channel = PipelineChannel(
-        layout, ring=False, device=where, dtype=precision.stream_dtype, shape=()
-    )
+    channel = PipelineChannel(layout, device=where, dtype=precision.stream_dtype)
     most, size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
     graphs = None if without else DecodeGraphs(model, memory, device, most)

@@ -79,9 +79,7 @@ class Scorer:
         self.micro_batch = micro_batch
         self.window = loaded.config.model.max_position_embeddings
         dtype = loaded.config.precision.stream_dtype
-        self._channel = PipelineChannel(
-            loaded.layout, ring=False, device=self.device, dtype=dtype, shape=()
-        )
+        self._channel = PipelineChannel(loaded.layout, device=self.device, dtype=dtype)
 
     def score(self, samples: Sequence[Sample], done: Callable[[int, int], None]) -> list[Score]:
         """Return a score for each sample, in order, on every process. Collective.

@@ -50,20 +50,21 @@ class PipelineChannel:
 
     Args:
         layout: The grid, with process groups if there is more than one stage.
-        ring: Also connect the last stage with the first, for schedules of several chunks.
         device: The device on which received tensors are allocated.
         dtype: The data type of activations and their gradients.
-        shape: The shape of one message, [s, b, h] or this rank's part of it.
+        shape: The shape of one message, [s, b, h] or this rank's part of it. It may be left out if
+            `with_shapes` follows.
+        ring: Also connect the last stage with the first, for schedules of several chunks.
     """
 
     def __init__(
         self,
         layout: Layout,
         *,
-        ring: bool,
         device: torch.device,
         dtype: torch.dtype,
-        shape: Sequence[int],
+        shape: Sequence[int] = (),
+        ring: bool = False,
     ) -> None:
         """Connect this process with its neighbors."""
         self._edges = connect(layout, ring=ring, device=device)
