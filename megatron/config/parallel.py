@@ -81,14 +81,14 @@ class ParallelOptions:
         1, unit="processes", is_common=True, at_least=1, at_most=MAX_LAYERS
     )
     context_parallel_size: int = flag(1, unit="processes", at_least=1)
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, unit="layers")
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="parts")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, unit="layers", at_least=1)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="parts", at_least=1)
     pipeline_schedule: str | None = flag(
         None, choices=("gpipe", "1f1b", "interleaved", "zero-bubble")
     )
     pipeline_model_parallel_layout: str | None = None
-    decoder_first_pipeline_num_layers: int | None = flag(None, unit="layers")
-    decoder_last_pipeline_num_layers: int | None = flag(None, unit="layers")
+    decoder_first_pipeline_num_layers: int | None = flag(None, unit="layers", at_least=0)
+    decoder_last_pipeline_num_layers: int | None = flag(None, unit="layers", at_least=0)
     pipeline_model_parallel_split_rank: int | None = flag(None, unit="stage", only_for=("t5",))
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False

@@ -7,28 +7,25 @@ k // stages, so with several chunks every micro-batch passes every stage several
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
-from megatron.config.fields import MAX_LAYERS
+from megatron.config.fields import MAX_LAYERS, fields_of
 from megatron.config.model import ModelOptions
 from megatron.config.parallel import ParallelOptions
 from megatron.errors import ConfigError
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-# What deals out layers by numbers.
-_DEALING = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    *_ENDS,
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_DEALING = (*_VIRTUAL, *_ENDS, *_COUNTED)  # flags that deal out layers by numbers
+_SIZES = ("num_layers", "decoder_num_layers", "pipeline_model_parallel_size", *_VIRTUAL, *_ENDS)
 _UNSET = ParallelOptions()
 Parallel = TypeVar("Parallel", bound=ParallelOptions)
-_TOKEN = re.compile(r"\s*(?:(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<comma>,))")
+_TOKEN = re.compile(r"(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<other>[^\s,])")
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,10 @@ class ModelPart:
     head: bool
 
     def halves(self, encoder: int) -> tuple[range, range]:
-        """Of a T5, the part's layers of the encoder, and those of the decoder counted from 0.
+        """Return a T5's encoder layers in this part, and its decoder layers counted from 0.
 
         Args:
-            encoder: layers of the whole encoder, which come first.
+            encoder: The number of layers of the whole encoder, which come first.
         """
         start, stop = self.layers.start, self.layers.stop
         below = range(max(start, encoder) - encoder, max(stop, encoder) - encoder)
@@ -69,10 +66,11 @@ def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
 
 
 def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
-    """Return whether there are stages and layers, and not too many. Otherwise `bounds` says so."""
-    stages, layers = config.pipeline_model_parallel_size, model.num_layers or 0
-    most = max(stages, layers, model.decoder_num_layers or 0)
-    return stages > 0 and layers > 0 and most <= MAX_LAYERS
+    """Return whether there are layers, and all sizes are in bounds. Otherwise a rule says so."""
+    sizes = vars(model) | vars(config)
+    fields = (*fields_of(ModelOptions), *fields_of(ParallelOptions))
+    wrong = (one for one in fields if one.name in _SIZES and one.out_of_bounds(sizes[one.name]))
+    return model.num_layers is not None and not any(wrong)
 
 
 def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
@@ -94,10 +92,10 @@ def plan_parts(
         decoder_layers: The number of layers at the end that form a T5's decoder.
 
     Raises:
-        ConfigError: the layers do not fit the stages, or leave one with nothing, or the layout
-            string cannot be read, or two flags that deal out layers were given.
+        ConfigError: The layers do not fit the stages or leave one with nothing, the layout string
+            cannot be read, or two flags that deal out layers were given.
     """
-    _check_sizes(config)
+    _check_flags(config)
     stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
     shown = f"--num-layers {encoder}"
     if decoder_layers:
@@ -108,7 +106,7 @@ def plan_parts(
         counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages, shown)
     else:
         counts = _even_counts(num_layers, config, shown)
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    ends = list(accumulate(counts))
     parts = [
         ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
         for i, (count, end) in enumerate(zip(counts, ends, strict=True))
@@ -128,14 +126,10 @@ def with_layout(config: Parallel, text: str) -> Parallel:
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
-def _shown(config: ParallelOptions, names: Iterable[str]) -> list[str]:
-    """Write those that were given, as on a command line."""
-    given = {name: getattr(config, name) for name in names}
-    return [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in given.items()
-        if value != getattr(_UNSET, name)
-    ]
+def _shown(config: ParallelOptions, names: Collection[str]) -> list[str]:
+    """Write those flags that were given, as on a command line."""
+    given = [(one, getattr(config, one.name)) for one in fields_of(ParallelOptions)]
+    return [one.spell(value) for one, value in given if one.name in names and value != one.default]
 
 
 def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[ModelPart]:
@@ -144,12 +138,13 @@ def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[Mode
 
 
 def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) -> str:
-    """Why Megatron-LM 23.08 never cuts a model into such parts; empty if it does.
+    """Return why Megatron-LM 23.08 never cuts a model into such parts, or "".
 
     Args:
-        parts: of the model, first to last.
-        stages: pipeline stages that hold them.
-        encoder: layers of a T5's encoder, its decoder's follow; None: no T5.
+        parts: The parts of the model, first to last.
+        stages: The pipeline stages that hold them.
+        encoder: The number of layers of a T5's encoder, which its decoder's follow, or `None` for
+            other networks.
     """
     halves = [parts]
     if encoder is not None and len(parts) > 1:
@@ -160,16 +155,14 @@ def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) ->
         count = sum(part.layers.start < encoder for part in parts)
         halves = [parts[:count], parts[count:]]
     for half in halves:
-        sizes = [len(part.layers) for part in half]
+        sizes = [str(len(part.layers)) for part in half]
         if len(set(sizes)) > 1:
-            return "gives every stage equally many layers, here they have " + ", ".join(
-                map(str, sizes)
-            )
+            return f"gives every stage equally many layers, here they have {', '.join(sizes)}"
     return ""
 
 
 def chunks_of(num_layers: int, config: ParallelOptions) -> int:
-    """Model parts of each stage.
+    """Return the number of model parts of each stage.
 
     Raises:
         ConfigError: --num-layers-per-virtual-pipeline-stage does not divide a stage's layers.
@@ -182,7 +175,7 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
     layers = config.num_layers_per_virtual_pipeline_stage
     if layers is None:
         return 1
-    slots = num_layers + _counted_extras(config)
+    slots = num_layers + len(_shown(config, _COUNTED))
     if slots % (stages * layers):
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
@@ -192,40 +185,17 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
     return slots // (stages * layers)
 
 
-def _check_sizes(config: ParallelOptions) -> None:
-    """Numbers of layers and parts that can be, and no two answers to one question."""
-    first, last = (
-        config.decoder_first_pipeline_num_layers,
-        config.decoder_last_pipeline_num_layers,
-    )
-    layers, parts = (
-        config.num_layers_per_virtual_pipeline_stage,
-        config.num_virtual_stages_per_pipeline_rank,
-    )
-    values = (
-        ("--num-layers-per-virtual-pipeline-stage", layers, 1),
-        ("--num-virtual-stages-per-pipeline-rank", parts, 1),
-        ("--decoder-first-pipeline-num-layers", first, 0),
-        ("--decoder-last-pipeline-num-layers", last, 0),
-    )
-    low = [
-        f"{name} {value}: must be at least {least}"
-        for name, value, least in values
-        if value is not None and value < least
-    ]
-    if low:
-        raise ConfigError(low)
-    given = {name: f"{name} {value}" for name, value, _ in values if value is not None}
-    extras = _counted_extras(config)
-    if layers is not None and parts is not None:
+def _check_flags(config: ParallelOptions) -> None:
+    """Refuse two flags that deal out the same layers."""
+    virtual, ends = _shown(config, _VIRTUAL), _shown(config, _ENDS)
+    if len(virtual) > 1:
         raise ConfigError(
-            f"{' and '.join(list(given.values())[:2])} both set the number of virtual stages: use "
-            "one of them"
+            f"{' and '.join(virtual)} both set the number of virtual stages: use one of them"
         )
-    if extras and (first is not None or last is not None):
+    if ends and _shown(config, _COUNTED):
         raise ConfigError(
-            f"{' and '.join(given.values())} and counting embedding or loss as a layer both "
-            "distribute layers: use one of them"
+            f"{' and '.join(ends)} and counting embedding or loss as a layer both distribute "
+            "layers: use one of them"
         )
     others = dealing_flags(config)
     if config.pipeline_model_parallel_layout is not None and others:
@@ -236,36 +206,18 @@ def _check_sizes(config: ParallelOptions) -> None:
 
 
 def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> None:
-    """A stage may be without layers where it has the embedding or the loss, not without all."""
+    """Refuse a stage without layers, embedding and loss. One without layers alone is fine."""
     stages = config.pipeline_model_parallel_size
-    idle = [
-        str(stage)
-        for stage in range(stages)
-        if not any(
-            part.layers or part.embedding or part.head
-            for part in parts_of_stage(parts, stage, stages)
-        )
-    ]
+    used = {
+        k % stages for k, part in enumerate(parts) if part.layers or part.embedding or part.head
+    }
+    idle = " and ".join(str(stage) for stage in range(stages) if stage not in used)
     if idle:
-        text = config.pipeline_model_parallel_layout
-        dealt = _shown_ends(config) if text is None else f"{LAYOUT_FLAG} {text}"
+        dealt = " and ".join(_shown(config, (*_ENDS, "pipeline_model_parallel_layout")))
         raise ConfigError(
-            f"{dealt}: of --pipeline-model-parallel-size {stages} stages, number "
-            f"{' and '.join(idle)} (from 0) would be empty, without layers, embedding or loss: "
-            "give it some, or use fewer stages"
+            f"{dealt}: of --pipeline-model-parallel-size {stages} stages, number {idle} (from 0) "
+            "would be empty, without layers, embedding or loss: give it some, or use fewer stages"
         )
-
-
-def _shown_ends(config: ParallelOptions) -> str:
-    """Write the given numbers of layers of the first and the last stage."""
-    return " and ".join(_shown(config, _ENDS))
-
-
-def _counted_extras(config: ParallelOptions) -> int:
-    """Return how many of embedding and loss count as a layer."""
-    return int(config.account_for_embedding_in_pipeline_split) + int(
-        config.account_for_loss_in_pipeline_split
-    )
 
 
 def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[int]:
@@ -276,15 +228,13 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
         config: The flags of parallelism.
         shown: The number of layers by its flags.
     """
-    stages = config.pipeline_model_parallel_size
-    chunks = chunks_of(num_layers, config)
-    if _shown_ends(config):
+    stages, chunks = config.pipeline_model_parallel_size, chunks_of(num_layers, config)
+    if _shown(config, _ENDS):
         return _fixed_ends(num_layers, chunks, config, shown)
-    embedding = int(config.account_for_embedding_in_pipeline_split)
-    loss = int(config.account_for_loss_in_pipeline_split)
+    embedding, loss = (int(getattr(config, name)) for name in _COUNTED)
     slots, parts = num_layers + embedding + loss, stages * chunks
     if slots % parts:
-        counted = [n for n, on in (("embedding", embedding), ("loss", loss)) if on]
+        counted = ["embedding"] * embedding + ["loss"] * loss
         extras = f" with {' and '.join(counted)} = {slots}" if counted else ""
         raise ConfigError(
             f"{shown}{extras} does not divide over "
@@ -303,17 +253,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     shown = f"--pipeline-model-parallel-split-rank {split}"
-    others = [
-        name
-        for name, given in (
-            (LAYOUT_FLAG, config.pipeline_model_parallel_layout),
-            ("virtual stages", chunks_of(encoder + decoder, config) > 1),
-            ("--decoder-first-pipeline-num-layers", config.decoder_first_pipeline_num_layers),
-            ("--decoder-last-pipeline-num-layers", config.decoder_last_pipeline_num_layers),
-            ("counting embedding or loss as a layer", _counted_extras(config)),
-        )
-        if given
-    ]
+    others = _shown(config, (*_DEALING, "pipeline_model_parallel_layout"))
     if others:
         raise ConfigError(
             f"{shown} cannot be combined with {others[0]}, because both distribute layers: use one "
@@ -338,7 +278,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
 
 def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: str) -> list[int]:
     """Give first and last stage their numbers, and let the others share the rest equally."""
-    stages, given = config.pipeline_model_parallel_size, _shown_ends(config)
+    stages, given = config.pipeline_model_parallel_size, " and ".join(_shown(config, _ENDS))
     if stages == 1:
         raise ConfigError(
             f"{given}: one stage holds all layers: give --pipeline-model-parallel-size, or drop it"
@@ -348,13 +288,7 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers support a "
             f"single virtual stage only: use {LAYOUT_FLAG}"
         )
-    first, last = (
-        [] if count is None else [count]
-        for count in (
-            config.decoder_first_pipeline_num_layers,
-            config.decoder_last_pipeline_num_layers,
-        )
-    )
+    first, last = ([] if (n := getattr(config, name)) is None else [n] for name in _ENDS)
     rest, others = num_layers - sum(first + last), stages - len(first + last)
     if rest < 0 or rest % max(others, 1) or (rest and not others):
         raise ConfigError(
@@ -398,36 +332,28 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
 
 def _expand(text: str) -> list[str]:
     """Return the string without repetitions, cut at `|`."""
-    stack: list[list[str]] = [[]]
-    position = 0
-    while position < len(text.rstrip()):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ConfigError(
-                f"{LAYOUT_FLAG} {text}: cannot read {text[position:]!r}: use E, t, L, |, "
-                "parentheses and *N"
-            )
-        position = match.end()
-        _apply_token(match, stack, text)
-    if len(stack) != 1:
+    groups: list[list[str]] = [[]]  # the items of each parenthesis that is open
+    problem = ""
+    for token in _TOKEN.finditer(text):
+        items, symbol, count = groups[-1], token["symbol"], int(token["count"] or 0)
+        if symbol == "(":
+            groups.append([])
+        elif symbol == ")" and len(groups) > 1:
+            groups[-2].append("".join(groups.pop()))
+        elif symbol == ")":
+            problem = "a parenthesis is not opened"
+        elif symbol:
+            items.append(symbol)
+        elif token["other"]:
+            problem = f"cannot read {text[token.start() :]!r}: use E, t, L, |, parentheses and *N"
+        elif not items:
+            problem = f"*{count} repeats nothing"
+        elif len(items[-1]) * count > MAX_LAYERS:
+            problem = f"more than {MAX_LAYERS} symbols"
+        else:
+            items[-1] *= count
+        if problem:
+            raise ConfigError(f"{LAYOUT_FLAG} {text}: {problem}")
+    if len(groups) != 1:
         raise ConfigError(f"{LAYOUT_FLAG} {text}: a parenthesis is not closed")
-    return "".join(stack[0]).split("|")
-
-
-def _apply_token(match: re.Match[str], stack: list[list[str]], text: str) -> None:
-    symbol = match["symbol"]
-    if symbol == "(":
-        stack.append([])
-    elif symbol == ")":
-        if len(stack) == 1:
-            raise ConfigError(f"{LAYOUT_FLAG} {text}: a parenthesis is not opened")
-        group = "".join(stack.pop())
-        stack[-1].append(group)
-    elif symbol is not None:
-        stack[-1].append(symbol)
-    elif match["count"] is not None:
-        if not stack[-1]:
-            raise ConfigError(f"{LAYOUT_FLAG} {text}: *{match['count']} repeats nothing")
-        if len(stack[-1][-1]) * int(match["count"]) > MAX_LAYERS:
-            raise ConfigError(f"{LAYOUT_FLAG} {text}: more than {MAX_LAYERS} symbols")
-        stack[-1][-1] *= int(match["count"])
+    return "".join(groups[0]).split("|")

@@ -5,6 +5,7 @@ import pytest
 from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import chunks_of, parts_of_stage, plan_parts
 from megatron.errors import ConfigError
+from tests.config.command import problems
 
 
 def _counts(num_layers, stages, **flags):
@@ -127,12 +128,6 @@ def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"num_layers_per_virtual_pipeline_stage": 0},
-         "--num-layers-per-virtual-pipeline-stage 0: must be at least 1"),
-        ({"num_virtual_stages_per_pipeline_rank": -1},
-         "--num-virtual-stages-per-pipeline-rank -1: must be at least 1"),
-        ({"decoder_first_pipeline_num_layers": -1},
-         "--decoder-first-pipeline-num-layers -1: must be at least 0"),
         ({"num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2},
          "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 "
          "both set the number of virtual stages: use one of them"),
@@ -149,7 +144,7 @@ def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
          "them"),
     ],
 )  # fmt: skip
-def test_impossible_numbers_and_two_answers(flags, message):
+def test_two_answers(flags, message):
     with pytest.raises(ConfigError) as caught:
         _counts(4, 2, **flags)
     assert caught.value.problems == [message]
@@ -157,3 +152,17 @@ def test_impossible_numbers_and_two_answers(flags, message):
 
 def test_a_first_stage_of_the_embedding_alone():
     assert _counts(6, 4, decoder_first_pipeline_num_layers=0) == [0, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 0", "must be at least 1"),
+        ("--num-virtual-stages-per-pipeline-rank -1", "must be at least 1"),
+        ("--decoder-first-pipeline-num-layers -1", "must be at least 0"),
+        ("--decoder-last-pipeline-num-layers -1", "must be at least 0"),
+    ],
+)
+def test_impossible_numbers(words, line):
+    both = f"--pipeline-model-parallel-size 2 {words}"
+    assert problems(both, world_size=2) == [f"{words}: {line}"]
