@@ -28,7 +28,7 @@ from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.run import RunOptions, flatten
 from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.load import check_architecture, open_existing, saved_config
+from megatron.inference.load import open_existing, saved_config
 from megatron.processes.launch import Launch
 from megatron.processes.process import show_notices
 from megatron.training.pretrain import dry_run, pretrain
@@ -282,8 +282,7 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
     if folder is not None:
         step = given.get("ckpt_step") if flag == "--load" else None
         reader = open_existing(folder, flag=flag, step=step, verify=False)
-        start = saved_config(reader, folder)
-        check_architecture(start, "bert", f"{flag} {folder}")
+        start = saved_config(reader, folder, "bert", flag=flag)
         if only_evaluates or flag == "--load":
             _check_head(reader, target, f"{flag} {folder}", only_evaluates=only_evaluates)
     return replace(

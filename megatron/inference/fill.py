@@ -17,7 +17,7 @@ from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.reader import restore
 from megatron.config.run import ModelRun
 from megatron.device import Device
-from megatron.errors import CheckpointError, UserError
+from megatron.errors import UserError
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel, BertResult
 from megatron.models.build import build_model, run_context
@@ -148,14 +148,11 @@ def load_filler(folder: str, device: Device) -> Filler:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another kind of model.
     """
     reader = open_existing(folder)
-    config = saved_config(reader, folder)
-    classes: dict[str, Callable[..., BertModel | T5Model]]
-    classes = {"bert": BertModel, "t5": T5Model}
-    kind = config.model.architecture
-    if kind not in classes:
-        raise CheckpointError(f"--load {folder} holds a {kind}, but a bert or t5 is needed")
+    config = saved_config(reader, folder, "bert", "t5")
+    classes: dict[str, Callable[..., BertModel | T5Model]] = {"bert": BertModel, "t5": T5Model}
+    network = classes[config.model.architecture]
     rows = reader.meta["padded_vocab_size"]
-    model = build_model(classes[kind], config, run_context(config, Layout.single(), device), rows)
+    model = build_model(network, config, run_context(config, Layout.single(), device), rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
     return Filler(model.eval(), build_tokenizer(config.tokenizer), config)
 

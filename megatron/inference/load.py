@@ -109,8 +109,7 @@ def load_gpt(
     layout = layout or Layout.single()
     step = None if config is None else config.checkpoint.ckpt_step
     reader = open_existing(folder, step=step, layout=layout)
-    saved = saved_config(reader, folder)
-    check_architecture(saved, "gpt", f"--load {folder}")
+    saved = saved_config(reader, folder, "gpt")
     if config is None:
         config = _over(saved, layout)
     else:
@@ -159,23 +158,7 @@ def open_existing(
     return reader
 
 
-def check_architecture(config: RunOptions, expected: str, where: str) -> None:
-    """Check that a checkpoint holds the kind of network that is needed.
-
-    Args:
-        config: The checkpoint's configuration.
-        expected: The architecture that is needed.
-        where: The name of the checkpoint in error messages.
-
-    Raises:
-        CheckpointError: It holds another kind of network.
-    """
-    found = config.model.architecture
-    if found != expected:
-        raise CheckpointError(f"{where}: holds a {found}, but a {expected} is needed")
-
-
-def saved_config(reader: Reader, folder: str) -> ModelRun:
+def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load") -> ModelRun:
     """Return the resolved configuration that a checkpoint's model runs with.
 
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
@@ -186,11 +169,19 @@ def saved_config(reader: Reader, folder: str) -> ModelRun:
     Args:
         reader: Reader of the checkpoint.
         folder: Folder of checkpoints, where an imported model's tokenizer may be.
+        kinds: Architectures that the caller accepts. Without any, it accepts all.
+        flag: The flag that names the folder, for error messages.
+
+    Raises:
+        CheckpointError: The checkpoint holds another kind of network.
     """
     sections = reader.meta["config"]
     if reader.format == "legacy":
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
+    kind, accepted = run.model.architecture, " or ".join(kinds)
+    if kinds and kind not in kinds:
+        raise CheckpointError(f"{flag} {folder}: holds a {kind}, but a {accepted} is needed")
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
         run = replace(run, tokenizer=tokenizer_in(reader.path, run.model.architecture))
     model = replace(
@@ -280,8 +271,8 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
     folder = given.get("load")
     if folder is None:
         return RunOptions()
-    config = saved_config(open_existing(folder, step=given.get("ckpt_step"), verify=False), folder)
-    check_architecture(config, "gpt", f"--load {folder}")
+    reader = open_existing(folder, step=given.get("ckpt_step"), verify=False)
+    config = saved_config(reader, folder, "gpt")
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
 
