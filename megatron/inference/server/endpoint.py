@@ -84,9 +84,7 @@ def error_body(error: ApiError) -> ErrorBody:
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": None}}
 
 
-def json_response(
-    value: object, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response with `value` as JSON."""
     return Response(orjson.dumps(value), status, headers, media_type="application/json")
 

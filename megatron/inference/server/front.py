@@ -106,38 +106,30 @@ def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
     """
 
     class TimelyProtocol(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
+            self._start_timer()
             if len(self.connections) > limits.connections:
                 self.transport.abort()
-                return
-            self._start_timer()
 
         def data_received(self, data: bytes) -> None:
             request = self.cycle
             super().data_received(data)
             if self.cycle is not request:
-                self._stop_timer()
+                self._timer.cancel()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.cycle.response_complete:  # otherwise a pipelined request has begun
+                self._timer.cancel()
                 self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
+            self._timer.cancel()
             super().connection_lost(exc)
 
         def _start_timer(self) -> None:
-            self._stop_timer()
             self._timer = self.loop.call_later(limits.read_seconds, self._end_slow)
-
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
 
         def _end_slow(self) -> None:
             if self.transport.is_closing():

@@ -12,12 +12,7 @@ from typing import Any
 from megatron.inference.request import Sampling
 from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import ApiError, Events
-from megatron.inference.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    read_request,
-)
+from megatron.inference.server.schema import ChatRequest, CompletionRequest, Message, read_request
 from megatron.inference.server.service import (
     Answers,
     Service,
@@ -167,20 +162,16 @@ class OpenAiApi:
         given: list[Any] = [prompt] if is_single else list(prompt)
         if not 0 < len(given) <= MAX_PROMPTS or [] in given:
             raise ApiError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts", field="prompt")
-        vocab_size = self.service.settings.engine.vocab_size
+        largest = self.service.settings.engine.vocab_size - 1
         prompts = []
         for each in given:
             if isinstance(each, str):
                 prompts.append(self.service.begun(await self.service.tokenize(each)))
                 continue
-            outside = [token for token in each if not 0 <= token < vocab_size]
-            if outside:
-                raise ApiError(
-                    400,
-                    f"prompt: token id {outside[0]} is outside the vocabulary (0 to "
-                    f"{vocab_size - 1})",
-                    "prompt",
-                )
+            wrong = next((token for token in each if not 0 <= token <= largest), None)
+            if wrong is not None:
+                message = f"prompt: token id {wrong} is outside the vocabulary (0 to {largest})"
+                raise ApiError(400, message, "prompt")
             prompts.append(tuple(each))
         return prompts
 
@@ -254,7 +245,7 @@ class OpenAiApi:
         )
         seeds = [service.seed_of(request.seed, copy) for copy in range(copies)]
         return [
-            TextRequest(prompt, replace(sampling, seed=seed), request.stops, echo)
+            TextRequest(prompt, replace(sampling, seed=seed), request.stops, service.ends, echo)
             for prompt in prompts
             for seed in seeds
         ]
@@ -267,17 +258,14 @@ class OpenAiApi:
         new_tokens: int,
     ) -> dict[str, Any] | Events:
         requests = self._make_requests(request, prompts, new_tokens)
-        answers = Answers(self.service, requests, self.service.ends, self.observe_first)
+        answers = Answers(self.service, requests, self.observe_first)
         if request.stream:
             return Events(self._stream(request, form, answers), answers.close)
         with contextlib.closing(answers):
             pieces = await answers.whole()
+        scored = request.tops is not None
         choices = [
-            {
-                "index": index,
-                **form.choice(piece, request.tops is not None, False),
-                "finish_reason": answer.reason,
-            }
+            {"index": index, **form.choice(piece, scored, False), "finish_reason": answer.reason}
             for index, (piece, answer) in enumerate(zip(pieces, answers.each, strict=True))
         ]
         head = self._head(form.prefix, form.whole)

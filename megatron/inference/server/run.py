@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import PanelRow, format_panel, say
@@ -23,8 +24,7 @@ from megatron.config.generation import ServerConfig, server_problems
 from megatron.config.parser import Program
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.build import EngineOptions, build_engine
-from megatron.inference.engine import BatchEngine
-from megatron.inference.load import Loaded, engine_rows, load_gpt, parse_generation
+from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
@@ -58,86 +58,69 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     if template is not None:
         ChatTemplate(template, special_tokens(tokenizer_model))
     listener = take_address(server) if launch.rank == 0 else None
+    url = url_of(listener) if listener else ""
     options = EngineOptions(
         max_sequences=server.max_batch_size,
         cache_tokens=server.cache_tokens,
         seed=parsed.config.training.seed,
     )
-    with processes(parsed.config, launch) as (device, layout), _restored_handlers():
-
-        def load() -> tuple[Loaded, BatchEngine]:
-            assert parsed.config.checkpoint.load is not None
-            loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
-            return loaded, build_engine(loaded, device, options)
-
-        if listener is None:
-            _, engine = load()
-            # Rank 0 handles the signals and ends the others. If another rank ended first, the rest
-            # would wait for it forever.
-            for number in _SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+    with (
+        processes(parsed.config, launch) as (device, layout),
+        ExitStack() as handlers,
+        web_server(listener) if listener else nullcontext() as connection,
+    ):
+        folder = parsed.config.checkpoint.load
+        assert folder is not None
+        loaded = load_gpt(folder, device, layout, config=parsed.config)
+        engine = build_engine(loaded, device, options)
+        if connection is None:
+            # Rank 0 handles the signals and ends the others. If another rank ended first, the
+            # rest would wait for it forever.
+            handlers.enter_context(_handling(signal.SIG_IGN))
             serve(engine, None)
             return EXIT_OK
-        url = url_of(listener)
-        with web_server(listener) as connection:
-            loaded, engine = load()
-            settings = _settings(server, loaded, engine, token, template)
-            say(_panel(settings, url, engine_rows(loaded, engine, device)))
-            with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice
-                connection.sendall(pack(FrontSettings, settings))
-            with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:
-                # The signals end the server on all ranks, between two steps. The handlers stay in
-                # place while the web server ends, so that a second Ctrl-C does not leave it behind.
-                for number in _SIGNALS:
-                    signal.signal(number, lambda *_: inbox.shut_down())
-                serve(engine, inbox)
+        real, limits = Path(folder).resolve(), engine.limits
+        # The model of runs/demo/checkpoints is called `demo`.
+        name = real.parent.name if real.name.startswith("checkpoint") else real.name
+        longest = min(server.out_seq_length or limits.max_length, limits.max_length)
+        settings = FrontSettings(
+            model=server.served_model_name or name,
+            tokenizer=parsed.config.tokenizer,
+            engine=replace(limits, max_length=longest),
+            server=server,
+            stop_tokens=_stop_tokens(real, limits.vocab_size),
+            chat_template=template,
+            token=token,
+            created=int(time.time()),
+        )
+        say(_panel(settings, url, engine_rows(loaded, engine, device)))
+        with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice
+            connection.sendall(pack(FrontSettings, settings))
+        with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:
+            # The signals end the server on all ranks, between two steps. The handlers stay in
+            # place while the web server ends, so that a second Ctrl-C does not leave it behind.
+            handlers.enter_context(_handling(lambda *_: inbox.shut_down()))
+            serve(engine, inbox)
     return EXIT_OK
 
 
 @contextmanager
-def _restored_handlers() -> Iterator[None]:
-    """Restore the handlers of Ctrl-C and SIGTERM after the block."""
-    before = [signal.getsignal(number) for number in _SIGNALS]
+def _handling(handler: Any) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM during the block, and restore their handlers after it."""
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number, handler in zip(_SIGNALS, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _settings(
-    server: ServerConfig,
-    loaded: Loaded,
-    engine: BatchEngine,
-    token: str | None,
-    template: str | None,
-) -> FrontSettings:
-    assert loaded.config.checkpoint.load is not None
-    folder = Path(loaded.config.checkpoint.load)
-    longest = server.out_seq_length or engine.limits.max_length
-    real = folder.resolve()
-    # The model of runs/demo/checkpoints is called `demo`.
-    name = real.parent.name if real.name.startswith("checkpoint") else real.name
-    return FrontSettings(
-        model=server.served_model_name or name,
-        tokenizer=loaded.config.tokenizer,
-        engine=replace(engine.limits, max_length=min(longest, engine.limits.max_length)),
-        server=server,
-        stop_tokens=_stop_tokens(folder, engine.limits.vocab_size),
-        chat_template=template,
-        token=token,
-        created=int(time.time()),
-    )
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end a turn, from an imported chat model's generation_config.json."""
     path = folder / COMPANION_FOLDER / GENERATION_CONFIG
-    if not path.is_file():
-        return ()
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError):
+    except (FileNotFoundError, ValueError, AttributeError):
         return ()  # the import has already checked the parts that matter
     tokens = value if isinstance(value, list) else [value]
     return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)
@@ -235,9 +218,8 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     ours, theirs = socket.socketpair()
     with listener, theirs:
         handed = (theirs.fileno(), listener.fileno())
-        words = [str(number) for number in handed]
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron.inference.server.front", *words],
+            [sys.executable, "-m", "megatron.inference.server.front", *map(str, handed)],
             pass_fds=handed,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # only rank 0 gets Ctrl-C; the web server ends when it does

@@ -75,10 +75,8 @@ class Message(_Schema):
     def for_template(self) -> dict[str, str]:
         """Return the fields that were given, with the content as one text."""
         content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **name}
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {**self.model_dump(exclude_none=True), "content": text}
 
 
 class OpenAiRequest(_Schema):

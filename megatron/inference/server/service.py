@@ -39,13 +39,15 @@ class TextRequest:
     Attributes:
         prompt: Token ids of the prompt, at least one.
         sampling: Settings for continuing the prompt.
-        stops: Strings that end the answer.
+        stops: Strings that end the answer and are not part of it.
+        silent: Stop tokens that end the answer and are not part of its text.
         echo: Whether the answer begins with the prompt.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     stops: tuple[str, ...] = ()
+    silent: frozenset[int] = frozenset()
     echo: bool = False
 
 
@@ -186,13 +188,11 @@ class Speller:
         offset = self._characters
         shown = self._text.add(token)
         own = shown if shown and not self._holding else self._tokenizer.detokenize([token])
-        others: tuple[tuple[str, float], ...] = ()
-        if top:  # tokens that could have come here instead
-            before = len(self._tokenizer.detokenize(self._last))
-            others = tuple(
-                (self._tokenizer.detokenize([*self._last, other])[before:], value)
-                for other, value in top
-            )
+        before = len(self._tokenizer.detokenize(self._last)) if top else 0
+        others = tuple(  # tokens that could have come here instead
+            (self._tokenizer.detokenize([*self._last, other])[before:], value)
+            for other, value in top
+        )
         self._holding = not shown
         self._characters += len(shown)
         self._last = (token,)
@@ -229,13 +229,12 @@ class TextAnswer:
         finished: The engine's last event, or `None` if a stop string ended the answer before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: TextRequest, silent: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
         """Start without text.
 
         Args:
             tokenizer: Tokenizer of the model.
             request: The sequence.
-            silent: Stop tokens that end the answer and are not part of its text.
         """
         self.request = request
         self._tokenizer = tokenizer
@@ -243,7 +242,6 @@ class TextAnswer:
         self._shown = len(self._prompt_text)  # characters
         self._speller = Speller(tokenizer, request.prompt, self._shown)
         self._stops = StopStrings(request.stops)
-        self._silent = silent
         self._waiting: list[Spelled] = []  # tokens whose text is held back
         self._stopped = False  # by a stop string
         self.prompt: Prompt | None = None
@@ -294,7 +292,7 @@ class TextAnswer:
             return ""
         if isinstance(event, Token):
             self.new_tokens += 1
-            if event.token in self._silent:
+            if event.token in self.request.silent:
                 return ""
             text, spelled = self._speller.add(event.token, event.logprob, event.top)
             self._waiting.append(spelled)
@@ -324,7 +322,6 @@ class Answers:
         self,
         service: Service,
         requests: Sequence[TextRequest],
-        silent: frozenset[int] = frozenset(),
         observe_first: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """Send the sequences to the engine.
@@ -332,7 +329,6 @@ class Answers:
         Args:
             service: The tokenizer and the engine.
             requests: The sequences.
-            silent: Stop tokens that are not part of an answer's text.
             observe_first: Function that is called with the seconds from now to the first text.
 
         Raises:
@@ -342,7 +338,7 @@ class Answers:
         self._observe_first = observe_first
         self._started = time.perf_counter()
         names, self._events = service.engine.start(requests)
-        self.each = [TextAnswer(service.tokenizer, request, silent) for request in requests]
+        self.each = [TextAnswer(service.tokenizer, request) for request in requests]
         self._unfinished = dict(zip(names, enumerate(self.each), strict=True))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
