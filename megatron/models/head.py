@@ -21,6 +21,7 @@ from megatron.parallel.cross_entropy import (
 )
 from megatron.parallel.linear import WeightSlot, around, parallel_linear
 from megatron.parallel.parameter import ZEROS
+from megatron.parallel.products import LinearCall
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class TokenLoss:
                 slot=slot,
             )
             return chunked.losses.t() if loss_mask is None else chunked.total
-        logits = parallel_linear(x, weight, bias, around(communication), slot=slot)
+        logits = parallel_linear(LinearCall(x, weight, bias), around(communication), slot=slot)
         losses = vocabulary_cross_entropy(
             logits, labels.t(), communication.axis, form=self.form, reuse_logits=True
         ).t()
@@ -166,10 +167,8 @@ class Output(nn.Module):
             x = x * self.scale
         slot = self._gradient.slot
         if labels is None:  # [s, b, v/t]
-            transport = around(self.communication)
-            logits = parallel_linear(
-                x, self._matrix(), self.bias, transport, slot=slot, products=self.products
-            )
+            call, transport = LinearCall(x, self._matrix(), self.bias), around(self.communication)
+            logits = parallel_linear(call, transport, slot=slot, products=self.products)
             return logits.transpose(0, 1)
         return self.token_loss(
             x,

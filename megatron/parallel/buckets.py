@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 import torch
@@ -322,20 +322,19 @@ def lay_out(
         is_full = is_full and (not keeps_whole or len(group) >= shards)
         if i < len(sizes) - 1 and i not in ends and not is_full:
             continue
-        starts: dict[int, int] = {}
         if keeps_whole:
             filled = [0] * shards
-            shard_of = {}
+            dealt = {}
             for j in sorted(group, key=lambda j: -sizes[j]):
-                shard_of[j] = shard = filled.index(min(filled))
-                starts[j] = filled[shard]
+                shard = filled.index(min(filled))
+                dealt[j] = shard, filled[shard]
                 filled[shard] += aligned[j]
-            starts = {j: start + shard_of[j] * max(filled) + starts[j] for j in group}
-            end = start + shards * max(filled)
+            width = max(filled)
+            starts = {j: start + shard * width + place for j, (shard, place) in dealt.items()}
+            end = start + shards * width
         else:
-            place = start
-            for j in group:
-                starts[j], place = place, place + aligned[j]
+            *places, place = accumulate((aligned[j] for j in group), initial=start)
+            starts = dict(zip(group, places, strict=True))
             end = start + -(-(place - start) // unit) * unit
         slots = [(j, Span(starts[j], starts[j] + sizes[j])) for j in group]
         buckets.append((Span(start, end), sorted(slots, key=lambda pair: pair[1].start)))

@@ -147,9 +147,8 @@ class BuildContext:
             new_products: Makes the products of one linear layer.
             for_output: The products that compute vocabulary scores; `None` changes nothing.
         """
-        kernels = replace(self.kernels, new_products=new_products)
-        if for_output is not None:
-            kernels = replace(kernels, output_products=for_output)
+        output = self.kernels.output_products if for_output is None else for_output
+        kernels = replace(self.kernels, new_products=new_products, output_products=output)
         return replace(self, kernels=kernels)
 
 

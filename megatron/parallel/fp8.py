@@ -300,10 +300,12 @@ class Fp8Products(Products):
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
         # Evaluation may be the first to cast it; it finds the same weight as training would.
         if self.arriving is None:
-            return self._both(weight, "weight")
+            return self._both(weight, "weight", records=True)
         whole = self.arriving.fp8
         if not self.arriving.is_there():  # reuse its memory: a separate cast would take more
-            whole = self._one(weight, "weight", into=whole.values)
+            amax, found = self._amaxes(weight, "weight", ALONE, records=True)
+            fp8 = whole.values.dtype
+            whole = self.casts.cast(weight, amax, fp8, found=found, into=whole.values)
         return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
@@ -336,7 +338,7 @@ class Fp8Products(Products):
         if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:
-                whole = self._one(rows, "input", records=records)
+                whole = self._one(rows, "input", ALONE, records=records)
                 return lambda: (whole, None)
             both = self._both(rows, "input", records=records)
             return lambda: both
@@ -411,30 +413,22 @@ class Fp8Products(Products):
         part, turned = Fp8(rows.view(like[1].dtype), like[2]), Fp8(*weight[:2])
         self._product(part, turned, into.dtype, bias=bias, fast=not backward, into=into)
 
-    def _one(
-        self,
-        x: Tensor,
-        role: Role,
-        communication: Communication = ALONE,
-        *,
-        records: bool = True,
-        into: Tensor | None = None,
-    ) -> Fp8:
+    def _one(self, x: Tensor, role: Role, communication: Communication, *, records: bool) -> Fp8:
         """Cast a matrix [m, k], or a part of its rows with the scale of the whole."""
         if self._form.by_row:
             return self.casts.cast_rows(x, self._formats[role])
-        amax, found = self._amaxes(x, role, communication, records)
-        return self.casts.cast(x, amax, self._formats[role], found=found, into=into)
+        amax, found = self._amaxes(x, role, communication, records=records)
+        return self.casts.cast(x, amax, self._formats[role], found=found)
 
-    def _both(self, x: Tensor, role: Role, *, records: bool = True) -> tuple[Fp8, Fp8]:
+    def _both(self, x: Tensor, role: Role, *, records: bool) -> tuple[Fp8, Fp8]:
         """Cast [m, k] and its transpose [k, m]."""
         if self._form.by_row:
             return self.casts.cast_transpose_rows(x, self._formats[role])
-        amax, found = self._amaxes(x, role, ALONE, records)
+        amax, found = self._amaxes(x, role, ALONE, records=records)
         return self.casts.cast_transpose(x, amax, self._formats[role], found=found)
 
     def _amaxes(
-        self, x: Tensor, role: Role, communication: Communication, records: bool
+        self, x: Tensor, role: Role, communication: Communication, *, records: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the amax to scale by, and the tensor in which to record that of `x`."""
         slot = self.slots.get(role)

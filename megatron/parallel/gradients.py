@@ -36,19 +36,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel import collectives
 from megatron.parallel.buckets import Bucket, BucketPlan, FlatPlan, ParameterTraits, Span, runs
-from megatron.parallel.collectives import (
-    Pending,
-    add_over_ranks,
-    mean_of,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from megatron.parallel.collectives import Pending
 from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis
 from megatron.parallel.linear import WeightSlot
 from megatron.parallel.parameter import ParameterSpec
 from megatron.parallel.weights import FlatBuffer, WeightBuffer
+
+Parameters = Mapping[str, nn.Parameter]  # by name
 
 
 class PendingBucket:
@@ -70,12 +67,7 @@ class PendingBucket:
     """
 
     def __init__(
-        self,
-        plan: Bucket,
-        axis: Axis,
-        parameters: Mapping[str, nn.Parameter],
-        kept: Tensor,
-        whole: Tensor | None,
+        self, plan: Bucket, axis: Axis, parameters: Parameters, kept: Tensor, whole: Tensor | None
     ) -> None:
         """Expect nothing yet."""
         self.plan, self.axis, self.kept, self.whole = plan, axis, kept, whole
@@ -203,11 +195,11 @@ class Reducer:
         if self._zero_stage == 2:
             self.receive()  # so that at most one bucket is on its way
             bucket.whole, into = None, torch.empty_like(bucket.kept)
-        mean = mean_of(whole, bucket.axis)
+        mean = collectives.mean_of(whole, bucket.axis)
         if self._zero_stage > 0:
-            work = start_reduce_scatter(whole, bucket.axis, into=into, op=mean)
+            work = collectives.start_reduce_scatter(whole, bucket.axis, into=into, op=mean)
         else:
-            work = start_all_reduce(whole, bucket.axis, mean)
+            work = collectives.start_all_reduce(whole, bucket.axis, mean)
         self._sent.append((bucket, work, whole))
         if self._zero_stage == 2 and not self.overlap:
             self.receive()
@@ -215,7 +207,8 @@ class Reducer:
     def _add_partial_gradients(self, bucket: PendingBucket) -> None:
         if bucket.partial and self._tensor.size > 1:
             whole = bucket.allocate()
-            add_over_ranks([place.of(whole) for place in bucket.partial], self._tensor)
+            parts = [place.of(whole) for place in bucket.partial]
+            collectives.add_over_ranks(parts, self._tensor)
 
 
 def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
@@ -296,7 +289,7 @@ class GradientBuffer:
             self._collect_from(parameter)
 
     def _allocate(
-        self, plan: FlatPlan, axis: Axis, parameters: Mapping[str, nn.Parameter]
+        self, plan: FlatPlan, axis: Axis, parameters: Parameters
     ) -> tuple[FlatBuffer, list[PendingBucket]]:
         """Allocate a buffer and its buckets, and note where each gradient lies."""
         shards, rank = (axis.size, axis.rank) if self.is_sharded else (1, 0)

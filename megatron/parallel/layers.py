@@ -9,18 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.weight_gradient import EmbeddingGradient, choose_embedding_gradient
+from megatron.parallel import linear
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Communication, reduce_from, reduce_scatter_from
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import (
-    CutColumn,
-    CutRow,
-    Transport,
-    WeightSlot,
-    around,
-    parallel_linear,
-)
+from megatron.parallel.linear import CutColumn, CutRow, Transport, WeightSlot
 from megatron.parallel.parameter import ZEROS, Init
+from megatron.parallel.products import LinearCall
 
 Split = Literal["column", "row"]
 
@@ -87,9 +82,8 @@ class Linear(nn.Module):
         self._sums_over = layout if split == "row" and layout.tensor.size > 1 else None
         self._transport: Transport | None = None
         if split == "column":
-            self._transport = around(
-                Communication(layout.tensor, layout.sequence_parallel, context.overlap)
-            )
+            gathered = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
+            self._transport = linear.around(gathered)
         self._cut: CutColumn | CutRow | None = None
         if context.exchange is not None and split and self.products.can_be_cut:
             self._cut = (CutRow if split == "row" else CutColumn)(context.exchange)
@@ -106,16 +100,10 @@ class Linear(nn.Module):
         """
         cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
         bias = self.bias if self.adds_bias else None
-        out = parallel_linear(
-            x,
-            self.weight,
-            bias if self._sums_over is None else None,
-            cut or self._transport,
-            self._queue,
-            self._gradient.slot,
-            self.products,
-            training=self.training,
-        )
+        added = bias if self._sums_over is None else None
+        call = LinearCall(x, self.weight, added, self.training)
+        slot, transport = self._gradient.slot, cut or self._transport
+        out = linear.parallel_linear(call, transport, self._queue, slot, self.products)
         if self._sums_over is None:
             return out
         if cut is None:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.parallel.collectives import ALONE, Communication, Pending
 from megatron.parallel.exchange import Exchange, Use
@@ -106,7 +106,7 @@ class Owner:
         slot: The destination of its gradient; `None` leaves it to autograd.
     """
 
-    weight: nn.Parameter
+    weight: Tensor
     queue: WeightGradientQueue | None
     slot: WeightSlot | None
 
@@ -181,33 +181,28 @@ class Transport(Protocol):
 
 
 def parallel_linear(
-    x: Tensor,
-    weight: nn.Parameter,
-    bias: Tensor | None,
+    call: LinearCall,
     transport: Transport | None = None,
     queue: WeightGradientQueue | None = None,
     slot: WeightSlot | None = None,
     products: Products = PLAIN,
-    *,
-    training: bool = True,
 ) -> Tensor:
     """Return x W^T + b.
 
     Args:
-        x: The input [s or s/t, b, in].
-        weight: The weight [..., out, in], read as [-1, in].
-        bias: The bias, [out] after flattening, or `None`.
+        call: The input [s or s/t, b, in], the parameter [..., out, in], read as [-1, in], and the
+            bias, [out] after flattening, or `None`.
         transport: How factors get to the ranks that need them; `None` if each rank has its own.
         queue: The queue in which backward leaves the weight's product for later. The pushed work
             accumulates its result as autograd would have, hooks included. If the input is split
             along the sequence, it is a collective.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         products: The number format.
-        training: Whether statistics of the input may be recorded.
 
     Returns:
         The output [s, b, out], or with a `CutRow` this rank's part of the sequence.
     """
+    x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
     if queue is None and slot is None:
         if transport is None and products.is_autograds:

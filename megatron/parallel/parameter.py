@@ -105,11 +105,9 @@ def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
     """Fill `tensor` with its part, given by `spec`, of the whole tensor identified by `key`."""
-    if spec.init.kind == "zeros":
-        tensor.zero_()
-        return
-    if spec.init.kind == "ones":
-        tensor.fill_(1)
+    constants = {"zeros": 0, "ones": 1}
+    if spec.init.kind in constants:
+        tensor.fill_(constants[spec.init.kind])
         return
     runs, length = _runs(tuple(tensor.shape), spec)
     target = tensor.view(runs.numel(), length)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,9 @@ class ShardedModel:
                 module.set_custom_all_gather(gather)  # type: ignore[arg-type] # a protocol
                 module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         self._parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
-        self._shards = {id(p): _local(p) for p in self._parameters}
+        with torch.no_grad():  # this process's rows, in the memory of the parameter
+            self._shards = {id(p): cast(DTensor, p).to_local() for p in self._parameters}
+        assert all(shard.is_contiguous() for shard in self._shards.values())
         self._storage = torch.zeros(sum(s.numel() for s in self._shards.values()), device=device)
         self._slots: dict[int, Span] = {}
         self._gradients: list[tuple[nn.Parameter, DTensor]] = []
@@ -234,12 +236,3 @@ def _layers(part: nn.Module) -> Iterable[nn.Module]:
             yield from child.values()
         elif isinstance(child, nn.ModuleList):
             yield from child
-
-
-@torch.no_grad()
-def _local(parameter: nn.Parameter) -> Tensor:
-    """Return this process's rows of a sharded parameter, sharing its memory."""
-    assert isinstance(parameter, DTensor)
-    rows = parameter.to_local()
-    assert rows.is_contiguous()
-    return rows

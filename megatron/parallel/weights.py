@@ -183,16 +183,14 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-        for parameter in module.parameters(recurse=False):
-            yield model, parameter
+        yield from ((model, parameter) for parameter in module.parameters(recurse=False))
         for child in module.children():
             if type(child).forward is nn.Module.forward:
                 yield from below(child)
             else:
-                for parameter in child.parameters():
-                    yield child, parameter
+                yield from ((child, parameter) for parameter in child.parameters())
 
-    yield from below(model)
+    return below(model)
 
 
 class Fp8Weights:

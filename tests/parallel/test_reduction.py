@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel import gradients as reducer
+from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -111,13 +111,13 @@ def _log_sends(layout, stage, micro_batches, tied=(), apart=(), idle=()):
     """What happens in which order: backwards that end, and buckets that are sent."""
     log = []
     name = "start_reduce_scatter" if stage else "start_all_reduce"
-    start = getattr(reducer, name)
+    start = getattr(collectives, name)
 
     def logged(*arguments, **named):
         log.append("send")
         return start(*arguments, **named)
 
-    setattr(reducer, name, logged)  # in this forked process only
+    setattr(collectives, name, logged)  # in this forked process only
     model = _Model(torch.float32)
     buffer = new_buffer(
         model.named_parameters(),

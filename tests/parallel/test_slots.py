@@ -9,6 +9,7 @@ from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import parallel_linear
 from megatron.parallel.parameter import Init
+from megatron.parallel.products import LinearCall
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 from tests.training.toy import train_toy
@@ -32,7 +33,7 @@ class _Tied(nn.Module):
 
     def forward(self, tokens):
         x = torch.tanh(self.layer(self.word(tokens)))
-        return parallel_linear(x, self.word.weight, None, slot=self.output.slot)
+        return parallel_linear(LinearCall(x, self.word.weight), slot=self.output.slot)
 
 
 def _gradients(layout, dtype, slots, options, micro_batches=2):

@@ -8,7 +8,6 @@ its values: once sent, they are freed (unless the graph itself saved them).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +22,7 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
-
-
-class _Passed(NamedTuple):
-    """The tensors that backward needs from a forward."""
-
-    x: Tensor | None
-    output: GradientEdge
+Passed = tuple[Tensor | None, GradientEdge]  # the input and output of a forward, for its backward
 
 
 def run_schedule(
@@ -102,7 +95,7 @@ class _Run:
         self._queue = weight_gradients
         self._inputs: dict[Key, Tensor] = {}  # until forward
         self._outputs: dict[Key, Tensor] = {}  # until sent
-        self._passed: dict[Key, _Passed] = {}  # from forward until backward
+        self._passed: dict[Key, Passed] = {}  # from forward until backward
         self._output_gradients: dict[Key, Tensor] = {}  # until backward
         self._input_gradients: dict[Key, Tensor] = {}  # until sent
 
@@ -155,7 +148,7 @@ class _Run:
             x.requires_grad_()
         output = self._parts[chunk](micro_batch, x)
         if self.has_backward:
-            self._passed[key] = _Passed(x, get_gradient_edge(output))
+            self._passed[key] = x, get_gradient_edge(output)
         if chunk in self._sending:
             self._outputs[key] = output.detach()
         elif chunk < len(self._parts) - 1:  # the next part is here too
