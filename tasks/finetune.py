@@ -387,7 +387,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
         if not any(one.startswith(f"model.{name}") for one in held):
             anew.append(name)
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for appended entries
-    padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
+    padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
     take_weights(run, padded, fresh=anew)
     run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
     return reader.iteration

@@ -74,7 +74,6 @@ class UpdateRule(Protocol):
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the state tensors, which a checkpoint holds as "<parameter>.<name>"."""
-        ...
 
     @property
     def needs_whole(self) -> bool:
@@ -82,7 +81,6 @@ class UpdateRule(Protocol):
 
         Whole means everything that a tensor rank holds. ZeRO stages 0 to 2 can provide that.
         """
-        ...
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
         """Return a function that updates these tensors.
@@ -91,7 +89,6 @@ class UpdateRule(Protocol):
             tensors: Tensors of a parameter group.
             library: Compiled kernels, or `None` if there are none.
         """
-        ...
 
 
 @dataclass(frozen=True)

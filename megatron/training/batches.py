@@ -52,12 +52,8 @@ class BatchPlan:
     def from_config(cls, training: TrainingConfig, data_parallel: int) -> BatchPlan:
         """Return the plan that the flags describe. The rules have already checked the flags."""
         ramp = training.rampup_batch_size
-        return cls(
-            training.micro_batch_size,
-            training.global_batch_size,
-            Rampup(*ramp) if ramp is not None else None,
-            data_parallel,
-        )
+        rampup = None if ramp is None else Rampup(*ramp)
+        return cls(training.micro_batch_size, training.global_batch_size, rampup, data_parallel)
 
     @property
     def samples_per_pass(self) -> int:
@@ -116,16 +112,11 @@ def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator
     Raises:
         DataError: The dataset has no further micro-batch.
     """
-    place = {
-        "total_samples": len(dataset),
-        "consumed_samples": consumed,
-        "micro_batch": run.batches.micro_batch,
-        "rank": run.layout.data.rank,
-        "size": run.layout.data.size,
-    }
-    sampler: SingleSampler | CyclicSampler = SingleSampler(**place)
-    if run.config.data.dataloader_type == "cyclic":
-        sampler = CyclicSampler(**place, data_sharding=run.config.data.data_sharding)
+    axis, options = run.layout.data, run.config.data
+    place = (len(dataset), consumed, run.batches.micro_batch, axis.rank, axis.size)
+    sampler: SingleSampler | CyclicSampler = SingleSampler(*place)
+    if options.dataloader_type == "cyclic":
+        sampler = CyclicSampler(*place, options.data_sharding)
     return _load(run.config, dataset, sampler, pin_memory=run.device.is_gpu)
 
 

@@ -73,7 +73,6 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         device=device,
         layout=layout,
         tokenizer=tokenizer,
-        padded_vocab_size=vocabulary,
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, training, global_batch=batches.global_batch
         ),
@@ -150,10 +149,10 @@ def parallelize(
     unite_copies(parts)
 
     # 4. Weight precision: fp8 layers scale by earlier updates, if the recipe says so.
-    amax_history = AmaxHistory.empty()
+    history = AmaxHistory.empty()
     if config.precision.fp8_format is not None and config.precision.fp8_recipe == "delayed":
         scaling = DelayedScaling.from_config(config.precision)
-        amax_history = layers.keep_history(
+        history = layers.keep_history(
             gradient_sharing.named_parameters_of(parts), scaling, layout, device.torch_device
         )
 
@@ -202,7 +201,7 @@ def parallelize(
         weights=weights,
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
-    return ParallelModel(parts, layers, ties, amax_history, queue, gradients, forward, optimizer)
+    return ParallelModel(plan, parts, layers, ties, history, queue, gradients, forward, optimizer)
 
 
 def _connect(

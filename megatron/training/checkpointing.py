@@ -24,7 +24,6 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError, ConfigError
-from megatron.models.plan import model_plan
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -208,7 +207,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         "iteration": progress.iteration,
         "consumed_train_samples": progress.consumed_samples,
         "skipped_train_samples": progress.skipped_samples,
-        "padded_vocab_size": run.padded_vocab_size,
+        "padded_vocab_size": run.plan.embedding.vocabulary,
         "optimizer": None if options.no_save_optim else run.optimizer.scalars(),
         "schedule": run.schedules.to_dict(progress.scheduled_samples),
         # Dropout is drawn from the seed and the position in the sample order, so the seed and the
@@ -243,8 +242,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         options = config.checkpoint
         is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
         is_first_start = is_saved_to and not options.finetune
-        below = [] if is_first_start else checkpoints_below(root)
-        if below:
+        if not is_first_start and (below := checkpoints_below(root)):
             raise CheckpointError(
                 f"--load {root}: there is no checkpoint in this folder, but {below[0]} in it has "
                 f"one: give --load {root / below[0]}, or drop --load to start from scratch"
@@ -337,9 +335,9 @@ def restore_run(run: Run, reader: Reader) -> None:
         check_states(run.config, reader)
         state |= optimizer_state(run) | _history_from(run, reader)
     # Report incompatible settings before reading much.
+    _check_tokenizer(run, reader)
     anew: tuple[str, ...] = ()
     if options.finetune:
-        _warn_of_tokenizer(run, reader)
         anew = _lacking_heads(run, reader, state)
         state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     else:
@@ -372,7 +370,7 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
     Many Hugging Face folders lack some heads. The call is collective because a head may be on
     another process: with pipeline parallelism only the last stage has heads. A task's run has none.
     """
-    plan = model_plan(run.config.model, run.padded_vocab_size, run.recipe.head)
+    plan = run.plan
     heads = () if plan.head("masked_token") is None and plan.head("pooler") is None else _HEADS
     heads += () if plan.head("pooler") is None else _OF_ORDER
     held = reader.names()
@@ -385,28 +383,28 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
     return tuple(head for head, count in zip(lacking, counts, strict=True) if count)
 
 
-def _warn_of_tokenizer(run: Run, reader: Reader) -> None:
-    """Warn if --finetune uses another tokenizer, which changes the meaning of each row."""
-    fingerprint, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
-    if run.layout.world.rank or fingerprint in (None, ours):
+def _check_tokenizer(run: Run, reader: Reader) -> None:
+    """Refuse another tokenizer, or warn if --finetune uses one: it changes each row's meaning."""
+    saved, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
+    if not saved or saved == ours:
         return
-    say(
-        f"WARNING: --load {reader.path}: trained with another tokenizer (fingerprint "
-        f"{fingerprint}, here {ours}): --finetune continues with the run's tokenizer, but the "
-        f"rows of its {run.tokenizer.vocab_size:,} entries were learned for other entries"
+    told = (
+        f"--load {reader.path}: trained with another tokenizer (fingerprint {saved}, here {ours})"
     )
+    if not run.config.checkpoint.finetune:
+        raise CheckpointError(
+            f"{told}: give its vocabulary files, or --finetune to continue with the new one"
+        )
+    if run.layout.world.rank == 0:
+        say(
+            f"WARNING: {told}: --finetune continues with the run's tokenizer, but the rows of its "
+            f"{run.tokenizer.vocab_size:,} entries were learned for other entries"
+        )
 
 
 def _restore_position(run: Run, reader: Reader) -> None:
     """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
     meta, options = reader.meta, run.config.schedule
-    fingerprint = meta.get("tokenizer")
-    if fingerprint and fingerprint != run.tokenizer.fingerprint():
-        raise CheckpointError(
-            f"--load {reader.path}: trained with another tokenizer (fingerprint {fingerprint}, "
-            f"here {run.tokenizer.fingerprint()}): give its vocabulary files, or --finetune to "
-            "continue with the new one"
-        )
     run.progress.iteration = meta["iteration"]
     run.progress.consumed_samples = meta["consumed_train_samples"]
     run.progress.skipped_samples = meta.get("skipped_train_samples", 0)

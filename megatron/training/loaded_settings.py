@@ -34,12 +34,6 @@ _NOT_OF_SCHEDULES = (
     "schedule.override_opt_param_scheduler",
     "schedule.use_checkpoint_opt_param_scheduler",
 )
-_OF_WEIGHT_DECAY = (
-    "optimizer.weight_decay",
-    "optimizer.start_weight_decay",
-    "optimizer.end_weight_decay",
-    "optimizer.weight_decay_incr_style",
-)
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
@@ -64,23 +58,23 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     else:
         args = meta.get("legacy_args") or {}
         named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
-        known = {path: value for path, value in named.items() if value is not None}
-        saved = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
+        known = ((path, value) for path, value in named.items() if value is not None)
+        saved = {path: tuple(v) if isinstance(v, list) else v for path, v in known}
     for path, value in saved.items():
         if here[path] == value:
             continue
         field = field_at(path)
         ours, theirs = field.spell(here[path]), field.spell(value)
-        if keeps_schedule and _is_of_schedule(path):
+        is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
+        change = f"changed since the checkpoint: {ours} instead of {theirs}"
+        if keeps_schedule and (is_rate or "weight_decay" in path):
             yield f"  --use-checkpoint-opt_param-scheduler: {theirs} goes on, not {ours}"
-            continue
-        change = f"{ours} instead of {theirs}"
-        yield from _changed(path, change, is_moved=path in _PATHS and _moved(value, here[path]))
-
-
-def _is_of_schedule(path: str) -> bool:
-    is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
-    return is_rate or path in _OF_WEIGHT_DECAY
+        elif path in _ORDER and not (path in _PATHS and _moved(value, here[path])):
+            yield f"WARNING: {change}: {_LOST}"
+        else:
+            yield f"  {change}"
+        if path in _LENGTHS:
+            yield f"  of a corpus that is read more than once, {_LOST}"
 
 
 def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
@@ -107,15 +101,6 @@ def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
             "WARNING: changed since the checkpoint: the training data itself (fingerprint "
             f"{corpus} instead of {saved}): {_LOST}"
         )
-
-
-def _changed(path: str, change: str, *, is_moved: bool) -> Iterator[str]:
-    if path in _ORDER and not is_moved:
-        yield f"WARNING: changed since the checkpoint: {change}: {_LOST}"
-        return
-    yield f"  changed since the checkpoint: {change}"
-    if path in _LENGTHS:
-        yield f"  of a corpus that is read more than once, {_LOST}"
 
 
 def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron.models.plan import model_plan
+from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.logging import LogLine
@@ -15,7 +14,6 @@ from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.scalars import Scalars, Writer
 from megatron.training.callbacks.small import EmptyCache, GarbageCollection, ProgressBar, SampleIds
 from megatron.training.evaluation import Evaluation
-from megatron.training.panel import model_flops
 from megatron.training.run import Run
 from megatron.training.step import Updates, any_rank, skip_iteration
 
@@ -30,14 +28,14 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     log line includes neither.
     """
     config = run.config
-    flops = model_flops(config, model_plan(config.model, run.padded_vocab_size, run.recipe.head))
+    flops = flops_per_token(run.plan, config.data.seq_length, config.data.decoder_seq_length)
     scalars = Scalars(writers, flops)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
     callbacks += [NonFinitePolicy(), scalars]
     if config.data.log_sample_ids:
-        callbacks.append(SampleIds(Path(config.checkpoint.save or ".") / "samples.jsonl"))
+        callbacks.append(SampleIds())
     if config.training.manual_gc:
         callbacks.append(GarbageCollection())
     if config.training.empty_unused_memory_level:

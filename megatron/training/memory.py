@@ -110,7 +110,7 @@ def estimate_memory(
         tensor=layout.tensor.size,
         sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
         context=layout.context.size,
-        width=2 if numbers.fp16 or numbers.bf16 else 4,
+        width=numbers.weight_dtype.itemsize,
         keeps_scores=not config.model.masked_softmax_fusion
         and config.training.recompute_granularity != "selective",
         losses=loss_bound(kind, micro_batches),
@@ -138,9 +138,8 @@ def _kept_for_weights(
 ) -> MemoryEstimate:
     """Count weights, gradients and optimizer states of the model parts that a process holds."""
     numbers, tensor = config.precision, layout.tensor.size
-    half = numbers.fp16 or numbers.bf16
-    in_fp32 = not half or numbers.accumulate_allreduce_grads_in_fp32
-    width, summed = 2 if half else 4, 4 if in_fp32 else 2
+    width = numbers.weight_dtype.itemsize
+    half, summed = width == 2, 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
     parameters = sum(count_part_parameters(plan, part, tensor=tensor) for part in parts)
     outside = sum(
         count_part_parameters(plan, replace(part, layers=range(0)), tensor=tensor) for part in parts

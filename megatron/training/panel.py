@@ -9,7 +9,7 @@ from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
-from megatron.models.plan import ModelPlan, model_plan
+from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import pipeline_rows
@@ -26,13 +26,12 @@ def start_panel(run: Run, seconds: float) -> str:
         seconds: The duration of the set-up.
     """
     config = run.config
-    plan = model_plan(config.model, run.padded_vocab_size, run.recipe.head)
     rows = device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0]))
     if config.training.cuda_graph_impl != "none":
         first = config.training.cuda_graph_warmup_steps + 1
         rows.append(("passes", f"recorded in iteration {first}, then replayed (--cuda-graph-impl)"))
     rows += [
-        *size_rows(config, run.layout.world.size, plan),
+        *size_rows(config, run.layout.world.size, run.plan),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
         ("checkpoints", _describe_checkpoints(run)),
@@ -67,14 +66,8 @@ def _describe_checkpoints(run: Run) -> str:
         loaded = f"weights from {options.load if options.finetune else run.pretrained}"
     if not options.save:
         return f"{loaded}; not saving (--save is not given)"
-    every = [
-        f"{number:g} {unit}"
-        for number, unit in (
-            (options.save_interval, "iterations"),
-            (options.save_interval_in_mins, "minutes"),
-        )
-        if number is not None
-    ]
+    intervals = {"iterations": options.save_interval, "minutes": options.save_interval_in_mins}
+    every = [f"{number:g} {unit}" for unit, number in intervals.items() if number is not None]
     every += ["epoch"] * bool(run.save_at)
     how = " in the background" if options.async_save else ""
     latest, retained = options.keep_latest, options.save_retain_interval
@@ -84,11 +77,6 @@ def _describe_checkpoints(run: Run) -> str:
         kept = f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
     saving = f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
     return f"{loaded}; {saving}"
-
-
-def model_flops(config: RunConfig, plan: ModelPlan) -> int:
-    """Return the model FLOPs of one token (`flops_per_token`)."""
-    return flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length)
 
 
 def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[PanelRow]:
@@ -104,6 +92,7 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
     batch, micro = training.global_batch_size, training.micro_batch_size
     micro_batches = batch // (micro * layout.data.size)
     tokens = batch * plan.head_spec.sequences * config.data.sample_tokens
+    flops = flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length)
     causal = {layer.mixer.causal for layer in plan.layers}
     attention = "causal attention counted half" if True in causal else "attention counted whole"
     attention = "the decoder's " * (len(causal) > 1) + attention
@@ -119,7 +108,7 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
             "parameters",
             f"{count_parameters(plan):,} (vocabulary padded to {plan.embedding.vocabulary:,})",
         ),
-        ("model FLOPs per token", f"{model_flops(config, plan) / 1e9:.4g} GFLOP ({attention})"),
+        ("model FLOPs per token", f"{flops / 1e9:.4g} GFLOP ({attention})"),
         (
             "memory per process",
             f"at most about {largest_process(config, plan, world_size).describe()}",

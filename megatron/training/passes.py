@@ -187,15 +187,11 @@ class Passes:
                 name: value if name == "id" else value.to(target, non_blocking=True)
                 for name, value in batch.items()
             }
-            self._count_labels(batch)
+            if self._run.config.training.calculate_per_token_loss:
+                # Every process counts, because all divide their gradients by the number.
+                mask = self._run.recipe.loss_mask(batch, self._run.config, self._run.tokenizer)
+                self.labels = mask.numel()
+                self.counted.append(mask.sum(dtype=torch.float64))
             self._loaded[len(self.sample_ids)] = batch
             self.sample_ids.append(batch["id"].tolist())
         return self._loaded.pop(micro_batch) if is_last_use else self._loaded[micro_batch]
-
-    def _count_labels(self, batch: Batch) -> None:
-        """Count labels on every process, as all of them divide their gradients by the number."""
-        run = self._run
-        if run.config.training.calculate_per_token_loss:
-            mask = run.recipe.loss_mask(batch, run.config, run.tokenizer)
-            self.labels = mask.numel()
-            self.counted.append(mask.sum(dtype=torch.float64))

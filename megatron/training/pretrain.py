@@ -164,13 +164,11 @@ def _way_to_go_on(config: RunConfig, root: str) -> str:
     newest checkpoint was not used.
     """
     options = config.checkpoint
-    load, chosen = options.load, {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
-    asked = load is not None and Path(load).resolve() == Path(root).resolve()
+    asked = options.load is not None and Path(options.load).resolve() == Path(root).resolve()
+    chosen = {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
     without = " and ".join(f"without {flag}" for flag, is_given in chosen.items() if is_given)
-    if asked and not without:
-        return ""
-    words = ["" if asked else f"--load {root}", without]
-    return f". To resume from them: {' '.join(filter(None, words))}"
+    words = " ".join(filter(None, ("" if asked else f"--load {root}", without)))
+    return f". To resume from them: {words}" if words else ""
 
 
 def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Sequence[Writer]) -> int:

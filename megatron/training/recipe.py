@@ -36,11 +36,9 @@ class Recipe(Protocol):
         The losses of a language-model head are mean negative log likelihoods of tokens, so the log
         shows exp(loss) beside them, as Megatron's does.
         """
-        ...
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the losses that `forward` returns, in the order of the log line."""
-        ...
 
     def build_part(
         self,
@@ -50,17 +48,14 @@ class Recipe(Protocol):
         part: ModelPart,
     ) -> nn.Module:
         """Build one part of the model, with global parameter names and uninitialized values."""
-        ...
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         """Return training, validation and test samples (`None` for an empty split). Collective."""
-        ...
 
     def describe_kernels(self, part: Any) -> str:
         """Describe the kernels that the model uses and why, for the start-up panel."""
-        ...
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
@@ -68,7 +63,6 @@ class Recipe(Protocol):
         --calculate-per-token-loss uses it. Sequences are whole. The shape is constant during a run:
         `[b, s]` if labels are tokens.
         """
-        ...
 
     def forward(
         self,
@@ -94,4 +88,3 @@ class Recipe(Protocol):
             sum is differentiated. Each loss, averaged over context ranks, is the mean over the
             labels in the loss mask, or 0 if the mask is empty.
         """
-        ...

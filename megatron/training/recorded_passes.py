@@ -42,7 +42,6 @@ class TrainingForward(Protocol):
 
     def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Tensor | Losses:
         """Return the result of `Recipe.forward`; `is_last` marks an update's last micro-batch."""
-        ...
 
     def release(self) -> None:
         """Free memory that only training needs, after the last update."""
@@ -123,12 +122,8 @@ class RecordedPasses:
         warm_up: int,
     ) -> None:
         """Begin without recordings."""
-        self._forward = forward
-        self._gradients = gradients
-        self._recorder = recorder
-        self._journal = journal
-        self._forget = forget
-        self._warm_up = warm_up
+        self._forward, self._gradients, self._recorder = forward, gradients, recorder
+        self._journal, self._forget, self._warm_up = journal, forget, warm_up
         self._met: set[_Key] = set()
         self._recordings: dict[_Key, _Recording] = {}
         self._anchor = torch.empty(0, requires_grad=True)  # so that backward reaches `_Replay`
@@ -150,7 +145,8 @@ class RecordedPasses:
         key = (shapes, self._gradients.to_overwrite)
         recording = self._recordings.get(key)
         if recording is None:
-            if self._warm_up >= 0 or key not in self._met or self._is_full:
+            is_full = len(self._recordings) >= MOST_RECORDINGS
+            if self._warm_up >= 0 or key not in self._met or is_full:
                 self._met.add(key)
                 return forward(batch)
             recording = self._recordings[key] = self._record(forward, inputs)
@@ -163,33 +159,24 @@ class RecordedPasses:
         self._recordings.clear()
         self._recorder.release()
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._recordings) >= MOST_RECORDINGS
-
     def _record(self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]) -> _Recording:
         self._forget()
         try:
             with self._journal.without_marks():
-                return self._record_both(forward, like)
+                inputs = {name: value.clone() for name, value in like.items()}
+                losses, run_forward = self._recorder.record(lambda: forward(inputs))
+                gradients = [torch.zeros_like(loss) for loss in losses.values()]
+                with self._gradients.recording() as note_written:
+                    _, backward = self._recorder.record(
+                        lambda: torch.autograd.backward(list(losses.values()), gradients)
+                    )
+            values = {name: loss.detach() for name, loss in losses.items()}
+            return _Recording(inputs, values, gradients, run_forward, backward, note_written)
         except RuntimeError as error:  # PyTorch's and CUDA's, of any kind
             error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
             raise
         finally:
             self._forget()  # its memory belongs to the recording
-
-    def _record_both(
-        self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]
-    ) -> _Recording:
-        inputs = {name: value.clone() for name, value in like.items()}
-        losses, run_forward = self._recorder.record(lambda: forward(inputs))
-        gradients = [torch.zeros_like(loss) for loss in losses.values()]
-        with self._gradients.recording() as note_written:
-            _, backward = self._recorder.record(
-                lambda: torch.autograd.backward(list(losses.values()), gradients)
-            )
-        values = {name: loss.detach() for name, loss in losses.items()}
-        return _Recording(inputs, values, gradients, run_forward, backward, note_written)
 
 
 class _Replay(torch.autograd.Function):

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.device import Device
+from megatron.models.plan import ModelPlan
 from megatron.optimizer.norms import parameters_norm
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.schedule import Schedules
@@ -54,6 +55,7 @@ class ParallelModel:
     """A process's parts of a model, with everything that trains them, from `build.parallelize`.
 
     Attributes:
+        plan: The whole network.
         parts: The modules.
         layers: The registry of their layers.
         ties: The parameters that other pipeline stages hold too.
@@ -65,6 +67,7 @@ class ParallelModel:
         optimizer: The optimizer that turns gradients into new weights.
     """
 
+    plan: ModelPlan
     parts: list[nn.Module]
     layers: LayerRegistry
     ties: list[Tie]
@@ -84,7 +87,6 @@ class Run(ParallelModel):
     device: Device
     layout: Layout
     tokenizer: Tokenizer
-    padded_vocab_size: int
     schedules: Schedules
     channel: PipelineChannel | None
     batches: BatchPlan
@@ -109,9 +111,8 @@ class Run(ParallelModel):
             yield from part.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of all model parts on this process."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        """Return the parameters of all model parts on this process."""
+        return (parameter for _, parameter in self.named_parameters())
 
     def parameters_norm(self) -> float:
         """Return the L2 norm of all parameters of the model. Collective; waits for the device."""
@@ -132,8 +133,7 @@ class Run(ParallelModel):
     @property
     def skips_next(self) -> bool:
         """Whether --iterations-to-skip includes the next iteration."""
-        left_out = self.config.training.iterations_to_skip
-        return left_out is not None and self.progress.iteration in left_out
+        return self.progress.iteration in (self.config.training.iterations_to_skip or ())
 
     @property
     def finished(self) -> bool:

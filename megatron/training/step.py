@@ -187,8 +187,7 @@ class _Reading:
 
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
-        flags = (run.exit.wanted, run.save_clock.is_due)
-        packed = pack_losses(passes, flags, run)
+        packed = pack_losses(passes, (run.exit.wanted, run.save_clock.is_due), run)
         parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
         self._reading = Reading(torch.cat([part.double() for part in parts]))

@@ -59,11 +59,6 @@ class Timers:
             self._world.barrier()
         return time.perf_counter()
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """A copy of this rank's seconds by name."""
-        return dict(self._seconds)
-
     def reset(self) -> None:
         """Reset all timers to zero."""
         self._seconds.clear()

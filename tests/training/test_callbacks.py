@@ -14,7 +14,7 @@ import pytest
 
 from megatron.device import Device
 from megatron.errors import ConfigError, StorageError
-from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, model_plan
 from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import small
@@ -287,6 +287,7 @@ def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):
 def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, head):
     run = build_toy(Layout.single(), kind="bert")
     monkeypatch.setattr(type(run.recipe), "head", head)
+    run.plan = model_plan(run.config.model, run.plan.embedding.vocabulary, head)
     seen = []
 
     def rows(config, plan, *_):

@@ -98,7 +98,7 @@ def test_8_bit_layers_are_counted_as_they_are_built(kind):
     flags = ["--bf16", "--fp8-format", "hybrid", "--micro-batch-size", "4"]
     run = build_toy(Layout.single(), flags, kind)
     built = sum(weight.numel() for weight in run.layers.fp8_weights())
-    plan = model_plan(run.config.model, run.padded_vocab_size)
+    plan = model_plan(run.config.model, run.plan.embedding.vocabulary)
     counted = count_part_matrices(plan, whole_model(len(plan.layers)), tensor=1)
     assert counted == built
 

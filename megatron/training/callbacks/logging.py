@@ -31,10 +31,7 @@ class LogLine(Callback):
         self._start = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Begin to count."""
-        self._restart()
-
-    def _restart(self) -> None:
+        """Begin to count, before the first step and after each line."""
         self._seconds = 0.0
         self._sums: dict[str, float] = {}
         self._iterations = self._counted = self._skipped = self._nan = self._samples = 0
@@ -59,7 +56,7 @@ class LogLine(Callback):
             if run.is_log_rank:
                 say(format_timers(over_ranks, options.timing_log_option, self._iterations))
         self._report_memory(run)
-        self._restart()
+        self.on_start(run)
 
     def _add(self, outcome: StepOutcome) -> None:
         self._iterations += 1

@@ -39,18 +39,17 @@ class NonFinitePolicy(Callback):
         options = run.config.training
         if not options.check_for_nan_in_loss_and_grad:
             return
-        what = _describe(run, outcome)
-        too_many = self._in_a_row > options.max_nonfinite_skips
-        if options.on_nonfinite == "skip" and not too_many:
+        what, skips = _describe(run, outcome), options.on_nonfinite == "skip"
+        if skips and self._in_a_row <= options.max_nonfinite_skips:
             if run.is_log_rank:
                 say(f" skipped the update: {what}")
             return
-        remedy = (
-            f"{self._in_a_row} such iterations in a row exceed --max-nonfinite-skips "
-            f"{options.max_nonfinite_skips}"
-            if too_many and options.on_nonfinite == "skip"
-            else "--on-nonfinite skip skips such updates and continues"
-        )
+        remedy = "--on-nonfinite skip skips such updates and continues"
+        if skips:
+            remedy = (
+                f"{self._in_a_row} such iterations in a row exceed --max-nonfinite-skips "
+                f"{options.max_nonfinite_skips}"
+            )
         raise NumericsError(f"{what}. The parameters are unchanged; {remedy}")
 
 

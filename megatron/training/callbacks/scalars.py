@@ -185,8 +185,7 @@ class Scalars(Callback):
 
     def __init__(self, writers: Sequence[Writer], flops_per_token: float) -> None:
         """Store the writers."""
-        self._writers = writers
-        self._flops_per_token = flops_per_token
+        self._writers, self._flops_per_token = writers, flops_per_token
         self._failed: set[Writer] = set()
         self._start = 0.0
         self._resets = self._timed = 0

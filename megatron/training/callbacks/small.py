@@ -54,18 +54,15 @@ class SampleIds(Callback):
     A line holds "iteration" and "ids", sorted so that layouts compare equal.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Store the path of the file."""
-        self._path = path
-
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Append the line of this iteration."""
         mine = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
         ids = sorted(all_gather(mine, run.layout.data).flatten().tolist())
         if not run.is_log_rank:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
+        path = Path(run.config.checkpoint.save or ".") / "samples.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": run.progress.iteration, "ids": ids}) + "\n")
 
 
