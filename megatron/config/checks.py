@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from megatron.config import rules_data, rules_legacy, rules_model, rules_parallel, rules_training
-from megatron.config.run import RunOptions, flatten, sections, values_of
+from megatron.config.run import RunOptions, flatten, values_of
 
 Rule = Callable[[RunOptions, int], Iterator[str]]
 
@@ -24,19 +24,19 @@ def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def requirements(
-    config: RunOptions, world_size: int, among: Container[str] = tuple(sections())
+    config: RunOptions, world_size: int, among: Container[str] | None = None
 ) -> Iterator[str]:
     """Yield a line for each flag that lacks what it requires, or is for other networks.
 
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        among: The sections to look at.
+        among: The fields to look at, by "section.field". `None` stands for all.
     """
     kind = config.model.architecture
     for path, field, value in values_of(config):
         required, owners = field.info.requires, field.info.only_for
-        if value == field.default or path.partition(".")[0] not in among:
+        if value == field.default or (among is not None and path not in among):
             continue
         if owners and kind not in owners:
             names = " and ".join(owner.upper() for owner in owners)

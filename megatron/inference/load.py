@@ -317,23 +317,6 @@ def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--sequence-parallel is for training: drop it"
 
 
-# Rules of every program that runs a saved model.
-SAVED_MODEL_RULES: tuple[Rule, ...] = (
-    _loads,
-    _no_training,
-    bounds,
-    rules_parallel.layout,
-    rules_parallel.tensor_parallel,
-    rules_parallel.pipeline,
-    rules_model.heads,
-    rules_model.positions,
-    partial(requirements, among=("model", "precision")),
-    rules_model.activation_function,
-    rules_model.normalization,
-    rules_model.precision,
-)
-RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
-
 # Model fields that matter only for training or for a new network.
 _OF_TRAINING = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform"),
@@ -360,6 +343,23 @@ _READ: dict[str, tuple[str, ...]] = {
 }
 # Fields that every program that runs a saved model uses, or refuses by name.
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])
+
+# Rules of every program that runs a saved model.
+SAVED_MODEL_RULES: tuple[Rule, ...] = (
+    _loads,
+    _no_training,
+    bounds,
+    rules_parallel.layout,
+    rules_parallel.tensor_parallel,
+    rules_parallel.pipeline,
+    rules_model.heads,
+    rules_model.positions,
+    partial(requirements, among=SAVED_MODEL_READS),
+    rules_model.activation_function,
+    rules_model.normalization,
+    rules_model.precision,
+)
+RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
 
 
 def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:
