@@ -263,13 +263,15 @@ class BeamAnswer(Answer):
         self._nexts[row.sequence] = results[0].top
         if len(self._nexts) < len(self.sequences):
             return []
-        prompt, ways = self.request.prompt, self._continue()
+        prompt = self.request.prompt
+        ways = self._continue()
         self._nexts = {}
         if not ways:
             event = self.finished()
             is_complete = ends(self.request.sampling, prompt + event.beams[0].tokens)
             return [event if is_complete else replace(event, reason="length")]
-        before, self.sequences, self._beams = self.sequences, [], []
+        before = self.sequences
+        self.sequences, self._beams = [], []
         for way in ways:
             sequence = way.sequence
             # A beam's first continuation keeps its sequence; each further one gets a fork.

@@ -78,7 +78,8 @@ def build_engine(
     Raises:
         ConfigError: No sequence fits in memory.
     """
-    layout, model, precision = loaded.layout, loaded.model.eval(), loaded.config.precision
+    layout, precision = loaded.layout, loaded.config.precision
+    model = loaded.model.eval()
     if copy is None:
         ranks = layout.tensor.size * layout.pipeline.size
         assert ranks == layout.world.size, "load.RULES: a single copy of the model"
@@ -104,13 +105,23 @@ def build_engine(
     graphs = None if without else DecodeGraphs(model, memory, device, most)
     cache_tokens = memory.blocks * size
     each = " on rank 0" if copy.size > 1 else ""
-    in_gb = f"{memory.size_bytes / 1e9:.3g} GB{each}"
+    cache_size = f"{memory.size_bytes / 1e9:.3g} GB{each}"
     by_rows = choose_row_product(where) is not None
     chunks = describe_chunks(head_size, dtype, where)
     return BatchEngine(
         Executor(model, layout, memory, device, channel, copy, graphs, vocab_size),
-        SchedulerSettings(memory.blocks, size, most, max(most, options.max_step_tokens)),
-        EngineLimits(vocab_size, plan.positions, cache_tokens, max_beams=most),
+        SchedulerSettings(
+            blocks=memory.blocks,
+            block_size=size,
+            max_sequences=most,
+            max_tokens=max(most, options.max_step_tokens),
+        ),
+        EngineLimits(
+            vocab_size=vocab_size,
+            max_length=plan.positions,
+            cache_tokens=cache_tokens,
+            max_beams=most,
+        ),
         seed=options.seed,
         looks_ahead=is_asynchronous(device),
         choices=[
@@ -118,7 +129,7 @@ def build_engine(
             ("products", "cuBLASLt, independent of the batch" if by_rows else "PyTorch"),
             ("other kernels", str(library)),
             ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
-            ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {in_gb}"),
+            ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {cache_size}"),
             ("batch", f"up to {most:,} sequences"),
         ],
     )

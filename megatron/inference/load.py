@@ -179,9 +179,10 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     if reader.format == "legacy":
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
-    kind, accepted = run.model.architecture, " or ".join(kinds)
+    kind = run.model.architecture
     if kinds and kind not in kinds:
-        raise CheckpointError(f"{flag} {folder}: holds a {kind}, but a {accepted} is needed")
+        needed = " or ".join(kinds)
+        raise CheckpointError(f"{flag} {folder}: holds a {kind}, but a {needed} is needed")
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
         run = replace(run, tokenizer=tokenizer_in(reader.path, run.model.architecture))
     model = replace(

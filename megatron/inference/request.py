@@ -96,7 +96,9 @@ class Sampling:
         """Raise `RequestError` if a value is out of range."""
         values = {name: getattr(self, name) for name in _BOUNDS}
         if not all(value is None or math.isfinite(value) for value in values.values()):
-            raise RequestError("a number is not finite: give finite temperature, top_p, penalties")
+            raise RequestError(
+                "one of the numbers is not finite: give a finite temperature, top_p and penalties"
+            )
         for name, (least, most, wanted) in _BOUNDS.items():
             value = values[name]
             if value is not None and not least <= value <= most:

@@ -98,7 +98,8 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             return inbox.failed
 
         if target is None:
-            failed, where = answer(enumerate(prompts), printer(len(prompts))), "above"
+            failed = answer(enumerate(prompts), printer(len(prompts)))
+            where = "above"
         else:
             path = Path(target)
             where = f"in {path}"
