@@ -7,6 +7,7 @@ installation.
 from __future__ import annotations
 
 import compileall
+import os
 import sys
 from pathlib import Path
 
@@ -31,13 +32,13 @@ class BuildWithKernels(build_py):
             # so in the first run, but containers often disable that, at 30 ms per start.
             compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
-        from megatron.environment import cuda_architectures
         from megatron.errors import say_on_stderr
         from megatron.kernels import build
 
         root = HERE if self.editable_mode else Path(self.build_lib)
         folder = root / "megatron" / "kernels" / "built"
-        for architecture in cuda_architectures() or build.detect_architectures():
+        asked = os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
+        for architecture in asked or build.detect_architectures():
             try:
                 name = build.looked_up_as(architecture)
                 build.build(name, folder, say_on_stderr, say_on_stderr)

@@ -6,21 +6,19 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.errors import EXIT_OK, OutputClosedError, UserError, drop_unwritten, say_on_stderr
 
-PanelRow = tuple[str, str]
-"""One line of a start-up panel, as a name and a value."""
+PanelRow = tuple[str, str]  # a line of a start-up panel: its name and its value
 
 
 def say(text: str) -> None:
     """Print a line at once, above the progress bar if there is one.
 
     If standard output cannot be written (full disk), the line goes to the error stream. If that
-    fails too it is dropped, because a run must not end because of its log.
+    fails too, the line is dropped, because a run must not end because of its log.
 
     Raises:
         OutputClosedError: The reader of standard output has gone.
@@ -45,12 +43,11 @@ def say(text: str) -> None:
         say_on_stderr(f"(log: {error.strerror}) {text}")
 
 
-def format_panel(title: str, rows: Iterable[PanelRow]) -> str:
+def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
     """Return aligned `name  value` lines between rules."""
-    rows = list(rows)
     width = max(len(name) for name, _ in rows)
     body = [f"  {name.ljust(width)}  {value}" for name, value in rows]
-    rule = "-" * min(100, max(len(line) for line in [title, *body]))
+    rule = "-" * min(100, max(map(len, [title, *body])))
     return "\n".join([rule, title, rule, *body, rule])
 
 
@@ -61,9 +58,8 @@ def end_on_interrupt() -> None:
     import torch. The import takes seconds, during which Python would print a traceback, or some
     import would swallow the interrupt.
     """
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # otherwise SIGINT is ignored or handled
+    # Otherwise SIGINT is ignored or handled already.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
@@ -73,7 +69,7 @@ def take_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def _end(number: int, frame: object) -> NoReturn:
     os._exit(128 + number)
 
 

@@ -19,9 +19,7 @@ def whole_number(name: str, default: int) -> int:
     Raises:
         ConfigError: The value is not a whole number.
     """
-    text = os.environ.get(name)
-    if text is None:
-        return default
+    text = os.environ.get(name, str(default))
     try:
         return int(text)
     except ValueError:
@@ -31,14 +29,6 @@ def whole_number(name: str, default: int) -> int:
 def local_rank() -> int:
     """Return this process's rank on its machine, or 0 without a launcher."""
     return whole_number(LOCAL_RANK_ENV, 0)
-
-
-def use_one_math_thread() -> None:
-    """Keep numpy's OpenBLAS from starting threads. Call this before numpy is imported.
-
-    It saves 20 to 70 ms of start-up in tools that only move integers, and lets them fork safely.
-    """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def usable_cores() -> int:
@@ -54,22 +44,12 @@ def cuda_home() -> Path | None:
     return Path(found) if found else None
 
 
-def cuda_architectures() -> list[str]:
-    """Return the GPU architectures in MEGATRON_CUDA_ARCHS, such as "sm_80,sm_90a".
-
-    `pip install` compiles kernels for these. The list is empty if the variable is unset.
-    """
-    return os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
-
-
 def cache_folder() -> Path:
     """Return the folder for compiled code: MEGATRON_CACHE, or one in the user's cache folder.
 
     Raises:
         RuntimeError: The user has no home folder.
     """
-    asked = os.environ.get("MEGATRON_CACHE")
-    if asked:
+    if asked := os.environ.get("MEGATRON_CACHE"):
         return Path(asked).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "megatron"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"

@@ -52,57 +52,45 @@ class UserError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, exit_code: int = 1) -> None:
+        """Give the class the exit code of a command that it ends."""
+        cls.exit_code = exit_code
 
-class CheckpointError(UserError):
+
+class CheckpointError(UserError, exit_code=4):
     """A checkpoint is missing, damaged, or does not fit this run."""
 
-    exit_code = 4
 
-
-class HangError(UserError):
+class HangError(UserError, exit_code=5):
     """A rank did not join a collective in time."""
 
-    exit_code = 5
 
-
-class DataError(UserError):
+class DataError(UserError, exit_code=6):
     """A corpus, index or tokenizer file is missing, damaged, or does not fit this run."""
 
-    exit_code = 6
 
-
-class NumericsError(UserError):
+class NumericsError(UserError, exit_code=7):
     """Loss or gradients stopped being finite."""
 
-    exit_code = 7
 
-
-class StorageError(UserError):
+class StorageError(UserError, exit_code=8):
     """A disk is full, read-only or missing."""
 
-    exit_code = 8
 
-
-class ShortageError(UserError):
+class ShortageError(UserError, exit_code=10):
     """The device, or the host, has less memory than the run needs."""
 
-    exit_code = 10
+
+class OutputClosedError(UserError, exit_code=141):
+    """The reader of the log has gone. The code is a shell's for a program that SIGPIPE ended."""
 
 
-class OutputClosedError(UserError):
-    """The reader of the log has gone."""
-
-    exit_code = 141  # the shell's code for a program that SIGPIPE ended
-
-
-class ConfigError(UserError):
+class ConfigError(UserError, exit_code=9):
     """One or more configuration mistakes, all of them reported at once.
 
     Attributes:
         problems: The mistakes, one line each.
     """
-
-    exit_code = 9
 
     def __init__(self, problems: list[str] | str) -> None:
         """Store one mistake or several."""

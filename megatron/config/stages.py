@@ -208,10 +208,8 @@ def _check_flags(config: ParallelOptions) -> None:
 def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> None:
     """Refuse a stage without layers, embedding and loss. One without layers alone is fine."""
     stages = config.pipeline_model_parallel_size
-    used = {
-        k % stages for k, part in enumerate(parts) if part.layers or part.embedding or part.head
-    }
-    idle = " and ".join(str(stage) for stage in range(stages) if stage not in used)
+    filled = [bool(part.layers) or part.embedding or part.head for part in parts]
+    idle = " and ".join(str(k) for k in range(stages) if not any(filled[k::stages]))
     if idle:
         dealt = " and ".join(_shown(config, (*_ENDS, "pipeline_model_parallel_layout")))
         raise ConfigError(
@@ -253,7 +251,10 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     shown = f"--pipeline-model-parallel-split-rank {split}"
-    others = _shown(config, (*_DEALING, "pipeline_model_parallel_layout"))
+    excluded = [*_ENDS, *_COUNTED, "pipeline_model_parallel_layout"]
+    if chunks_of(encoder + decoder, config) > 1:
+        excluded += _VIRTUAL
+    others = _shown(config, excluded)
     if others:
         raise ConfigError(
             f"{shown} cannot be combined with {others[0]}, because both distribute layers: use one "
