@@ -128,14 +128,10 @@ class BuildContext:
             offset[split_dim] = axis.rank * part[split_dim]
         device = self.parameter_device or self.device
         parameter = nn.Parameter(torch.empty(part, dtype=self.dtype, device=device))
-        parameter.spec = ParameterSpec(  # type: ignore[attr-defined]
-            shape,
-            tuple(offset),
-            init,
-            split_dim,
-            partial_gradient,
-            is_vocabulary=is_vocabulary,
+        spec = ParameterSpec(
+            shape, tuple(offset), init, split_dim, partial_gradient, is_vocabulary=is_vocabulary
         )
+        parameter.spec = spec  # type: ignore[attr-defined]
         return parameter
 
     def multiplying_by(

@@ -107,7 +107,7 @@ class AmaxHistory:
         device: torch.device,
     ) -> None:
         """Allocate the buffers."""
-        self._layers = {name: place for place, name in enumerate(layers)}
+        self.layers = tuple(layers)
         self._scaling = scaling
         self._layout = layout
         self._has_begun = False
@@ -122,14 +122,9 @@ class AmaxHistory:
         """Return an empty history, for layers that scale by their tensors' own amaxes."""
         return cls([], (1.0, 1.0, 1.0), DelayedScaling(), Layout.single(), torch.device("cpu"))
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The names of the layers."""
-        return tuple(self._layers)
-
     def slots(self, layer: str) -> LayerSlots:
         """Return the slots of a layer."""
-        place = self._layers[layer]
+        place = self.layers.index(layer)
         return {
             role: AmaxSlot(held, found, lambda: self._has_begun)
             for role, held, found in zip(ROLES, self._held[place], self._found[place], strict=True)
@@ -176,7 +171,7 @@ class AmaxHistory:
         `NAME.history` [3, length], the newest entry first.
         """
         tensors = {}
-        for name, place in self._layers.items():
+        for place, name in enumerate(self.layers):
             tensors[f"{name}.held"] = self._held[place]
             tensors[f"{name}.history"] = self._history[place]
         return tensors

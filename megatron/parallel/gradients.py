@@ -214,12 +214,8 @@ class Reducer:
 def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
     """Return the traits that a parameter itself defines: its name, shape, dtype and spec."""
     spec: ParameterSpec | None = getattr(parameter, "spec", None)
-    return ParameterTraits(
-        name,
-        tuple(parameter.shape),
-        parameter.dtype,
-        is_partial=spec is not None and spec.partial_gradient,
-    )
+    is_partial = spec is not None and spec.partial_gradient
+    return ParameterTraits(name, tuple(parameter.shape), parameter.dtype, is_partial=is_partial)
 
 
 class GradientBuffer:
@@ -256,9 +252,7 @@ class GradientBuffer:
     ) -> None:
         """Allocate the plan's buffers and register the parameters' hooks."""
         parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        assert len({id(p) for p in parameters.values()}) == len(parameters), (
-            "a parameter came twice"
-        )
+        assert len(set(map(id, parameters.values()))) == len(parameters), "a parameter came twice"
         planned = {member.traits.name for flat in plan.flats for member in flat.members}
         assert planned == parameters.keys(), "the plan is of other parameters"
         self.plan = plan

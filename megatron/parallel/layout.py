@@ -167,9 +167,7 @@ class Layout:
 
     def describe(self) -> str:
         """Describe the grid, for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1"."""
-        sizes = ", ".join(
-            f"{name[0].upper()}P {getattr(self, name).size}" for name in reversed(AXES)
-        )
+        sizes = ", ".join(f"{n[0].upper()}P {getattr(self, n).size}" for n in reversed(AXES))
         return f"{self.world.size} process{'es' * (self.world.size > 1)}: {sizes}"
 
 

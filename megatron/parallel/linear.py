@@ -12,10 +12,10 @@ the transport that brings the factors to the ranks that need them:
     CutColumn   a layer split by columns gathers its input part by part: a rank multiplies its own
                 rows while the others' arrive, then multiplies those as they come.
     CutRow      a layer split by rows scatters the sum of its outputs part by part: the others'
-                rows are multiplied first and travel while a rank multiplies its own; then the
-                parts that it received for these are added.
+                rows are multiplied first and travel while a rank multiplies its own; then it
+                adds the parts that the others have sent for its rows.
 
-Backward of a gathered product is a scattered one and the reverse, and the other ranks' rows that
+The backward of a gathered product is a scattered one, and vice versa. The other ranks' rows that
 the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition", 2023). Every number is the same sum for each transport,
 but the library may choose another kernel for a product of fewer rows, with different last bits. In
@@ -41,10 +41,10 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFactors
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
-"""The destination of one use of a weight's gradient, instead of autograd; once per backward.
+"""The destination, instead of autograd, of one use's part of a weight's gradient.
 
-The context gives the gradient [rows, columns], and whether to add to it or overwrite it. When it
-ends, this use has added its part.
+A backward enters the context once. It gives the gradient [rows, columns], and whether to add to it
+or overwrite it. When the context ends, this use has added its part.
 """
 
 
@@ -63,9 +63,9 @@ class SavedTensors(NamedTuple):
 
 
 class WeightProduct:
-    """The weight's gradient, grad^T x, still to be computed.
+    """The product that gives the weight's gradient, grad^T x, still to be computed.
 
-    Both factors are here; in subclasses, the input may still have to be gathered.
+    Both factors are complete here. In subclasses the input may still have to be gathered.
 
     Args:
         products: The number format.
@@ -152,7 +152,7 @@ class Wanted(NamedTuple):
 
 
 Finish = Callable[[], Tensor | None]
-"""Waits for the input's gradient and returns it; `None` if nobody wants it."""
+"""Waits for the input's gradient and returns it, or returns `None` if it is not needed."""
 
 
 class Transport(Protocol):
@@ -190,12 +190,12 @@ def parallel_linear(
     """Return x W^T + b.
 
     Args:
-        call: The input [s or s/t, b, in], the parameter [..., out, in], read as [-1, in], and the
-            bias, [out] after flattening, or `None`.
+        call: The arguments: the input [s or s/t, b, in], the weight [..., out, in], which is
+            flattened to two dimensions, and the bias, which is flattened to [out].
         transport: How factors get to the ranks that need them; `None` if each rank has its own.
         queue: The queue in which backward leaves the weight's product for later. The pushed work
-            accumulates its result as autograd would have, hooks included. If the input is split
-            along the sequence, it is a collective.
+            accumulates its result as autograd would have, hooks included. Running it is collective
+            if the input is split along the sequence.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         products: The number format.
 
@@ -242,10 +242,8 @@ class _Product(torch.autograd.Function):
         waits = False
         if owner is not None:
             needs_weight, waits = owner.weight.requires_grad, owner.waits
-        wanted, saved = (
-            Wanted(needs_input, needs_weight, waits),
-            SavedTensors(x, weight, tuple(kept)),
-        )
+        wanted = Wanted(needs_input, needs_weight, waits)
+        saved = SavedTensors(x, weight, tuple(kept))
         product, finish = ctx.transport.backward(ctx.products, grad, saved, wanted)
         weight_grad = None
         if needs_weight and owner is not None:
@@ -318,7 +316,7 @@ Multiply = Callable[[Tensor, Tensor], None]
 
 
 def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Exchange) -> Use:
-    """Multiply all ranks' rows.
+    """Multiply the rows of all ranks as they arrive.
 
     Args:
         rows: This rank's rows [m, in], contiguous.

@@ -83,11 +83,7 @@ class LayerRegistry:
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
         """Return the weights read only by 8-bit products of one scale, and these products."""
-        return {
-            weight: products
-            for weight, products in self._fp8.items()
-            if products.weight_format is not None
-        }
+        return {w: products for w, products in self._fp8.items() if products.weight_format}
 
     def keep_history(
         self,
