@@ -45,8 +45,7 @@ class GPTIndex(NamedTuple):
     shuffle: NDArray[Any]
 
 
-@dataclass(frozen=True)
-class GPTIndexPlan:
+class GPTIndexPlan(NamedTuple):
     """The sizes of the arrays and the shuffling of the last epoch, known before building.
 
     Attributes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,15 +98,8 @@ class SpecialIds:
         return SpecialIds(vocab_size, none, 0, 1, 2, 3, 4, 5, tuple(sentinels))
 
 
-class WordSpans(NamedTuple):
-    """The words of a sample: word k is `positions[bounds[k] : bounds[k + 1]]`."""
-
-    positions: list[int]
-    bounds: list[int]
-
-
-def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> WordSpans:
-    """Return the words of `tokens` `[s]`, without [CLS] and [SEP].
+def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> list[list[int]]:
+    """Return the positions of each word of `tokens` `[s]`, without [CLS] and [SEP].
 
     A piece that continues a word belongs to the last word before it, even if there is a [SEP] in
     between. This happens if the front of a segment was cut off inside a word.
@@ -115,7 +108,8 @@ def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> WordSpans:
     starts = ~ids.continues[tokens[positions]]
     starts[:1] = True
     bounds = [*np.flatnonzero(starts).tolist(), len(positions)]
-    return WordSpans(positions.tolist(), bounds)
+    in_order = positions.tolist()
+    return [in_order[start:end] for start, end in pairwise(bounds)]
 
 
 def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
@@ -124,7 +118,10 @@ def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
 
 
 def choose_runs(
-    words: WordSpans, budget: float, draw_words: Callable[[], int], random: np.random.RandomState
+    words: list[list[int]],
+    budget: float,
+    draw_words: Callable[[], int],
+    random: np.random.RandomState,
 ) -> Iterator[list[int]]:
     """Yield the positions of one run of words after another, until `budget` positions are chosen.
 
@@ -135,27 +132,26 @@ def choose_runs(
     a run come before those for the next run.
 
     Args:
-        words: The words of the sample.
+        words: The positions of each word of the sample.
         budget: The number of positions that may be chosen.
         draw_words: A function that draws the length of a run in words. It is called for every word
             that is tried.
         random: The generator that shuffles the order in which words are tried.
     """
-    count = len(words.bounds) - 1
-    order = np.arange(count)
+    order = np.arange(len(words))
     random.shuffle(order)
-    chosen = bytearray(count)
+    chosen = bytearray(len(words))
     taken = 0
     for first in order.tolist():
         if taken + 1 > budget:
             return  # no further word fits; Megatron continues to try, without effect
-        last = min(first + draw_words(), count)
-        start = words.bounds[first]
-        while last > first + 1 and taken + words.bounds[last] - start > budget:
-            last -= 1
-        size = words.bounds[last] - start
+        run = words[first : first + draw_words()]
+        size = sum(map(len, run))
+        while len(run) > 1 and taken + size > budget:
+            size -= len(run.pop())
+        last = first + len(run)
         if taken + size > budget or any(chosen[first:last]):
             continue
-        chosen[first:last] = b"\1" * (last - first)
+        chosen[first:last] = b"\1" * len(run)
         taken += size
-        yield words.positions[start : start + size]
+        yield list(chain.from_iterable(run))

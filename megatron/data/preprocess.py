@@ -42,8 +42,7 @@ _BYTES_PER_WORKER = 8 << 20
 _SLICE = 1_000_000
 
 
-@dataclass(frozen=True)
-class SentenceSplitter:
+class SentenceSplitter(NamedTuple):
     """A splitter of text into sentences.
 
     Attributes:
@@ -199,29 +198,29 @@ class BlockEncoder:
 
     def _encode_column(self, values: Sequence[Value]) -> Column:
         splitter = self.options.splitter
-        # Whether a document is cut into sentences, which get no special tokens of their own.
-        is_cut = [splitter is not None or isinstance(value, list) for value in values]
-        documents = [[value] if isinstance(value, str) else value for value in values]
-        if splitter is not None:
-            split = splitter.split
-            documents = [[s for text in texts for s in split(text)] for texts in documents]
-        texts: dict[bool, list[str]] = {False: [], True: []}
-        for cut, document in zip(is_cut, documents, strict=True):
-            texts[cut] += document
-        encoded = {
-            False: iter(self.tokenizer.tokenize_batch(texts[False])),
-            True: iter(self.tokenizer.tokenize_sentences(texts[True])),
-        }
+        # The texts of each document; whole texts and sentences, which get no special tokens of
+        # their own, are encoded separately.
+        documents: list[tuple[bool, list[str]]] = []
+        for value in values:
+            texts = [value] if isinstance(value, str) else value
+            if splitter is not None:
+                texts = [sentence for text in texts for sentence in splitter.split(text)]
+            documents.append((splitter is None and isinstance(value, str), texts))
+        whole = [text for is_whole, texts in documents if is_whole for text in texts]
+        sentences = [text for is_whole, texts in documents if not is_whole for text in texts]
+        encoded_whole = iter(self.tokenizer.tokenize_batch(whole))
+        encoded_sentences = iter(self.tokenizer.tokenize_sentences(sentences))
         pieces: list[NDArray[Any]] = [np.empty(0, self.dtype)]
         lengths: list[int] = []
         counts: list[int] = []
-        for cut, document in zip(is_cut, documents, strict=True):
+        for is_whole, texts in documents:
+            encoded = itertools.islice(encoded_whole if is_whole else encoded_sentences, len(texts))
             # A sentence without ids is left out; a document without ids stays as an empty one.
-            own = [ids for ids in itertools.islice(encoded[cut], len(document)) if len(ids)]
+            own = [ids for ids in encoded if len(ids)]
             pieces += own
             lengths += map(len, own)
             counts.append(len(own))
-            if own and len(self._end) and not (self._ends_texts and not cut):
+            if own and len(self._end) and not (self._ends_texts and is_whole):
                 pieces.append(self._end)
                 lengths[-1] += 1
         # The cast is safe, because best_dtype holds every id of the vocabulary.

@@ -88,6 +88,7 @@ class _Places(NamedTuple):
     sentence: NDArray[np.int64]  # the sentence; at a document's end, the one after its last
     tokens: NDArray[np.int64]  # the number of tokens before the place in all documents in use
     end: NDArray[np.int64]  # the place of the document's end
+    hop: NDArray[np.int64]  # the end of a sample that starts here with the longest target
 
 
 def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArray[Any]:
@@ -117,19 +118,26 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
     inside = number != end
     sizes = np.zeros(len(end), np.int64)
     sizes[inside] = text.lengths[sentence[inside]]
-    return _Places(sentence, np.cumsum(sizes) - sizes, end)
+    tokens = np.cumsum(sizes) - sizes
+    # A sample ends after the sentence that reaches its target if at least two more are left,
+    # otherwise with the document. The end of a document leads to the next document, and the last
+    # end leads to the first place.
+    reached = np.searchsorted(tokens, tokens + plan.max_length)
+    reached = np.maximum(reached, number + plan.min_sentences)
+    hop = np.where(inside, np.where(end - reached > 1, reached, end), number + 1)
+    hop[-1] = 0
+    return _Places(sentence, tokens, end, hop)
 
 
 def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
     """Yield rows `[some, 3]`, whole passes over the documents until there are enough."""
-    hops = _longest_hops(plan, places)
     place = found = 0
     for draws in mt19937(plan.seed, _DRAWS):
         targets = np.full(len(draws), plan.max_length, np.int64)
         if plan.short_ratio:
             short = draws % plan.short_ratio == 0
             targets[short] = 2 + draws[short] % (plan.max_length - 1)
-        path, place = _walk(place, targets, plan, hops, places)
+        path, place = _walk(place, targets, plan, places)
         visited = np.array([*path, place])
         is_row = visited[:-1] != places.end[visited[:-1]]
         before = found + np.cumsum(is_row) - is_row  # rows before each visit
@@ -143,29 +151,8 @@ def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[n
             return
 
 
-def _longest_hops(plan: SentenceMapPlan, places: _Places) -> NDArray[np.int64]:
-    """Return, for each place, the end of a sample that starts there with the longest target.
-
-    The sample ends after the sentence that reaches the target if at least two more are left,
-    otherwise with the document. The end of a document leads to the next document, and the last end
-    leads to the first place. The result is `[places]`.
-    """
-    number = np.arange(len(places.end))
-    reached = np.searchsorted(places.tokens, places.tokens + plan.max_length)
-    reached = np.maximum(reached, number + plan.min_sentences)
-    hops = np.where(places.end - reached > 1, reached, places.end)
-    is_end = number == places.end
-    hops[is_end] = number[is_end] + 1
-    hops[-1] = 0
-    return hops
-
-
 def _walk(
-    place: int,
-    targets: NDArray[np.int64],
-    plan: SentenceMapPlan,
-    longest_hops: NDArray[np.int64],
-    places: _Places,
+    place: int, targets: NDArray[np.int64], plan: SentenceMapPlan, places: _Places
 ) -> tuple[list[int], int]:
     """Hop once for each target, from `place` on.
 
@@ -173,7 +160,7 @@ def _walk(
         The visited places, and the place reached at the end.
     """
     # Memory views avoid numpy's cost of reading a single number.
-    hops, tokens, ends = longest_hops.data, places.tokens.data, places.end.data
+    hops, tokens, ends = places.hop.data, places.tokens.data, places.end.data
     path: list[int] = []
     visit = path.append
     short = np.flatnonzero(targets != plan.max_length)

@@ -165,17 +165,14 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     """
     found: dict[str, str] = {}  # by absolute path
     for pattern in patterns:
-        nothing = "no such file or folder"
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
             matches = sorted(path for path in below if _suffix(path))
             nothing = f"this folder holds no file with a known ending ({_KNOWN})"
-        elif os.path.exists(pattern):
-            matches = [pattern]
         else:
-            matches = sorted(set(glob.glob(pattern, recursive=True)))
-            if glob.has_magic(pattern):
-                nothing = "no file matches this pattern"
+            exists = os.path.exists(pattern)
+            matches = [pattern] if exists else sorted(set(glob.glob(pattern, recursive=True)))
+            nothing = "no such file or folder, and no file matches this pattern"
         if not matches:
             raise DataError(f"--input {pattern}: {nothing}")
         for path in matches:

@@ -58,8 +58,7 @@ def test_a_bert_needs_no_begin_and_end(tmp_path: Path) -> None:
 
 
 def words_of(tokens: list[int], ids: SpecialIds) -> list[list[int]]:
-    words = whole_words(np.array(tokens, np.int64), ids)
-    return [words.positions[a:b] for a, b in zip(words.bounds[:-1], words.bounds[1:], strict=True)]
+    return whole_words(np.array(tokens, np.int64), ids)
 
 
 def test_pieces_belong_to_their_word(ids: SpecialIds) -> None:
@@ -75,19 +74,13 @@ def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> No
     for _ in range(200):
         tokens = random.randint(WORD, 405, random.randint(1, 80))
         words = whole_words(tokens, ids)
-        whole = {
-            position: k for k in range(len(words.bounds) - 1) for position in words_at(words, k)
-        }
+        whole = {position: k for k, word in enumerate(words) for position in word}
         budget = float(random.choice([0, 0.5, 1, 7.5, 20]))
         runs = list(choose_runs(words, budget, lambda: random.randint(1, 5), random))
         hidden = [position for run in runs for position in run]
         assert len(hidden) == len(set(hidden)) <= budget
         touched = {whole[position] for position in hidden}
-        assert sorted(hidden) == sorted(p for k in touched for p in words_at(words, k))
-
-
-def words_at(words: object, k: int) -> list[int]:
-    return words.positions[words.bounds[k] : words.bounds[k + 1]]  # type: ignore[attr-defined]
+        assert sorted(hidden) == sorted(p for k in touched for p in words[k])
 
 
 def test_a_run_is_shortened_to_fit() -> None:
