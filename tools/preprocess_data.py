@@ -229,9 +229,8 @@ def run(options: argparse.Namespace) -> None:
             prefixes,
             encoder,
             workers=workers,
-            skip_bad_lines=options.on_error == "skip",
             on_block=progress.update,
-            on_bad_line=progress.say,
+            on_bad_line=progress.say if options.on_error == "skip" else None,
         )
     finally:
         progress.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,7 @@ _CUMULATIVE = (_SHARES / _SHARES.sum()).cumsum()
 _RUN_LENGTHS: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
 
 
-@dataclass(frozen=True)
-class BertOptions:
+class BertOptions(NamedTuple):
     """The settings of BERT samples.
 
     Attributes:

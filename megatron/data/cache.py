@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +34,7 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class IndexCache:
+class IndexCache(NamedTuple):
     """The folders in which index arrays are kept.
 
     Attributes:
@@ -83,18 +81,16 @@ class IndexCache:
                 "of the run: give fewer --train-iters or --train-samples, fewer --eval-iters or a "
                 "larger --eval-interval"
             ) from None
-        if not self.folders:
-            return arrays
-        folder = self.folders[-1]
-        with saving(f"index cache {folder}", warns=self.warns):
-            folder.mkdir(parents=True, exist_ok=True)
-            for spec, array in zip(specs, arrays, strict=True):
-                with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
-                    np.save(file, array, allow_pickle=False)
-            with renamed_when_done(folder / f"{stem}.dsc") as file:
-                file.write(description.encode())
-            # Mapped pages are shared by all processes of a node; newly built arrays are not.
-            return _load(folder / stem, specs, source) or arrays
+        for folder in self.folders[-1:]:
+            with saving(f"index cache {folder}", warns=self.warns):
+                folder.mkdir(parents=True, exist_ok=True)
+                for spec, array in zip(specs, arrays, strict=True):
+                    with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
+                        np.save(file, array, allow_pickle=False)
+                with renamed_when_done(folder / f"{stem}.dsc") as file:
+                    file.write(description.encode())
+                # Mapped pages are shared by all processes of a node; newly built arrays are not.
+                return _load(folder / stem, specs, source) or arrays
         return arrays
 
 

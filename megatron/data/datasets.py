@@ -35,8 +35,7 @@ _BLEND_BLOCK = 4096  # samples of the shortest block of a blend
 _MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in a processor's cache
 
 
-@dataclass(frozen=True)
-class DataRequest:
+class DataRequest(NamedTuple):
     """A run's requirements for its data, for any kind of sample.
 
     Attributes:
@@ -78,6 +77,9 @@ class DatasetPart(NamedTuple):
     num_samples: int
 
 
+BuildPart = Callable[[DatasetPart], DescribedDataset]
+
+
 class Datasets(NamedTuple):
     """One dataset per split; `None` if a split has no documents or no samples were requested."""
 
@@ -97,7 +99,7 @@ class _Member(NamedTuple):
 
 def build_datasets(
     request: DataRequest,
-    build_part: Callable[[DatasetPart], DescribedDataset],
+    build_part: BuildPart,
     build_mock: Callable[[int, int], SampleDataset],
     *,
     count_documents: Callable[[IndexedDataset], int] = len,
@@ -122,8 +124,7 @@ def build_datasets(
         counts = enumerate(request.samples)
         return Datasets(*(build_mock(count, i) if count else None for i, count in counts))
     with builder_first(request.is_builder, request.barrier):
-        members = _open_members(request.data, count_documents)
-        splits = zip(SPLIT_NAMES, members, request.samples, strict=True)
+        splits = enumerate(_open_members(request.data, count_documents))
         return Datasets(*(_build_split(*split, request, build_part) for split in splits))
 
 
@@ -250,14 +251,10 @@ def _open_members(
 
 
 def _build_split(
-    split: str,
-    members: Sequence[_Member],
-    num_samples: int,
-    request: DataRequest,
-    build_part: Callable[[DatasetPart], DescribedDataset],
+    number: int, members: Sequence[_Member], request: DataRequest, build_part: BuildPart
 ) -> SampleDataset | None:
-    """Build the dataset of one split, a blend if it has several members."""
-    flag = request.data.split
+    """Build the dataset of the split of that number, a blend if it has several members."""
+    split, num_samples, flag = SPLIT_NAMES[number], request.samples[number], request.data.split
     kept = [member for member in members if member.bounds[0] < member.bounds[1]]
     if num_samples == 0 or not members:
         return None
@@ -271,10 +268,7 @@ def _build_split(
         )
     if len(kept) < len(members) and request.is_builder:
         left_out = ", ".join(m.data.prefix for m in members if m not in kept)
-        warn(
-            f"--split {flag!r} leaves no {split} document in {left_out}: the {split} blend does "
-            "not use it"
-        )
+        warn(f"--split {flag!r} leaves no {split} document in {left_out}: not part of the blend")
     if len(members) == 1:
         return build_part(DatasetPart(split, kept[0].data, kept[0].bounds, num_samples))
     weights = [member.weight for member in kept]
@@ -429,9 +423,6 @@ def blend(
     members = "".join(f"{dataset.description}\n\n" for dataset in datasets)
     description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares}\nSize: {size}\n"
     dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
-    specs = [
-        ArraySpec("index", dtype, (size,)),
-        ArraySpec("sample_index", np.dtype(np.int64), (size,)),
-    ]
+    specs = [ArraySpec("index", dtype, (size,)), ArraySpec("sample_index", np.dtype("i8"), (size,))]
     arrays = cache.load_or_build(description, specs, lambda: build_blend_index(shares, size))
     return BlendedDataset(datasets, BlendIndex(*arrays))

@@ -258,13 +258,9 @@ def build_gpt_part(
     # Megatron's text, whose md5 names the cached arrays. The path and --split are spelled as the
     # user gave them.
     description = (
-        "GPT Dataset\n\n"
-        f"Data prefix {data.prefix}\n"
-        f"Dataset name {part.split}\n"
-        f"Number of samples {count}\n"
-        f"Sequence length {seq_length}\n"
-        f"Random seed {request.seed}\n"
-        f"Split {request.data.split}\n"
+        f"GPT Dataset\n\nData prefix {data.prefix}\nDataset name {part.split}\n"
+        f"Number of samples {count}\nSequence length {seq_length}\n"
+        f"Random seed {request.seed}\nSplit {request.data.split}\n"
     )
     arrays = request.cache(Path(data.prefix).parent / "index-cache").load_or_build(
         description,

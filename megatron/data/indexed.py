@@ -103,10 +103,9 @@ class IndexedDataset:
             DataError: A token id is negative, so the file is damaged or has another dtype.
             IndexError: The range is not inside the sequence.
         """
-        available = int(self.sequence_lengths[i]) - offset
-        length = available if length is None else length
-        if not 0 <= length <= available or offset < 0:
-            size = available + offset
+        size = int(self.sequence_lengths[i])
+        length = size - offset if length is None else length
+        if not 0 <= offset <= offset + length <= size:
             raise IndexError(
                 f"{self.prefix}: sequence {i} has {size} tokens, not {length} from {offset} on"
             )

@@ -50,8 +50,7 @@ class _Sampler:
     size: int = 1
 
     def __post_init__(self) -> None:
-        assert 0 <= self.rank < self.size
-        assert self.micro_batch > 0
+        assert 0 <= self.rank < self.size and self.micro_batch > 0
         if self.total_samples < self.block:
             raise DataError(
                 f"the dataset has {self.total_samples} samples, fewer than one micro-batch of "
@@ -75,8 +74,7 @@ class SingleSampler(_Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the micro-batches of this process until the dataset ends."""
-        last = self.total_samples - self.block
-        for start in range(self.consumed_samples, last + 1, self.block):
+        for start in range(self.consumed_samples, self.total_samples - self.block + 1, self.block):
             first = start + self.rank * self.micro_batch
             yield list(range(first, first + self.micro_batch))
 

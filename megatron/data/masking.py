@@ -8,8 +8,8 @@ of random draws is that of Megatron-LM, so the same tokens are masked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ _SMALLEST_GENERATED = 16
 _NONE = -1  # the id of a special token that does not exist
 
 
-@dataclass(frozen=True)
-class SpecialIds:
+class SpecialIds(NamedTuple):
     """The special ids that a model needs, and the size of the vocabulary.
 
     Attributes:
@@ -79,7 +78,7 @@ class SpecialIds:
         else:
             ids = SpecialIds.of_bert(tokenizer)
         bos, eos, end = tokenizer.decoder_start, tokenizer.eos, tuple(tokenizer.encoder_end)
-        return replace(ids, bos=bos, eos=eos, sentinels=sentinels, encoder_end=end)
+        return ids._replace(bos=bos, eos=eos, sentinels=sentinels, encoder_end=end)
 
     @staticmethod
     def generated(vocab_size: int) -> SpecialIds:
@@ -93,12 +92,14 @@ class SpecialIds:
                 f"--mock-data: a vocabulary of {vocab_size} entries has no room for special "
                 f"tokens: give one of at least {_SMALLEST_GENERATED} entries"
             )
-        sentinels = range(6, 6 + min(100, (vocab_size - 6) // 2))
-        none = np.zeros(vocab_size, bool)
-        return SpecialIds(vocab_size, none, 0, 1, 2, 3, 4, 5, tuple(sentinels))
+        sentinels = tuple(range(6, 6 + min(100, (vocab_size - 6) // 2)))
+        return SpecialIds(vocab_size, np.zeros(vocab_size, bool), 0, 1, 2, 3, 4, 5, sentinels)
 
 
-def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> list[list[int]]:
+Words = list[list[int]]  # the positions of each word
+
+
+def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
     """Return the positions of each word of `tokens` `[s]`, without [CLS] and [SEP].
 
     A piece that continues a word belongs to the last word before it, even if there is a [SEP] in
@@ -118,10 +119,7 @@ def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
 
 
 def choose_runs(
-    words: list[list[int]],
-    budget: float,
-    draw_words: Callable[[], int],
-    random: np.random.RandomState,
+    words: Words, budget: float, draw_words: Callable[[], int], random: np.random.RandomState
 ) -> Iterator[list[int]]:
     """Yield the positions of one run of words after another, until `budget` positions are chosen.
 

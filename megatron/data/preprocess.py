@@ -234,9 +234,8 @@ def preprocess(
     encoder: BlockEncoder,
     *,
     workers: int,
-    skip_bad_lines: bool,
     on_block: Callable[[Counts, TextBlock], None],
-    on_bad_line: Callable[[str], None],
+    on_bad_line: Callable[[str], None] | None,
 ) -> Counts:
     """Write one dataset for each key.
 
@@ -245,13 +244,12 @@ def preprocess(
         prefixes: The prefix of each key's dataset, in the order of the encoder's keys.
         encoder: The encoder, which turns lines into ids.
         workers: The number of processes that encode.
-        skip_bad_lines: Whether to leave bad lines out instead of stopping at the first.
         on_block: A function that is called after each block with the work done so far.
-        on_bad_line: A function that is called with `file:line: reason` for each bad line that is
-            left out.
+        on_bad_line: A function that is called with `file:line: reason` for each bad line, which
+            is left out. If it is `None`, the first bad line is an error.
 
     Raises:
-        DataError: A file is damaged, or a line is bad and `skip_bad_lines` is off; nothing is
+        DataError: A file is damaged, or a line is bad and there is no `on_bad_line`; nothing is
             left behind.
         StorageError: The output cannot be written.
     """
@@ -267,7 +265,7 @@ def preprocess(
             for bad in encoded.bad:
                 where = f"{block.path}:{lines[block.path] + 1 + bad.line}"
                 what = f"{where}: {bad.reason} (line starts at byte {block.offset + bad.offset})"
-                if not skip_bad_lines:
+                if on_bad_line is None:
                     remedy = "fix the line, or leave bad lines out with --on-error skip"
                     raise DataError(f"{what}; {remedy}")
                 on_bad_line(what)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,15 +186,12 @@ def _walk(
 def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
     """Return the numbers below `count` after C++'s Fisher-Yates shuffle from the end."""
     order = list(range(count))
-    i = count - 1
-    for draws in mt19937_64(seed):
-        steps = min(len(draws), i)
-        if not steps:
-            break
-        others = draws[:steps] % np.arange(i + 1, i + 1 - steps, -1, dtype=np.uint64)
-        for other in others.tolist():
-            order[i], order[other] = order[other], order[i]
-            i -= 1
+    blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)
+    draws = np.concatenate([*blocks])[: count - 1]
+    others = draws % np.arange(count, 1, -1, dtype=np.uint64)
+    # A memory view yields one number at a time, which a list would hold all at once.
+    for i, other in zip(range(count - 1, 0, -1), others.data, strict=True):
+        order[i], order[other] = order[other], order[i]
     return np.array(order, np.int64)
 
 

@@ -225,15 +225,10 @@ def map_sentences(
             "split the text into shorter sentences when preprocessing"
         )
     description = (
-        "Sentence map\n\n"
-        f"Dataset name {part.split}\n"
-        f"Documents {start} to {end}\n"
-        f"Sentences {len(data)}\n"
-        f"Tokens {data.num_tokens}\n"
-        f"Number of samples {plan.num_samples}\n"
-        f"Longest sample {plan.max_length}\n"
-        f"One short in {plan.short_ratio}\n"
-        f"Fewest sentences {plan.min_sentences}\n"
+        f"Sentence map\n\nDataset name {part.split}\nDocuments {start} to {end}\n"
+        f"Sentences {len(data)}\nTokens {data.num_tokens}\n"
+        f"Number of samples {plan.num_samples}\nLongest sample {plan.max_length}\n"
+        f"One short in {plan.short_ratio}\nFewest sentences {plan.min_sentences}\n"
         f"Random seed {plan.seed}\n"
     )
     stem = (

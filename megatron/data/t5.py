@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,7 @@ _LONGEST_RUN = 10  # words
 _RUN_END = 0.2  # chance that a run ends after each word
 
 
-@dataclass(frozen=True)
-class T5Options:
+class T5Options(NamedTuple):
     """The settings of T5 samples.
 
     Attributes:

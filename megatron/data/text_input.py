@@ -62,8 +62,7 @@ class TextBlock(NamedTuple):
             data = file.read(self.size)
         if len(data) != self.size:
             raise DataError(
-                f"--input {self.path}: the file became shorter while it was read: run again when "
-                "no other program writes to it"
+                f"--input {self.path}: the file shrank: run again when no program writes to it"
             )
         return data
 
@@ -94,9 +93,7 @@ class Documents(NamedTuple):
 
 def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
     """Parse a block of lines into documents, skipping blank lines."""
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
+    lines = data.removesuffix(b"\n").split(b"\n")
     documents = Documents([], [], len(lines), [])
     offset = 0
     for number, line in enumerate(lines):
@@ -213,9 +210,7 @@ def read_blocks(
             else:
                 yield from _plain_blocks(path, block_bytes)
         except (OSError, EOFError) as error:
-            raise DataError(
-                f"--input {path}: {error}; the file is unreadable or truncated"
-            ) from error
+            raise DataError(f"--input {path}: unreadable or truncated: {error}") from error
 
 
 def _suffix(path: str) -> str | None:
@@ -273,12 +268,11 @@ def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
 
     try:
         file = parquet.ParquetFile(path)
-        missing = [key for key in keys if key not in file.schema_arrow.names]
-        if missing:
-            raise DataError(
-                f"--json-keys {missing[0]}: no such column in {path}; it has "
-                f"{', '.join(file.schema_arrow.names)}"
-            )
+        columns = file.schema_arrow.names
+        for key in keys:
+            if key not in columns:
+                has = ", ".join(columns)
+                raise DataError(f"--json-keys {key}: no such column in {path}; it has {has}")
         total, rows, offset = max(file.metadata.num_rows, 1), 0, 0
         size_on_disk = os.path.getsize(path)
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(keys)):
@@ -302,8 +296,6 @@ def _text_block(path: str, key: str) -> TextBlock:
     try:
         text = data.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"--input {path}: not UTF-8 at byte {error.start}; convert the file"
-        ) from error
+        raise DataError(f"--input {path}: not UTF-8 at byte {error.start}: convert it") from error
     line = orjson.dumps({key: text}, option=orjson.OPT_APPEND_NEWLINE)
     return TextBlock(path, 0, len(line), os.path.getsize(path), line)
