@@ -366,6 +366,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def near_multiples(number: int, step: int) -> str:
+    """Write the positive multiples of a step next to a number: `32 or 64` for 48 and 32."""
+    below = number // step * step
+    return " or ".join(str(value) for value in (below, below + step) if value)
+
+
 def divisors(number: int) -> str:
     """Write the process counts that divide a number: `1, 2, 3 or 6` for 6."""
     most = min(number, _MOST_DIVISORS)

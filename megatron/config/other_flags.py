@@ -28,6 +28,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.config.arguments import Given
 from megatron.config.fields import Field, FlagInfo, nearest
@@ -49,21 +50,24 @@ class OldFlag:
         name: The spelling.
         era: The versions that had it.
         now: What it is called today, for the documentation.
-        becomes: Today's flags, each with the words of its value (`*`: those of the old flag) and
-            the given flags that make it superfluous.
-        program: The program that takes it, by file and by a flag that it has, or `None` if all do.
+        becomes: Today's flags, each with the words of its value, where `*` stands for those of the
+            old flag. With `unless`, a flag is left out if one of these flags is given.
+        program: The program that takes it, by file and by a flag that it has. Empty for all.
     """
 
     name: str
     era: str
     now: str
-    becomes: tuple[tuple[str, tuple[str, ...]], ...]
-    program: tuple[str, str] | None = None
+    becomes: Sequence[str | Mapping[str, Any]]
+    program: Sequence[str] = ()
 
     def translate(self, given: Given, flags: Sequence[Given]) -> list[Given]:
         """Return today's flags for a given one, on a command line of `flags`."""
         now = []
-        for text, unless in self.becomes:
+        for entry in self.becomes:
+            text, unless = (
+                (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])
+            )
             if any(flag.name in unless or str(flag) in unless for flag in flags):
                 continue
             words = [
@@ -117,19 +121,7 @@ def other_flags() -> OtherFlags:
     return OtherFlags(
         refused,
         honoured,
-        translated=tuple(
-            OldFlag(
-                old["flag"],
-                old["era"],
-                old["now"],
-                tuple(
-                    (one, ()) if isinstance(one, str) else (one["flag"], tuple(one["unless"]))
-                    for one in old["becomes"]
-                ),
-                tuple(old["program"]) if "program" in old else None,
-            )
-            for old in content["translated"]
-        ),
+        translated=tuple(OldFlag(**old) for old in content["translated"]),
         gone=tuple(
             GoneFlag(name, family["era"], family["remedy"], value or None)
             for family in content["gone"]
@@ -196,7 +188,7 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
             found.problems.append(f"{shown} is gone (last seen {lost.era}): {lost.remedy}")
         elif entry is None:
             result.append(given)
-        elif entry.program is not None and entry.program[1] not in own:
+        elif entry.program and entry.program[1] not in own:
             found.problems.append(
                 f"{given} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
                 "run that, or drop it"

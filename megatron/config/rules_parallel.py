@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.fields import divisors
+from megatron.config.fields import divisors, near_multiples
 from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions, field_at, flatten
 from megatron.config.stages import may_be_planned, plan_model
@@ -160,11 +160,10 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     part = tensor * context
     if parallel.sequence_parallel and length and length > 0 and length % part:
-        near = (length // part * part, -(-length // part) * part)
         yield (
             f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor} x "
             f"--context-parallel-size {context} = {part}, as --sequence-parallel requires: use "
-            f"{' or '.join(str(number) for number in near if number)}"
+            f"{near_multiples(length, part)}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from megatron.config.fields import near_multiples
 from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions, field_at
 
@@ -19,10 +20,9 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
     copies = data_parallel_size(config, world_size)
     if micro and micro > 0 and total and total > 0 and total % (micro * copies):
         step = micro * copies
-        near = [str(size) for size in (total // step * step, (total // step + 1) * step) if size]
         yield (
             f"--global-batch-size {total} is not divisible by --micro-batch-size {micro} x "
-            f"{copies} data-parallel process(es) = {step}: use {' or '.join(near)}"
+            f"{copies} data-parallel process(es) = {step}: use {near_multiples(total, step)}"
         )
 
 
@@ -248,11 +248,9 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{retained}"
         )
     elif interval > 0 and retained % interval:
-        below = retained // interval * interval
-        use = " or ".join(str(number) for number in (below, below + interval) if number)
         yield (
             f"--save-retain-interval {retained} is not divisible by --save-interval {interval}: "
-            f"use {use}"
+            f"use {near_multiples(retained, interval)}"
         )
 
 

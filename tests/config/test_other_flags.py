@@ -34,9 +34,9 @@ def test_the_file_has_its_parts() -> None:
         assert all(set(family) == {"reason", "flags"} for family in _CONTENT[part])
     for old in _CONTENT["translated"]:
         assert (
-            {"flag", "era", "now", "becomes"}
+            {"name", "era", "now", "becomes"}
             <= set(old)
-            <= {*("flag", "era", "now", "becomes", "program")}
+            <= {*("name", "era", "now", "becomes", "program")}
         )
     assert all(set(family) == {"remedy", "era", "flags"} for family in _CONTENT["gone"])
 
@@ -50,7 +50,9 @@ def test_every_entry_is_well_formed() -> None:
                     assert flag.info.choices is None or flag.default in flag.info.choices
     for old in other_flags().translated:
         assert re.fullmatch(r"--\w[\w-]*", old.name)
-        assert all(text == "*" or text.startswith("--") for text, _ in old.becomes)
+        texts = [one if isinstance(one, str) else one["flag"] for one in old.becomes]
+        assert all(text == "*" or text.startswith("--") for text in texts)
+        assert all(set(one) == {"flag", "unless"} for one in old.becomes if one not in texts)
 
 
 def test_names_are_unique_and_no_field_has_one() -> None:
