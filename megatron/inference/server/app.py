@@ -75,8 +75,6 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
     settings = service.settings
     legacy = settings.server.legacy_status_codes
     openai = OpenAiApi(service, template, metrics.first_token_seconds.observe)
-    # Made on the first request for it, because that takes longer than all other routes.
-    made_document = cache(document)
 
     async def models(_: Request) -> Response:
         return json_response(openai.models())
@@ -92,7 +90,7 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
         return Response(metrics.text(), media_type=_PROMETHEUS)
 
     async def openapi(_: Request) -> Response:
-        return json_response(made_document(settings.token is not None, legacy))
+        return json_response(document(settings.token is not None, legacy))
 
     async def page_file(request: Request) -> Response:
         name, kind = _PAGE[request.scope["path"]]
@@ -137,6 +135,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
     return response
 
 
+@cache  # made on the first request for it, because that takes longer than all other routes
 def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of this server, made from the request models.
 

@@ -125,22 +125,21 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        request = Request(scope, receive)
         deadline = asyncio.get_running_loop().time() + self.settings.server.request_timeout
         with contextlib.suppress(ClientDisconnect):
-            with _logged_faults(scope["path"]):
-                body = await read_object(Request(scope, receive), self.settings)
+            with _logged_faults(request):
+                body = await read_object(request, self.settings)
                 answer = await _until(deadline, receive, self.handle(body))
             if not isinstance(answer, Events):
                 await json_response(answer)(scope, receive, send)
                 return
             try:
-                await self._stream(answer, scope["path"], receive, send, deadline)
+                await self._stream(answer, request, send, deadline)
             finally:
                 answer.close()
 
-    async def _stream(
-        self, answer: Events, path: str, receive: Receive, send: Send, deadline: float
-    ) -> None:
+    async def _stream(self, answer: Events, request: Request, send: Send, deadline: float) -> None:
         """Send server-sent events. An error is one of them, because the status is already sent."""
 
         async def put(data: bytes, *, more: bool = True) -> None:
@@ -162,8 +161,8 @@ class Endpoint:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            with _logged_faults(path):
-                await _until(deadline, receive, put_all())
+            with _logged_faults(request):
+                await _until(deadline, request.receive, put_all())
         except ApiError as error:
             await put(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
         await put(b"data: [DONE]\n\n")
@@ -171,14 +170,14 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def _logged_faults(path: str) -> Iterator[None]:
+def _logged_faults(request: Request) -> Iterator[None]:
     """Log an unexpected error in the block, and raise `ApiError` 500 in its place."""
     try:
         yield
     except (ApiError, ClientDisconnect):
         raise
     except Exception as error:
-        logger.exception("%s failed", path)
+        logger.exception("%s failed", request.scope["path"])
         raise ApiError(500, "internal server error; the server's log has the details") from error
 
 

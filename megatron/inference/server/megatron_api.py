@@ -105,6 +105,11 @@ def _are_texts(value: Any, _: MegatronRequest) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+def _is_temperature(value: Any, _: MegatronRequest) -> bool:
+    return type(value) in (int, float) and 0 < value <= _MAX_TEMPERATURE
+
+
+_TOP_K_RANGE = "equal to or greater than 0 and less than or equal to 1000"
 # (field, rule, Megatron's message), in the order in which Megatron checks them. {} is the field.
 _RULES: tuple[tuple[str, Holds, str], ...] = (
     ("prompts", _are_texts, "{} is not a list of strings"),
@@ -118,21 +123,9 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
         lambda v, r: v or r.tokens_to_generate > 0,
         "tokens_to_generate=0 implies logprobs should be True",
     ),
-    (
-        "temperature",
-        lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
-        "{} must be a positive number less than or equal to 100.0",
-    ),
-    (
-        "top_k",
-        _is(int),
-        "{} must be an integer equal to or greater than 0 and less than or equal to 1000",
-    ),
-    (
-        "top_k",
-        lambda v, _: 0 <= v <= _MAX_TOP_K,
-        "{} must be equal to or greater than 0 and less than or equal to 1000",
-    ),
+    ("temperature", _is_temperature, "{} must be a positive number less than or equal to 100.0"),
+    ("top_k", _is(int), "{} must be an integer " + _TOP_K_RANGE),
+    ("top_k", lambda v, _: 0 <= v <= _MAX_TOP_K, "{} must be " + _TOP_K_RANGE),
     ("top_p", _is(float), "{} must be a positive float less than or equal to 1.0"),
     ("top_p", lambda v, r: v <= 0 or r.top_k <= 0, "cannot set both top-k and top-p samplings."),
     ("top_p", lambda v, _: 0 <= v <= 1, "{} must be less than or equal to 1.0"),

@@ -6,6 +6,7 @@ import hmac
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -79,18 +80,14 @@ class Metrics(Collector):
         self.requests = Counter(
             "megatron_http_requests", "Requests answered.", ("path", "status"), registry=registry
         )
-        self.seconds = Histogram(
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.seconds = histogram(
             "megatron_http_request_seconds",
             "Time from a request's headers to the end of its answer.",
             ("path",),
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.first_token_seconds = Histogram(
-            "megatron_first_token_seconds",
-            "Time from a request to its first text.",
-            buckets=_SECONDS,
-            registry=registry,
+        self.first_token_seconds = histogram(
+            "megatron_first_token_seconds", "Time from a request to its first text."
         )
 
     def text(self) -> bytes:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.inference.request import Sampling
+from megatron.inference.server import schema
 from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import ApiError, Events
-from megatron.inference.server.schema import ChatRequest, CompletionRequest, Message, read_request
 from megatron.inference.server.service import (
     Answers,
     Service,
@@ -24,6 +24,7 @@ from megatron.inference.server.service import (
 from megatron.inference.server.settings import MAX_PROMPTS
 
 Choice = dict[str, Any]
+Prompts = list[tuple[int, ...]]  # token ids
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,14 @@ class OpenAiApi:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
         """Answer `POST /v1/completions`."""
-        request = read_request(CompletionRequest, body)
+        request = schema.read_request(schema.CompletionRequest, body)
         self._check_model(request.model)
         prompts = await self._read_prompts(request.prompt)
         return await self._answer(request, _COMPLETION, prompts, request.max_tokens)
 
     async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
         """Answer `POST /v1/chat/completions`."""
-        request = read_request(ChatRequest, body)
+        request = schema.read_request(schema.ChatRequest, body)
         self._check_model(request.model)
         prompt = await self._read_messages(request.messages)
         limit = self.service.settings.server.max_tokens_to_oom // request.n
@@ -147,9 +148,7 @@ class OpenAiApi:
         if name is not None and name != served:
             raise ApiError(404, f"unknown model {name[:100]!r}; available: {served}", field="model")
 
-    async def _read_prompts(
-        self, prompt: str | list[str] | list[int] | list[list[int]]
-    ) -> list[tuple[int, ...]]:
+    async def _read_prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> Prompts:
         """Return the token ids of every prompt.
 
         An empty text becomes the end-of-document token, after which texts begin.
@@ -175,7 +174,7 @@ class OpenAiApi:
             prompts.append(tuple(each))
         return prompts
 
-    async def _read_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    async def _read_messages(self, messages: Sequence[schema.Message]) -> tuple[int, ...]:
         """Return the token ids of a conversation.
 
         Raises:
@@ -191,18 +190,12 @@ class OpenAiApi:
         text = self.template.render([message.for_template() for message in messages])
         ids = await self.service.tokenize(text, spelled=True)
         if not ids:
-            raise ApiError(
-                400,
-                "messages: the chat template turns them into an empty text: add some content",
-                field="messages",
-            )
+            message = "messages: the chat template turns them into an empty text: add some content"
+            raise ApiError(400, message, "messages")
         return ids
 
     def _make_requests(
-        self,
-        request: CompletionRequest | ChatRequest,
-        prompts: Sequence[tuple[int, ...]],
-        new_tokens: int,
+        self, request: schema.AnyRequest, prompts: Prompts, new_tokens: int
     ) -> list[TextRequest]:
         """Return n sequences for each prompt, in the order of OpenAI's `choices`.
 
@@ -231,7 +224,7 @@ class OpenAiApi:
         if request.top_p == 0:  # for OpenAI 0 is the smallest possible set; our 0 is no limit
             top_k = 1
         temperature, default = request.temperature, service.settings.server.temperature
-        echo = isinstance(request, CompletionRequest) and request.echo
+        echo = isinstance(request, schema.CompletionRequest) and request.echo
         sampling = Sampling(
             max_new_tokens=new_tokens,
             temperature=default if temperature is None else temperature,
@@ -251,11 +244,7 @@ class OpenAiApi:
         ]
 
     async def _answer(
-        self,
-        request: CompletionRequest | ChatRequest,
-        form: ResponseForm,
-        prompts: Sequence[tuple[int, ...]],
-        new_tokens: int,
+        self, request: schema.AnyRequest, form: ResponseForm, prompts: Prompts, new_tokens: int
     ) -> dict[str, Any] | Events:
         requests = self._make_requests(request, prompts, new_tokens)
         answers = Answers(self.service, requests, self.observe_first)
@@ -272,7 +261,7 @@ class OpenAiApi:
         return {**head, "choices": choices, "usage": _usage(answers.each, request.n)}
 
     async def _stream(
-        self, request: CompletionRequest | ChatRequest, form: ResponseForm, answers: Answers
+        self, request: schema.AnyRequest, form: ResponseForm, answers: Answers
     ) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(form.prefix, form.part)
         tail = {"usage": None} if request.include_usage else {}

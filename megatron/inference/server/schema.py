@@ -237,34 +237,32 @@ _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] =
     },
 }
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
+AnyRequest = CompletionRequest | ChatRequest
+Kind = TypeVar("Kind", CompletionRequest, ChatRequest)
 
 
-def read_request(kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
+def read_request(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
     """Return the request in a body, checked against its schema.
 
     Raises:
         ApiError: The body has a mistake (400). The message is about the first one.
     """
-    refused, values = _REFUSED_BY[kind], {}
+    refused = _REFUSED_BY[kind]
     for name, value in body.items():
-        if name not in refused:
-            values[name] = value
-            continue
-        reason, harmless = refused[name]
-        if value is not None and value not in harmless:
-            raise ApiError(400, f"{name} is not supported: {reason}", field=name)
+        if name in refused and value is not None and value not in refused[name][1]:
+            raise ApiError(400, f"{name} is not supported: {refused[name][0]}", name)
+    values = {name: value for name, value in body.items() if name not in refused}
     for name in values:
         if name not in kind.model_fields:
             shown = name[:_SHOWN]
             hint = suggestion(shown, kind.model_fields)
-            raise ApiError(400, f"unknown field {shown!r}{hint}", field=shown)
+            raise ApiError(400, f"unknown field {shown!r}{hint}", shown)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        raise ApiError(400, _complaint(kind, name, first), field=name) from None
+        raise ApiError(400, _complaint(kind, name, first), name) from None
 
 
 def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:

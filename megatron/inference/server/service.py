@@ -152,8 +152,8 @@ class Spelled:
     id: int
     text: str
     offset: int
-    logprob: float | None = None
-    top: tuple[tuple[str, float], ...] = ()
+    logprob: float | None
+    top: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,7 @@ class Speller:
         self._characters = offset
         self._holding = False
 
-    def add(
-        self, token: int, logprob: float | None = None, top: TopLogprobs = ()
-    ) -> tuple[str, Spelled]:
+    def add(self, token: int, logprob: float | None, top: TopLogprobs) -> tuple[str, Spelled]:
         """Add a token, and return the text that can be shown now and the token with its text."""
         offset = self._characters
         shown = self._text.add(token)
@@ -448,9 +446,7 @@ class Service:
             )
         return prompt or eod
 
-    def check_total(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int = 1
-    ) -> None:
+    def check_total(self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int) -> None:
         """Raise `ApiError` 422 if one request has too many tokens."""
         total = copies * len(prompts) * (max(len(prompt) for prompt in prompts) + new_tokens)
         most = self.settings.server.max_tokens_to_oom
