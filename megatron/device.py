@@ -129,14 +129,14 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def mark(self) -> Any:
-        """Mark a point in the work queued so far, for `seconds_between`, without waiting."""
+        """Mark the end of the work queued so far, for `seconds_between`, without waiting."""
         if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         return torch.cuda.current_stream(self.torch_device).record_event(event)
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Return the time from one mark to a later one. All work up to the later must be done."""
+        """Return the seconds from one mark to a later one, which the device must have reached."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
 
     def send(self, array: np.ndarray) -> Tensor:
@@ -194,7 +194,7 @@ class Device:
         return torch.cuda.default_generators[index]
 
     def free_memory(self) -> int:
-        """Return the number of bytes of a GPU that no process uses."""
+        """Return the number of bytes of GPU memory that no process uses."""
         self.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
@@ -266,8 +266,8 @@ class Ferry:
         """Yield all bytes in order. Each piece is valid until the next one is requested.
 
         Args:
-            data: A 1-D uint8 tensor on the device. Its value is the one after the work queued
-                there so far. It must not change before the last piece.
+            data: A 1-D uint8 tensor on the device. It is read after the work already queued there,
+                and must not change before the last piece.
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
@@ -330,7 +330,7 @@ class Recorder:
 
     A replay reads and writes the same memory each time and returns the same tensors. The recorded
     function must not wait for the device, and only its kernels are repeated. Recordings share
-    memory: results that one leaves for another must be read before any third recording runs.
+    memory: what one recording leaves for another must be read before a third one runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -343,7 +343,7 @@ class Recorder:
     def record(self, work: Work[Result]) -> tuple[Result, Callable[[], None]]:
         """Record the work without running its kernels.
 
-        The same work must have run once before, because libraries initialize in a first call.
+        The same work must have run once before, because libraries initialize on their first call.
 
         Returns:
             The result of the work, and a function that runs the kernels.
@@ -380,7 +380,7 @@ class Recorder:
 
 
 class Reading:
-    """A copy of numbers to the host that is in progress.
+    """A copy of numbers to the host, in progress.
 
     Args:
         numbers: A 1-D tensor on any device.
@@ -402,7 +402,7 @@ class Reading:
 
 
 class StreamMarks:
-    """A device's progress: numbers copied to the host through its queue, of which the last counts.
+    """A device's progress, shown by the latest of the numbers that its queue copies to the host.
 
     Each mark costs a copy of 4 bytes. Reading makes no driver call, because the driver answers no
     thread while another waits for space in a full queue.

@@ -4,6 +4,6 @@ optimizer     the step: unscale, clip, check, update
 rules         update rules (AdamW, SGD), and offloading to the host
 groups        groups of parameters that are updated alike
 norms         norms over the whole model
-loss_scale    constant and dynamic loss scales
+loss_scale    a constant or dynamic loss scale
 schedule      learning rate and weight decay by consumed samples
 """

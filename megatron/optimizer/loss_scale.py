@@ -16,7 +16,7 @@ GROWTH = 2.0
 
 @dataclass(frozen=True)
 class LossScale:
-    """A scale, which halves on repeated overflow and doubles after a run of clean iterations.
+    """A factor of the loss. A dynamic one halves on overflows and doubles after clean iterations.
 
     Attributes:
         value: Current scale. 1 means no scaling.

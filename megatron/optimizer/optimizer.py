@@ -64,7 +64,7 @@ class _OwnPart:
         names: Names of the parameters.
         parameters: Parameters that are updated here, in whole or in part.
         parts: Tensors that are updated: the parameters themselves, or 1-D views of parts of them.
-        formats: Types in which forward computes with them.
+        formats: Number formats in which the forward pass uses them.
         weights: The parts in fp32: the parts themselves, or copies of them.
         state: State tensors by name, one for each weight.
     """
@@ -188,7 +188,7 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before backward."""
+        """The factor by which the loss is multiplied before the backward pass."""
         return self._scale.value
 
     def scale_loss(self, loss: Tensor) -> Tensor:

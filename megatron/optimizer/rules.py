@@ -131,7 +131,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """g = g + weight_decay w;  u = momentum u + g;  w = w - lr u."""
+    """SGD with momentum: g = g + weight_decay w;  u = momentum u + g;  w = w - lr u."""
 
     momentum: float
 

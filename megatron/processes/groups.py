@@ -36,7 +36,7 @@ def process_group(
     launch: Launch,
     device: Device,
     before_end: ExitStack,
-    misfits: list[str],
+    unmet: list[str],
 ) -> Iterator[Layout]:
     """Yield the layout of this run, with its process groups alive inside the block.
 
@@ -49,7 +49,7 @@ def process_group(
         device: The device of this process.
         before_end: Callbacks that run when the block ends, before the groups end and after the
             other processes have been notified of an error.
-        misfits: The requirements that this device does not meet (see `refuse_together`).
+        unmet: The requirements that this device does not meet (see `refuse_together`).
 
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.
@@ -57,8 +57,8 @@ def process_group(
         SystemExit: A process failed and has printed the reason.
     """
     if launch.world_size == 1:
-        if misfits:
-            raise ConfigError(misfits)
+        if unmet:
+            raise ConfigError(unmet)
         yield Layout.at(0, 1, **config.sizes)
         return
     backend = config.distributed_backend if device.is_gpu else "gloo"
@@ -66,7 +66,7 @@ def process_group(
     try:
         store = _meet(launch, timeout)
         attempt = _of_this_attempt(store, launch)
-        refuse_together(attempt, launch, device, misfits)
+        refuse_together(attempt, launch, device, unmet)
     except dist.DistError as error:
         raise HangError(
             f"the {launch.world_size} processes did not all connect within "
@@ -125,16 +125,16 @@ class DeviceReport(NamedTuple):
     Attributes:
         type: "cuda" or "cpu".
         machine: The machine's name.
-        misfits: The broken rules of `config.rules_parallel`, one line each.
+        unmet: The broken rules of `config.rules_parallel`, one line each.
     """
 
     type: str
     machine: str
-    misfits: Sequence[str]
+    unmet: Sequence[str]
 
 
 def refuse_together(
-    store: dist.Store, launch: Launch, device: Device, misfits: Sequence[str]
+    store: dist.Store, launch: Launch, device: Device, unmet: Sequence[str]
 ) -> None:
     """End the run on all processes if the device of any does not meet a requirement. Collective.
 
@@ -145,21 +145,21 @@ def refuse_together(
         store: The store that all processes share.
         launch: The ranks of this process, from the launcher.
         device: The device of this process.
-        misfits: The requirements that the device does not meet, one line each.
+        unmet: The requirements that the device does not meet, one line each.
 
     Raises:
-        ConfigError: A process has misfits, or only some have a GPU. All processes raise it.
+        ConfigError: A process has unmet requirements, or only some have a GPU. All raise it.
         torch.distributed.DistError: A process does not connect, or the store is gone.
     """
-    mine = DeviceReport(device.type, platform.node(), misfits)
+    mine = DeviceReport(device.type, platform.node(), unmet)
     store.set(f"device/{launch.rank}", json.dumps(mine))
     if launch.rank == 0:
         reports = [
             DeviceReport(*json.loads(store.get(f"device/{rank}")))
             for rank in range(launch.world_size)
         ]
-        store.set("misfits", json.dumps(problems_of(reports)))
-    problems = json.loads(store.get("misfits"))
+        store.set("unmet", json.dumps(problems_of(reports)))
+    problems = json.loads(store.get("unmet"))
     if problems:
         if launch.rank == 0:
             time.sleep(_LINGER)
@@ -167,10 +167,10 @@ def refuse_together(
 
 
 def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
-    """Return one line per misfit, with its ranks unless all ranks have it.
+    """Return one line per unmet requirement, with its ranks unless all ranks have it.
 
-    If only some processes have a GPU, the only line says so, because the misfits of the CPUs follow
-    from it.
+    If only some processes have a GPU, the only line says so, because the other problems follow from
+    it.
 
     Args:
         reports: The reports of all ranks, in rank order.
@@ -188,8 +188,8 @@ def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
             "whether CUDA_VISIBLE_DEVICES hides the GPUs, or launch only as many processes "
             "as there are GPUs"
         ]
-    lines = dict.fromkeys(line for each in reports for line in each.misfits)
-    ranks = {line: [i for i, each in enumerate(reports) if line in each.misfits] for line in lines}
+    lines = dict.fromkeys(line for each in reports for line in each.unmet)
+    ranks = {line: [i for i, each in enumerate(reports) if line in each.unmet] for line in lines}
     return [
         line if len(those) == len(reports) else f"{where(those)}: {line}"
         for line, those in ranks.items()

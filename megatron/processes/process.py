@@ -83,15 +83,15 @@ def processes(
         # Filling buffers that are overwritten anyway costs time and changes nothing.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = Device.pick(launch.local_rank)
-    misfits = list(rules_parallel.device(config, device, launch.local_world_size))
+    unmet = list(rules_parallel.device(config, device, launch.local_world_size))
     kernels = None
-    if not misfits:
+    if not unmet:
         device.activate()
         # This may compile for a minute; no process group is waiting yet.
         kernels = find_library(device.torch_device)
     at_end = before_end or ExitStack()
-    with process_group(config.parallel, launch, device, at_end, misfits) as layout:
-        assert kernels is not None, "a process with misfits has no groups"
+    with process_group(config.parallel, launch, device, at_end, unmet) as layout:
+        assert kernels is not None, "a process with unmet requirements has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout
 

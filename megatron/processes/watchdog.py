@@ -1,6 +1,6 @@
 """A watchdog that ends the run on all processes when one of them hangs, fails or disappears.
 
-Every process has two threads beside the one that trains. The first communicates: each second it
+Every process has two threads besides the one that trains. The first communicates: each second it
 publishes the position of the process and checks whether another process has ended the run. The
 second watches the time and never uses the network, so it ends the process even if the first is
 stuck in a broken connection.

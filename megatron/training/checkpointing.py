@@ -53,7 +53,7 @@ def save_run(run: Run) -> Path:
 
 
 def keep_of(options: CheckpointConfig) -> Keep | None:
-    """Return which checkpoints to keep when a run saves, or None to keep all."""
+    """Return which checkpoints to keep when a run saves, or `None` to keep all."""
     keep = Keep(options.keep_latest, options.save_retain_interval)
     return None if keep == Keep() else keep
 
@@ -220,7 +220,7 @@ def meta_of(run: Run) -> dict[str, Any]:
 
 
 def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
-    """Open the checkpoint under `--load`, or return None if the run starts fresh. Collective.
+    """Open the checkpoint under `--load`, or return `None` if the run starts fresh. Collective.
 
     Raises:
         ConfigError: The folder does not exist or holds no checkpoint, and either it is not `--save`

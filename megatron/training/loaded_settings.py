@@ -37,7 +37,7 @@ _NOT_OF_SCHEDULES = (
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Yield a line for the log for each other setting that has changed since the checkpoint.
+    """Yield a log line for each setting that may change and has changed since the checkpoint.
 
     Megatron-LM's checkpoints have some flags that we lack. For these checkpoints, and for those
     converted from them, only the settings that decide the order of samples are compared. A Hugging
@@ -78,7 +78,7 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
 
 
 def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Warn if a Hugging Face model trains on sequences longer than its attention window.
+    """Yield a warning if a Hugging Face model trains on longer sequences than its window.
 
     Windowed attention is not supported here.
     """
@@ -94,7 +94,12 @@ def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
 
 
 def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
-    """Warn if the content of the training data has changed. A corpus of None means unknown."""
+    """Yield a warning if the content of the training data has changed.
+
+    Args:
+        corpus: The fingerprint of the run's data, or `None` if it is unknown.
+        reader: The checkpoint.
+    """
     saved = reader.meta.get("corpus")
     if None not in (corpus, saved) and corpus != saved:
         yield (

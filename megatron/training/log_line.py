@@ -1,4 +1,4 @@
-"""The figures of an update, and Megatron's log lines to the character, with throughput appended."""
+"""The figures of an update, and Megatron's log lines, to the character, with throughput."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Passes:
         run: The model's parts and their settings.
         batches: This rank's micro-batches, of which `count` are taken.
         count: The number of micro-batches.
-        first_sample: The index of the first sample in the sample order; None means that there is no
-            dropout to seed.
+        first_sample: The index of the first sample in the sample order; `None` means that
+            dropout is not seeded.
         scale: The factor applied to the summed losses before backward.
         forward: A replacement for the recipe's forward, which computes something other than losses,
             or the losses by recorded kernels.
@@ -83,7 +83,7 @@ class Passes:
         self._begun: Tensor | None = None
 
     def begin(self) -> None:
-        """Start the first forward before `forward_backward`. The whole model must be here."""
+        """Run the first forward pass ahead of `forward_backward`. The whole model must be here."""
         self._run.layout.journal.enter("first forward pass, ahead of time")
         with torch.enable_grad():
             self._begun = self._step(0, 0, None)

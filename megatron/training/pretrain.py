@@ -130,7 +130,7 @@ def pretrain(
             stack.callback(_close, writer)
         run = build_run(config, recipe, device, layout)
         at_end.callback(run.forward.release)
-        _warn_of_later(run)
+        _warn_of_newer(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras, writers)
 
@@ -143,7 +143,7 @@ def _close(writer: Writer) -> None:
         say(f"WARNING: {error}")
 
 
-def _warn_of_later(run: Run) -> None:
+def _warn_of_newer(run: Run) -> None:
     """Warn if --save holds checkpoints newer than this run's start: --load may be missing."""
     root, start = run.config.checkpoint.save, run.progress.iteration
     if root is None or run.layout.world.rank:
@@ -153,11 +153,11 @@ def _warn_of_later(run: Run) -> None:
         say(
             f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
             f"starts at {start}: they stay until it replaces them, but --load no longer finds them "
-            f"as the newest{_way_to_go_on(run.config, root)}"
+            f"as the newest{_how_to_resume(run.config, root)}"
         )
 
 
-def _way_to_go_on(config: RunConfig, root: str) -> str:
+def _how_to_resume(config: RunConfig, root: str) -> str:
     """Return advice on the flags that resume from the newest checkpoint of `root`.
 
     The text is empty if --load already names `root`, because loading has then reported why the

@@ -1,4 +1,4 @@
-"""Recordings of a micro-batch's forward and backward, which are run again for later ones.
+"""Recordings of a micro-batch's forward and backward passes, replayed for later ones.
 
 A GPU then receives all kernels of each pass in one call (a CUDA graph). In small models the host
 needs longer to start a kernel than the kernel takes to run.
@@ -180,7 +180,7 @@ class RecordedPasses:
 
 
 class _Replay(torch.autograd.Function):
-    """Copies of the losses, because the next micro-batch overwrites the originals."""
+    """A replay of a recording. It returns copies of the losses, which the next one overwrites."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> tuple[Tensor, ...]:

@@ -47,7 +47,7 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         texts: The number of sequences in a sample.
 
     Raises:
-        ConfigError: their GPUs cannot map each other's memory.
+        ConfigError: The ranks' GPUs cannot map each other's memory.
     """
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return None

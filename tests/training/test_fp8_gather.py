@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ def _train(layout, words, kind="gpt", in_8_bits=gradient_sharing.gathered_in_8_b
     """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
     # In this process only.
     gradient_sharing.BUCKET_BYTES = 2**13
-    build.gathered_in_8_bits = in_8_bits
+    build.gradient_sharing = SimpleNamespace(  # buckets stay as they are with the flag
+        **{**vars(gradient_sharing), "gathered_in_8_bits": in_8_bits}
+    )
     gathered: Counter[torch.dtype] = Counter()
     start = weights.start_all_gather
 

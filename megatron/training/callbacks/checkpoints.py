@@ -55,7 +55,7 @@ class Checkpoints(Callback):
             self._save(run, is_last=is_last)
 
     def after_skipped(self, run: Run) -> None:
-        """Save if the run ends with this iteration. Skipped iterations have no other save."""
+        """Save if the run ends here. Other skipped iterations are not followed by a save."""
         if run.finished:
             self._save(run, is_last=True)
 

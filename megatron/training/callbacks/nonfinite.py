@@ -18,8 +18,8 @@ class NonFinitePolicy(Callback):
     """A policy that ends the run at the first non-finite update, or after too many in a row.
 
     The update itself never changes the parameters when its gradients are not finite. With a
-    dynamic fp16 loss scale, overflowing gradients only lower the scale and are no error, but a
-    non-finite loss is.
+    dynamic fp16 loss scale, overflowing gradients are not an error: they only lower the scale. A
+    non-finite loss is always an error.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class NonFinitePolicy(Callback):
         self._in_a_row = 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Stop, or count the skipped update.
+        """End the run, or count the skipped update.
 
         Raises:
-            NumericsError: The run stops here.
+            NumericsError: The policy ends the run.
         """
         if not outcome.found_nonfinite or outcome.overflow:
             self._in_a_row = 0

@@ -68,7 +68,9 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run, resumed if `--wandb-id` is given, with files as Megatron puts them.
+    """A Weights & Biases run, resumed if `--wandb-id` is given.
+
+    Its files are in the folder in which Megatron puts them.
 
     Raises:
         ConfigError: The package is missing, nobody is logged in, or the server refuses the run.
@@ -176,7 +178,7 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 
 
 class Scalars(Callback):
-    """Scalars every `--tensorboard-log-interval` iterations and after every evaluation.
+    """The scalars written every `--tensorboard-log-interval` iterations and after evaluations.
 
     Args:
         writers: The writers, an empty sequence on ranks that do not log.
