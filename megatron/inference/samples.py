@@ -138,7 +138,7 @@ class GeneratedText:
         text: The text generated after the prompt.
         length: Number of tokens in the text.
         finished: Whether the model ended the text, with its end-of-document token.
-        error: Reason why there is no text, or "" if there is one.
+        error: Why there is no text, or "" if there is one.
     """
 
     prompt: str | None
@@ -271,6 +271,7 @@ class SampleFile:
     """A file of JSON lines, which is continued if it exists.
 
     Attributes:
+        path: Path of the file.
         done: Number of texts that were already in the file.
         failed: Number of errors among these texts.
     """
