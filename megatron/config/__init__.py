@@ -1,13 +1,13 @@
-"""What was asked for and what will be: frozen dataclasses, and flags, help and YAML made of them.
+"""What was asked for and what will be: frozen dataclasses, from which flags and YAML are made.
 
     fields           a dataclass's field as a flag: its help, bounds and needs
-    run              `RunOptions` (asked) and `RunConfig` (resolved), with a section a concern:
+    run              `RunOptions` (asked) and `RunConfig` (resolved), with a section per concern:
                      `model`, `training`, `parallel` ...
     parser           command line and YAML to one checked `RunConfig`
     resolve          what follows from what was given
     checks           the table of rules, which are functions in the modules `rules_*`
     stages           which layers each pipeline stage holds
-    other_flags      flags that have no field: Megatron-LM's of every year, and what to do instead
+    other_flags      flags without a field, old and new, with what to do instead
     __main__         the table of all flags in docs/compatibility.md
 
 A new flag is a new field: see docs/tour.md.
@@ -25,7 +25,7 @@ __all__ = ["ParsedRun", "Program", "RunConfig", "parse_config"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when first asked for: a tool that needs one dataclass starts 50 ms sooner.
+    # Loaded on first use, because a tool that needs a single dataclass then starts 50 ms sooner.
     if name == "RunConfig":
         from megatron.config.run import RunConfig
 

@@ -20,14 +20,14 @@ END = "<!-- end of flags -->"
 
 
 def insert_tables(document: str) -> str:
-    """`document` with everything between the two marks replaced by today's tables."""
+    """Return a document with today's tables between its two marks."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{flag_tables()}\n{END}{after}"
 
 
 def flag_tables() -> str:
-    """Markdown tables: our flags by section, then those without a field, then the old ones."""
+    """Return Markdown tables: our flags by section, flags without a field, and old flags."""
     return "\n".join([*_supported(), *_known(), *_old()])
 
 
@@ -69,7 +69,7 @@ def _known() -> Iterator[str]:
 
 
 def _families(flags: Sequence[Field]) -> list[tuple[str, str]]:
-    """Neighbours with one reason in a row."""
+    """Return a row for each run of flags with the same reason."""
     return [
         (", ".join(f"`{flag.name}`" for flag in group), reason)
         for reason, group in groupby(flags, key=lambda flag: flag.help)
@@ -104,7 +104,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str
 
 
 def main() -> None:
-    """Rewrite what is between the two marks of a document."""
+    """Rewrite the tables of a document."""
     parser = argparse.ArgumentParser(prog="python -m megatron.config", description=__doc__)
     parser.add_argument("document", type=Path, help="Markdown file with the two marks.")
     path = parser.parse_args().document

@@ -42,7 +42,7 @@ def split(words: Sequence[str]) -> list[Given]:
 
 
 def value_of(field: Field, given: Given) -> Any:
-    """Return the value that a flag gives to its field. Words beyond it are not looked at.
+    """Return the value that a flag gives to its field. Surplus words are ignored.
 
     Raises:
         ValueError: The message says what was expected.
@@ -59,7 +59,7 @@ def value_of(field: Field, given: Given) -> Any:
 
 
 class _Group:
-    """A group of flags that keeps their spellings in a list."""
+    """A help group that also records the spellings of its flags in a list."""
 
     def __init__(self, group: Any, spellings: list[str]) -> None:
         self._group, self._spellings = group, spellings
@@ -70,13 +70,13 @@ class _Group:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A tool's command line. A mistake exits with the code of a ConfigError, without the usage.
+    """A tool's command line. Mistakes exit with the code of a ConfigError, without a usage line.
 
     Args:
         prog: The tool's file.
         doc: What it does.
-        gone: Flags of Megatron's tool that this one lacks, and what to do instead.
-        shows_defaults: Whether --help appends them.
+        gone: Flags of Megatron's tool that this one lacks, with what to do instead.
+        shows_defaults: Whether --help appends the defaults.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class ToolParser(argparse.ArgumentParser):
         return _Group(group, self._spellings) if self._spellings else group
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse a command line, or this process's own, and exit if it is mistaken.
+        """Parse a command line, or this process's own, and exit if it has mistakes.
 
-        All unknown flags are reported before anything else, so that one that is misspelt is not
-        called missing.
+        Unknown flags are reported before anything else, so that a misspelt flag is not reported as
+        missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
         flags = words[: words.index("--")] if "--" in words else words  # no flags follow it
@@ -178,7 +178,7 @@ def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Fiel
 
 
 def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:
-    """Return the dataclass with the given values, by field name, and defaults for the rest."""
+    """Return an instance of a dataclass with the values given by field name, and defaults."""
     kind: type = config_type
     names = [field.name for field in fields_of(kind) if field.name in given]
     values = {name: given[name] for name in names}
@@ -204,7 +204,7 @@ def _metavar(field: Field) -> str:
 
 
 def _help(field: Field) -> str:
-    """Write help, unit and default in one line; `%` is argparse's own sign."""
+    """Return help, unit and default in one line, with `%` escaped for argparse."""
     facts = [fact for fact in (field.info.required, field.info.unit) if fact]
     if default_text(field) != "unset":
         facts.append(f"default: {default_text(field)}")
@@ -213,7 +213,7 @@ def _help(field: Field) -> str:
 
 
 def default_text(field: Field) -> str:
-    """Write the default as help and documentation print it."""
+    """Return the default as help and documentation print it."""
     if field.default is None or field.default == ():
         return "unset"
     if field.is_switch:

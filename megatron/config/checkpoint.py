@@ -1,4 +1,4 @@
-"""What is saved, where, and what is loaded."""
+"""Options of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _OF_CORE = ("torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor")
 
 
 def _written_format(text: str) -> str:
-    """A value of --ckpt-format.
+    """Check a value of --ckpt-format.
 
     Raises:
-        ValueError: it is one of Megatron Core's formats.
+        ValueError: The format is one of Megatron Core's.
     """
     if text in _OF_CORE:
         raise ValueError(

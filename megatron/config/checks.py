@@ -1,7 +1,7 @@
 """The table of checks: everything a user can get wrong, before any process group or GPU.
 
-Each rule reads the resolved configuration and yields one line a mistake: flag, value, remedy.
-Missing values are the business of `required` and `some_length` alone; other rules pass over them.
+Each rule reads the resolved configuration and yields one line per mistake: flag, value, remedy.
+Only `required` and `some_length` report missing values; other rules skip them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Rule = Callable[[RunOptions, int], Iterator[str]]
 
 
 def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield a line for each value that is outside of its field's bounds."""
+    """Yield a line for each value that is outside its field's bounds."""
     for _, field, value in values_of(config):
         rule = "" if field.many else field.out_of_bounds(value)
         if rule:
@@ -26,7 +26,7 @@ def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
 def requirements(
     config: RunOptions, world_size: int, among: Container[str] | None = None
 ) -> Iterator[str]:
-    """Yield a line for each flag that lacks what it requires, or is for other networks.
+    """Yield a line for each flag whose requirement is not met, or that is for other networks.
 
     Args:
         config: The resolved run.
@@ -120,7 +120,7 @@ def find_problems(
 
 
 def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list[str]:
-    """Return one line for each setting that is taken but changes nothing, with the reason.
+    """Return one line for each setting that is accepted but changes nothing, with the reason.
 
     Args:
         config: The resolved run.
@@ -149,7 +149,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
 
 
 def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
-    """Yield notices about combinations of flags."""
+    """Yield notices about flags that have no effect together with others."""
     parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:

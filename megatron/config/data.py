@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_IDS, Need, flag
 
-# Kinds of tokenizers, with the fields that say what each is made of: its files, or its size.
+# Kinds of tokenizers, with the fields from which each is built: its files, or its size.
 TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
@@ -22,7 +22,7 @@ TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 TOKENIZER_TYPES = tuple(TOKENIZER_NEEDS)
 
-# Those to which --vocab-extra-ids appends sentinels, and those whose files may have their own.
+# Tokenizers to which --vocab-extra-ids appends sentinels, and those whose files may have some.
 APPENDS_SENTINELS = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -159,17 +159,17 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(DataOptions):
-    """Data as resolved: the length of a sample and the sample order are known."""
+    """Data options after resolving: the length of a sample and the sample order are known."""
 
     seq_length: int = field()
     dataloader_type: str = "single"
 
     @property
     def decoder_tokens(self) -> int:
-        """Tokens of a sample that a T5's decoder reads; 0 in any other network."""
+        """Number of tokens per sample that a T5's decoder reads; 0 for other networks."""
         return self.decoder_seq_length or 0
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens of a sample that the model reads, of encoder and decoder together."""
+        """Number of tokens per sample that the model reads, in encoder and decoder together."""
         return self.seq_length + self.decoder_tokens

@@ -1,4 +1,4 @@
-"""A field of a configuration dataclass as a flag: what `flag()` says of it, and text to values."""
+"""Fields of configuration dataclasses as flags: their attributes, and how their text is read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
-MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an answer and not a hang
+MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an error and not a hang
 MOST_IDS = 2**31 - 1  # token ids and offsets of samples are kept in 32 bits
 MOST_WIDTH = 2**24  # of a matrix, so that no product of its sides overflows
-_MOST_DIVISORS = 1024  # process counts that a message tries
-_LARGEST = 2**63 - 1  # what files, tensors and the length of a dataset hold
+_MOST_DIVISORS = 1024  # the largest divisor that a message considers
+_LARGEST = 2**63 - 1  # the limit of files, tensors and the length of a dataset
 _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
@@ -37,7 +37,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagInfo:
-    """What the parser, `--help`, YAML and the documentation need beyond name, type and default.
+    """The attributes of a flag beyond its name, type, default and help.
 
     Attributes:
         unit: What the number counts, for example "tokens" or "minutes".
@@ -45,9 +45,9 @@ class FlagInfo:
             field's name.
         off: Spellings that turn a switch off. Empty for `--no-` and the preferred spelling.
         choices: The accepted values.
-        convert: Text to value, if the annotation's own type would not do.
+        convert: The function from text to value, if it is not that of the type.
         notice: Printed once if the value is not the default, for a flag that is accepted although
-            there is nothing here for it to change.
+            it has no effect.
         at_least: The smallest value.
         above: A number that every value exceeds.
         below: A number that no value reaches.
@@ -80,7 +80,7 @@ class FlagInfo:
 
 
 def flag(default: Any, **info: Any) -> Any:
-    """Return a dataclass field with a default and with attributes of `FlagInfo`.
+    """Return a dataclass field with a default and the given attributes of `FlagInfo`.
 
     A field that needs none of them is a flag too, with a plain default. The help of all fields
     stands in the docstring of their class, under `Attributes:`.
@@ -138,7 +138,7 @@ class Field:
 
     @property
     def shown_names(self) -> tuple[str, ...]:
-        """Spellings that help and documentation list: with those of "off" if the default is on."""
+        """Spellings that documentation lists: with those of `off` if the default is on."""
         return self.names + (self.off_names if self.default is True else ())
 
     @property
@@ -147,7 +147,7 @@ class Field:
         return self.off_names[0] if self.default is True else self.names[0]
 
     def spell(self, value: Any) -> str:
-        """Write a value as one would give it as a flag: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
+        """Write a value as on a command line: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
         if self.is_switch and self.names and (value or self.off_names):
             return self.names[0] if value else self.off_names[0]
         unset = '""' if self.kind is str else "none"
@@ -224,13 +224,13 @@ def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:
 def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
     """Return the known word that a misspelt or shortened one stands for, or None.
 
-    Parts of a long flag, as in `--tensor-parallel`, say more than a similar sound. A word that
-    differs in a whole part means something else: `--train-tokens` is not `--train-iters`.
+    Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
+    that differs in a whole part means something else: `--train-tokens` is not `--train-iters`.
 
     Args:
         word: The word as it was written.
-        known: What it may stand for.
-        others: What it may stand for if no known word is as near.
+        known: The words that it may stand for.
+        others: Further words, for which it stands only if no known word is as near.
     """
     import difflib  # only mistakes need it
 
@@ -257,7 +257,7 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
 
 
 def _parts(word: str) -> set[str]:
-    """Return what hyphens separate in a flag."""
+    """Return the parts of a flag, which hyphens separate."""
     return set(word.lstrip("-").replace("_", "-").split("-"))
 
 
@@ -270,7 +270,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def from_text(field: Field, text: str) -> Any:
     """Read a value as it is written on a command line.
 
-    What YAML sets can be unset again: with `none`, or with an empty word if the value is text.
+    A value that YAML sets can be unset with `none`, or with an empty word if it is text.
 
     Raises:
         ValueError: The message says what was expected.

@@ -7,13 +7,13 @@ from typing import Any
 
 from megatron.config.fields import fields_of, flag
 
-MOST_SEQUENCES = 1 << 16  # computed at a time: a step is planned and recorded by their number
+MOST_SEQUENCES = 1 << 16  # per step: steps are planned and recorded for each such number
 
-_MOST_SAMPLES = 10_000_000  # of a file, which is read whole where it is gone on with
+_MOST_SAMPLES = 10_000_000  # per file, because a file that is continued is read whole
 
 
 def bounds_problems(config: Any) -> list[str]:
-    """Return a line for each value of a dataclass that is outside of its field's bounds."""
+    """Return a line for each value of a dataclass that is outside its field's bounds."""
     kind: type = type(config)
     found = ((field, getattr(config, field.name)) for field in fields_of(kind))
     return [

@@ -1,4 +1,4 @@
-"""What a run tells: log line, TensorBoard, Weights & Biases, timers, profiles."""
+"""What a run reports: log lines, TensorBoard, Weights & Biases, timers, profiles."""
 
 from __future__ import annotations
 

@@ -177,10 +177,10 @@ class ModelOptions:
 
     @property
     def activation(self) -> str:
-        """Name of the MLP's non-linearity, a function of `kernels.activation`.
+        """Name of the MLP's activation, a function of `kernels.activation`.
 
-        In Megatron's order of precedence. Its fused bias-GeLU, the default, is the tanh form;
-        without fusion, and so without biases, it takes the exact form.
+        Flags are tried in Megatron's order of precedence. Its default, the fused bias-GeLU, is the
+        tanh form. Without fusion, and so without biases, it uses the exact form.
         """
         for name, is_on in (
             ("swiglu", self.swiglu),
@@ -196,13 +196,13 @@ class ModelOptions:
 
     @property
     def is_gated(self) -> bool:
-        """The MLP has a gate: its first matrix has two parts."""
+        """Whether the MLP has a gate, so that its first matrix has two parts."""
         return self.swiglu or self.geglu
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """The network as resolved: every size is known."""
+    """Network options after resolving: every size is known."""
 
     num_layers: int = field()
     hidden_size: int = field()
@@ -213,21 +213,21 @@ class ModelConfig(ModelOptions):
 
     @property
     def decoder_layers(self) -> int:
-        """Layers of a T5's decoder; 0 in any other network."""
+        """Number of layers of a T5's decoder; 0 for other networks."""
         return self.decoder_num_layers or 0
 
     @property
     def all_layers(self) -> int:
-        """Transformer layers, those of a decoder beside an encoder included."""
+        """Number of transformer layers, including those of a decoder beside an encoder."""
         return self.num_layers + self.decoder_layers
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads: the query groups, or all heads without grouping."""
+        """Number of key-value heads: the query groups, or all heads without grouping."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-# How weights start, how they are computed with, and how they are padded.
+# Fields for how weights are initialized, padded and computed with.
 _NOT_OF_THE_NETWORK = {
     "make_vocab_size_divisible_by",
     "onnx_safe",
@@ -243,21 +243,21 @@ _NOT_OF_THE_NETWORK = {
     "bias_dropout_fusion",
     "no_persist_layer_norm",
 }
-# What gives the weights their shape and meaning: with other values it is another network.
+# Fields that give the weights their shape and meaning: other values mean another network.
 NETWORK_FIELDS = tuple(
     entry.name for entry in fields(ModelOptions) if entry.name not in _NOT_OF_THE_NETWORK
 )
 
 
-# How fast rotary positions turn: weights learn another speed, as for a longer context, in a
-# finetuning. Not --rotary-percent: channels that never turned hold no positions.
+# Fields for the speed of rotary positions, which finetuning may change, for example for a longer
+# context. --rotary-percent is not one: channels that were never rotated hold no positions.
 ROTARY_SPEED = (
     "rotary_base",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
 )
-WITHOUT_TABLE = ("rope", "none")  # kinds of positions that any sequence has, without weights
+WITHOUT_TABLE = ("rope", "none")  # positions without weights, for sequences of any length
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
@@ -268,7 +268,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     if name.startswith("relative_attention_"):
         return positions != "relative"
     if name == "max_position_embeddings":
-        return positions == "relative"  # of any distance
+        return positions == "relative"  # covers any distance
     return name == "rope_scaling_factor" and not model.use_rope_scaling
 
 

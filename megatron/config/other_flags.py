@@ -1,12 +1,12 @@
-"""Flags that have no field here: Megatron-LM's of every year, and those of other programs.
+"""Flags without a field: those of Megatron-LM, old and new, and those of other programs.
 
-`other_flags.json` holds them, grouped by the answer that they get:
+`other_flags.json` holds them, grouped by how they are answered:
 
-    refused         Megatron's flags for what is not supported, and what to do instead
-    honoured        Megatron's flags that change nothing here, and why
+    refused         Megatron's flags for what is not supported, with what to do instead
+    honoured        Megatron's flags that change nothing here, with the reason
     translated      flags of older versions, in today's words
-    gone            flags, or single values, of older versions that nothing stands for
-    other_programs  how other programs call what Megatron has a flag for
+    gone            flags, or single values, of older versions that have no equivalent
+    other_programs  names that other programs use for what Megatron has a flag for
 
 An entry of `refused` and `honoured` says what its flag takes:
 
@@ -81,7 +81,7 @@ class OldFlag:
 
 @dataclass(frozen=True)
 class GoneFlag:
-    """An old flag, or a single value of a flag, that nothing today stands for."""
+    """An old flag, or a single value of a flag, that has no equivalent today."""
 
     name: str
     era: str
@@ -91,7 +91,7 @@ class GoneFlag:
 
 @dataclass(frozen=True)
 class OtherFlags:
-    """The contents of the file: the attributes are its parts."""
+    """The contents of the file, with one attribute for each part."""
 
     refused: tuple[Field, ...]
     honoured: tuple[Field, ...]
@@ -101,13 +101,13 @@ class OtherFlags:
 
     @property
     def answered(self) -> tuple[Field, ...]:
-        """Flags of Megatron's that are answered by name."""
+        """All of Megatron's flags that are answered by name."""
         return (*self.refused, *self.honoured)
 
 
 @functools.cache
 def other_flags() -> OtherFlags:
-    """Read the file."""
+    """Return the contents of the file, which is read once."""
     content = json.loads(_FILE.read_text(encoding="utf-8"))
     refused, honoured = (
         tuple(
@@ -157,7 +157,7 @@ def read_entry(entry: str, reason: str) -> tuple[Field, ...]:
 
 
 def _kind_of(text: str) -> type:
-    """Return int, float or str: the first that can be read from `text`."""
+    """Return the first of int, float and str that can be read from `text`."""
     for kind in (int, float):
         try:
             kind(text)
@@ -172,8 +172,8 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
 
     Args:
         flags: The command line.
-        found: Receives a notice for each old flag, and a problem for each that is gone.
-        own: Flags that only this program has. They are never old.
+        found: Receives a notice for each old flag, and a problem for each one that is gone.
+        own: Flags of this program alone, which are never old.
     """
     table = other_flags()
     old = {flag.name: flag for flag in table.translated if flag.name not in own}

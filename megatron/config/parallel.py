@@ -1,4 +1,4 @@
-"""How many processes do what, and how they talk."""
+"""Parallelism: how many processes share what, and how they communicate."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(ParallelOptions):
-    """Parallelism as resolved: it is known what data-parallel processes share."""
+    """Parallelism options after resolving: what data-parallel processes share is known."""
 
     zero_stage: int = 0
 

@@ -76,7 +76,7 @@ class Program:
 
 @dataclass(frozen=True)
 class ParsedRun:
-    """A run that is ready to start.
+    """The result of `parse_config`.
 
     Attributes:
         config: The resolved and checked configuration.
@@ -190,7 +190,7 @@ def help_if_asked(
     Args:
         program: The program's file.
         extra: Dataclasses of the program's own flags.
-        trains: Whether the program trains a model, or takes up a trained one.
+        trains: Whether the program trains a model. Otherwise it starts from a trained one.
         argv: The words after the program's name, or `None` for this process's own.
     """
     names = {flag.name for flag in split(sys.argv[1:] if argv is None else argv)}
@@ -207,7 +207,7 @@ def show_help(
     Args:
         program: The program's file.
         extra: Dataclasses of the program's own flags, all of which are shown.
-        trains: Whether the program trains a model, or takes up a trained one.
+        trains: Whether the program trains a model. Otherwise it starts from a trained one.
         everything: Whether to show all flags.
     """
     parser = argparse.ArgumentParser(
@@ -242,10 +242,10 @@ def show_help(
 
 
 def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
-    """Whether the command line or its YAML file says --use-mpi.
+    """Return whether the command line or its YAML file asks for --use-mpi.
 
-    The world size must be known before `parse_config`, and this says where to read it. Mistakes are
-    left for `parse_config` to report.
+    The world size must be known before `parse_config`, and this flag says where to read it.
+    `parse_config` reports mistakes.
     """
     given = split(sys.argv[1:] if argv is None else argv)
     switches = [flag.name for flag in given if flag.name in ("--use-mpi", "--no-use-mpi")]
@@ -298,7 +298,7 @@ def _drop_unknown(
     elsewhere: Mapping[str, str],
     found: Findings,
 ) -> list[Given]:
-    """Return the known flags. What a misspelt one probably meant is not reported as missing too."""
+    """Return the known flags. The flag that a misspelt one probably meant is marked as spoilt."""
     for flag in flags:
         if flag.name in elsewhere:
             found.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
@@ -313,7 +313,7 @@ def _drop_unknown(
 def _find_contradictions(
     flags: Sequence[Given], known: Mapping[str, Field], found: Findings
 ) -> None:
-    """Report two spellings of a field with different values. Of equal spellings the last wins."""
+    """Report spellings of one field with different values. If one is repeated, the last wins."""
     last: dict[str, Given] = {}
     for flag in flags:
         if not flag.name:
@@ -325,7 +325,7 @@ def _find_contradictions(
 
 
 def _answer(others: Mapping[str, Field], line: _CommandLine) -> None:
-    """Refuse Megatron's flags that have no field, or say that they change nothing."""
+    """Refuse Megatron's flags without a field, or note that they change nothing."""
     refused = set(other_flags().refused) if others else ()
     for name, other in others.items():
         value = line.given.get(name, other.default)
@@ -338,7 +338,7 @@ def _answer(others: Mapping[str, Field], line: _CommandLine) -> None:
 def _unread(
     asked: RunOptions, start: RunOptions, reads: Collection[str] | None, found: Findings
 ) -> dict[str, Any]:
-    """Return the values that fields without effect in this program get: those of the start.
+    """Return values for the fields that have no effect in this program: those of the start.
 
     A notice names the flags that were given for such fields.
     """

@@ -101,8 +101,8 @@ class PrecisionConfig:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The format of weights and of the layers' computation."""
-        import torch  # which flags alone do without
+        """Number format of weights and of computation in layers."""
+        import torch  # here, because parsing flags does not need it
 
         if self.fp16:
             return torch.float16
@@ -110,7 +110,7 @@ class PrecisionConfig:
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """The format of hidden states between layers, as pipeline stages send them."""
+        """Number format of hidden states between layers, as pipeline stages send them."""
         import torch
 
         return torch.float32 if self.fp32_residual_connection else self.weight_dtype

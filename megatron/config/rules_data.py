@@ -1,4 +1,4 @@
-"""Rules of corpora and tokenizer."""
+"""Rules for corpora and tokenizers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
-    """Return the fields that a kind of tokenizer reads: its files, or its size."""
+    """Return the fields from which a kind of tokenizer is built: its files, or its size."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
 
 def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
-    """Return the words that name corpora, by the field of the flag that takes them."""
+    """Return the words that name corpora, by the field that holds them."""
     fields = ("data_path", *(f"{split}_data_path" for split in SPLIT_NAMES))
     words = {field: getattr(data, field) for field in fields}
     return {field: given for field, given in words.items() if given is not None}
 
 
 def _spelt(data: DataOptions, field: str) -> str:
-    """Write where such words were given: a flag, or a flag and its file."""
+    """Return where such words were given: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
@@ -38,7 +38,7 @@ def _spelt(data: DataOptions, field: str) -> str:
 
 
 def sources(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in which corpora are named."""
+    """Yield mistakes in the choice of corpora."""
     data, given = config.data, _given(config.data)
     whole = [_spelt(data, field) for field in given if field == "data_path"]
     own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
@@ -104,7 +104,7 @@ def split(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what keeps the tokenizer from being built, or that none is named."""
+    """Yield why no tokenizer can be built."""
     if config.tokenizer.tokenizer_type is None:
         yield (
             "--tokenizer-type is required: for example HuggingFaceTokenizer with "
@@ -115,7 +115,7 @@ def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Yield what a tokenizer of a known kind lacks, or has too much of."""
+    """Yield what a tokenizer of a known kind lacks or does not support."""
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:
         if getattr(tokenizer, field) in (None, ""):
@@ -128,7 +128,7 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that a T5's tokenizer has no sentinels."""
+    """Yield an error if a T5's tokenizer has no sentinels."""
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:
         return

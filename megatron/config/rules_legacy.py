@@ -1,4 +1,4 @@
-"""Rules for what cannot be written as Megatron-LM's files, checked before a run, not at a save."""
+"""Rules for what Megatron-LM's files cannot hold, checked before a run instead of at a save."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
 
 
 def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
-    """Yield what Megatron-LM 23.08 cannot continue a training with.
+    """Yield what Megatron-LM 23.08 lacks to continue the training.
 
     Args:
         precision: The run's number formats.
@@ -95,7 +95,7 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
 def tensor_misfit(model: ModelOptions, ranks: int) -> str:
     """Return why Megatron-LM 23.08 cannot split attention among so many ranks, or "".
 
-    Here keys and values are repeated on ranks beyond their groups.
+    This package repeats keys and values on the ranks beyond their groups instead.
     """
     for flag, count in (
         ("--num-attention-heads", model.num_attention_heads),

@@ -1,4 +1,4 @@
-"""Rules of what must be given, of the network and its number formats, by architecture."""
+"""Rules for required flags, for the network and for its number formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.config.resolve import longest_sequence
 from megatron.config.run import RunOptions, field_at, flatten
 from megatron.config.stages import possible_plan
 
-MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
+MULTIPLE = 16  # of which the dimensions of 8-bit matrix products must be multiples
 _FEWEST_BUCKETS = 4
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
@@ -29,7 +29,7 @@ def required(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that the length of the run is missing."""
+    """Yield an error if the length of the run is missing."""
     training = config.training
     if training.train_iters is None and training.train_samples is None:
         yield "the length of the run is required: give --train-iters or --train-samples"
@@ -80,7 +80,7 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that several activation functions are named."""
+    """Yield an error if several activation functions are given."""
     values = {name: getattr(config.model, name) for name in _ACTIVATIONS}
     chosen = [field_at(f"model.{name}").spell(True) for name, on in values.items() if on]
     if len(chosen) > 1:
@@ -122,7 +122,7 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield values that do not go with the architecture."""
+    """Yield values that the architecture does not support."""
     kind, context = config.model.architecture, config.parallel.context_parallel_size
     if config.model.position_embedding_type == "relative" and kind != "t5":
         yield (
@@ -137,7 +137,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in relative positions: their buckets, and what they do not go with."""
+    """Yield mistakes in the buckets of relative positions, and what these exclude."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
@@ -163,7 +163,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what a T5's encoder and decoder lack."""
+    """Yield what a T5 lacks or does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -215,7 +215,7 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the sides of the matrices that are multiplied in 8 bits: name, size, equal parts."""
+    """Yield each dimension of an 8-bit matrix product: its name, its size and its equal parts."""
     model, parallel, data = config.model, config.parallel, config.data
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0

@@ -1,4 +1,4 @@
-"""Rules of how processes share a model and its update, and of what a device can do."""
+"""Rules for how processes share a model and its update, and for what a device supports."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterato
 
 
 def layout(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why the model does not divide over its processes, or these over those launched."""
+    """Yield why the model does not divide over its processes, or why their number does not fit."""
     parallel, model = config.parallel, config.model
     tensor = max(parallel.tensor_model_parallel_size, 1)
     pipeline = max(parallel.pipeline_model_parallel_size, 1)
@@ -198,7 +198,7 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in what data-parallel processes share."""
+    """Yield mistakes in what is sharded over data-parallel processes."""
     parallel = config.parallel
     if parallel.use_distributed_optimizer and not parallel.zero_stage:
         yield "--use-distributed-optimizer and --zero-stage 0 cannot be combined: use one of them"
@@ -210,13 +210,13 @@ def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what does not go with --DDP-impl torch."""
+    """Yield what cannot be combined with --DDP-impl torch."""
     if config.parallel.ddp_impl == "torch":
         yield from _excluded(config, "--DDP-impl torch", _NOT_WITH_TORCH_DDP)
 
 
 def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield notices of what is done anyway, and of what a single process cannot share."""
+    """Yield notices of flags that take effect anyway, or need several processes."""
     parallel = config.parallel
     overlaps = {
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
@@ -246,7 +246,7 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what does not go with --tp-comm-overlap."""
+    """Yield what cannot be combined with --tp-comm-overlap."""
     parallel, shown = config.parallel, "--tp-comm-overlap"
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # with a single process there is a notice
@@ -256,7 +256,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what does not go with recorded passes (--cuda-graph-impl)."""
+    """Yield what cannot be combined with recorded passes (--cuda-graph-impl)."""
     training, parallel, model = config.training, config.parallel, config.model
     shown = f"--cuda-graph-impl {training.cuda_graph_impl}"
     if training.cuda_graph_impl == "transformer_engine":

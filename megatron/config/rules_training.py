@@ -1,4 +1,4 @@
-"""Rules of batches, length, schedules, recomputation, saving and logging."""
+"""Rules for batches, length, schedules, recomputation, saving and logging."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions, field_at
 
 _RAMP_WORDS = 3
-_COUNTABLE = 2**63 - 1  # samples of a dataset
-_MOST_PASSES = 2**20  # of an update: a pipeline's schedule lists every one
+_COUNTABLE = 2**63 - 1  # the limit of the samples of a dataset
+_MOST_PASSES = 2**20  # per update, because a pipeline's schedule lists all of them
 
 
 def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that the global batch does not divide over micro-batches and processes."""
+    """Yield an error if the global batch does not divide over micro-batches and processes."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     copies = data_parallel_size(config, world_size)
     if micro and micro > 0 and total and total > 0 and total % (micro * copies):
@@ -117,7 +117,7 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that --lr-decay-style WSD lacks the length of its final decay."""
+    """Yield an error if --lr-decay-style WSD lacks the length of its final decay."""
     schedule = config.schedule
     lengths = (schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples)
     is_wsd = schedule.lr_decay_style == "WSD" and not config.training.skip_train
@@ -131,8 +131,8 @@ def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield why warm-up and WSD's final decay do not fit into the schedule.
 
-    `length` ensures that all are counted in one unit, so neither the global batch nor its ramp-up
-    matters.
+    `length` ensures that all of them are counted in the same unit, so neither the global batch nor
+    its ramp-up matters.
     """
     schedule, training = config.schedule, config.training
     fraction = schedule.lr_warmup_fraction
@@ -188,7 +188,7 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags of recomputation that do not go together."""
+    """Yield flags of recomputation that contradict each other or lack another one."""
     training, layers = config.training, config.model.num_layers
     count = training.recompute_num_layers
     if training.recompute_granularity != "full":
@@ -205,7 +205,7 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that a loss of samples cannot be averaged over tokens."""
+    """Yield an error if a loss per sample would be averaged over tokens."""
     model = config.model
     has_order = model.architecture == "bert" and model.bert_binary_head
     if config.training.calculate_per_token_loss and has_order:
@@ -216,7 +216,7 @@ def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags about bad numbers that contradict each other."""
+    """Yield flags about non-finite numbers that contradict each other."""
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
         yield (
@@ -226,7 +226,7 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that --save has no interval."""
+    """Yield an error if --save has no interval."""
     checkpoint = config.checkpoint
     intervals = (checkpoint.save_interval, checkpoint.save_interval_in_mins)
     if checkpoint.save is not None and intervals == (None, None):
@@ -237,7 +237,7 @@ def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that checkpoints to retain would never be saved."""
+    """Yield an error if checkpoints to retain would never be saved."""
     checkpoint = config.checkpoint
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if checkpoint.save is None or not retained or retained < 1:
@@ -255,7 +255,7 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield folders whose path is not UTF-8: safetensors could not load what was saved there."""
+    """Yield folders whose path is not UTF-8, because safetensors could not load from them."""
     for name, folder in (("--save", config.checkpoint.save), ("--load", config.checkpoint.load)):
         path = folder and os.path.abspath(folder)
         try:
@@ -281,7 +281,7 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def logging(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that there is no pipeline whose bubble could be logged."""
+    """Yield an error if there is no pipeline whose bubble could be logged."""
     if config.logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (
             "--log-pipeline-bubble: one pipeline stage never waits for another: give "
@@ -290,7 +290,7 @@ def logging(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def samples(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield numbers that are fine alone, but together exceed the samples that can be counted."""
+    """Yield an error if training or evaluation needs more samples than can be counted."""
     training, evaluation = config.training, config.evaluation
     iterations, batch = training.train_iters, training.global_batch_size
     if not batch or batch < 1:
@@ -314,7 +314,7 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def passes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield that an update has too many micro-batches."""
+    """Yield an error if an update has too many micro-batches."""
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
     if not micro or not batch or micro < 1:
         return

@@ -1,7 +1,7 @@
 """A run as it was asked for (`RunOptions`) and as it will be (`RunConfig`).
 
-Both hold one frozen dataclass for each concern. The sections of a `RunConfig` are subclasses of
-those of `RunOptions` wherever resolving fills something in: a field is then known by its type.
+Both hold one frozen dataclass for each concern. If resolving fills in fields of a section, the
+section of a `RunConfig` is a subclass of that of `RunOptions`, with narrower types.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron.errors import ConfigError
 class RunOptions:
     """A run as it was asked for. Field names are the section names of the YAML file.
 
-    A value that nobody gave is None where it has no default. `resolve` fills in what follows from
-    other values, and `narrow` turns the result into a `RunConfig`.
+    A value without a default is None until it is given. `resolve` fills in what follows from other
+    values, and `narrow` turns the result into a `RunConfig`.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -46,7 +46,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun(RunOptions):
-    """A run whose model is resolved, as a checkpoint holds it: how it was trained may be unknown.
+    """A run whose model is resolved, as a checkpoint holds it. How it was trained may be unknown.
 
     Programs that only build or convert a model need no more.
     """
@@ -56,7 +56,7 @@ class ModelRun(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(ModelRun):
-    """A run as it will be: resolved and checked, so nothing that must be known is None."""
+    """A run as it will be: resolved and checked. Nothing that must be known is None."""
 
     training: TrainingConfig = field()
     parallel: ParallelConfig = field()
@@ -85,11 +85,11 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
     """Return resolved and checked options as the configuration that other code takes.
 
     Args:
-        options: all that is known of the run.
+        options: Everything that is known of the run.
         into: `RunConfig`, or `ModelRun` for a program that does not train.
 
     Raises:
-        ConfigError: a value is missing that must be known.
+        ConfigError: A required value is missing.
     """
     parts: dict[str, Any] = {entry.name: getattr(options, entry.name) for entry in fields(options)}
     wide, missing = sections(), []
@@ -106,7 +106,7 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
 
 
 def sections() -> dict[str, type]:
-    """Return section name to dataclass, in the order of `--help-all`."""
+    """Return the dataclass of each section by name, in the order of `--help-all`."""
     hints = get_type_hints(RunOptions)
     return {entry.name: hints[entry.name] for entry in fields(RunOptions)}
 
@@ -143,7 +143,7 @@ def with_values(config: Run, values: Mapping[str, Any]) -> Run:
 def evaluations_until(config: RunOptions, iteration: int) -> int:
     """Return how many times a run has evaluated after so many iterations.
 
-    It does not evaluate at those that --iterations-to-skip leaves out.
+    There is no evaluation at the iterations that --iterations-to-skip leaves out.
     """
     interval = config.evaluation.eval_interval
     left_out = {number + 1 for number in config.training.iterations_to_skip or ()}

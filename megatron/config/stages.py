@@ -1,4 +1,4 @@
-"""Which layers each stage and chunk of a pipeline holds: a plan, as data.
+"""The layers of each stage and chunk of a pipeline: a plan, as data.
 
 A model is cut into stages x chunks parts, in order. Part k stands on stage k % stages as its chunk
 k // stages, so with several chunks every micro-batch passes every stage several times.
@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<other>[^\s,]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A run of consecutive layers, with what stands before the first and after the last.
+    """Consecutive layers of a model, with its embedding or its head if they begin or end it.
 
     Attributes:
         layers: Global layer indices.
@@ -121,7 +121,7 @@ def dealing_flags(config: ParallelOptions) -> list[str]:
 
 
 def with_layout(config: Parallel, text: str) -> Parallel:
-    """Return the flags with a layout string instead of whatever else deals out layers."""
+    """Return the flags with a layout string instead of other flags that deal out layers."""
     unset = {name: getattr(_UNSET, name) for name in _DEALING}
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
@@ -206,7 +206,7 @@ def _check_flags(config: ParallelOptions) -> None:
 
 
 def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> None:
-    """Refuse a stage without layers, embedding and loss. One without layers alone is fine."""
+    """Refuse a stage that has neither layers nor embedding nor loss."""
     stages = config.pipeline_model_parallel_size
     filled = [bool(part.layers) or part.embedding or part.head for part in parts]
     idle = " and ".join(str(k) for k in range(stages) if not any(filled[k::stages]))
@@ -278,7 +278,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
 
 
 def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: str) -> list[int]:
-    """Give first and last stage their numbers, and let the others share the rest equally."""
+    """Return the given numbers for the first and last stage, and equal numbers for the others."""
     stages, given = config.pipeline_model_parallel_size, " and ".join(_shown(config, _ENDS))
     if stages == 1:
         raise ConfigError(
@@ -303,8 +303,8 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
 def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[int]:
     """Return the layers of each part from a string such as `Ett|tt|tt|ttL`.
 
-    `E` embedding, `t` a layer, `L` loss, `|` next part; `t*3` and `(tt|)*2` repeat. Parts are in
-    the order of the model, a T5's encoder first.
+    `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` begins the next part,
+    and `t*3` and `(tt|)*2` repeat. Parts are in the order of the model, a T5's encoder first.
 
     Args:
         text: The layout string.
@@ -313,7 +313,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
         shown: The number of layers by its flags.
 
     Raises:
-        ConfigError: It cannot be read, or does not fit this model on these stages.
+        ConfigError: The string cannot be read, or does not fit this model on these stages.
     """
     parts = _expand(text)
     if not parts[0].startswith("E") or not parts[-1].endswith("L"):
@@ -332,7 +332,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
 
 
 def _expand(text: str) -> list[str]:
-    """Return the string without repetitions, cut at `|`."""
+    """Return the parts of the string, with repetitions written out."""
     groups: list[list[str]] = [[]]  # the items of each parenthesis that is open
     problem = ""
     for token in _TOKEN.finditer(text):

@@ -1,4 +1,4 @@
-"""What `tasks/main.py` is to do: evaluation and finetuning on downstream tasks."""
+"""Options of `tasks/main.py`: evaluation and finetuning on downstream tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run does: batches, length, recomputation, leaving, and how it treats bad numbers."""
+"""Options of training: batches, length, recomputation, exit and non-finite numbers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(TrainingOptions):
-    """Training as resolved: both batch sizes are known."""
+    """Training options after resolving: both batch sizes are known."""
 
     micro_batch_size: int = field()
     global_batch_size: int = field()

@@ -1,4 +1,4 @@
-"""A run as a YAML file: sections are `RunOptions`'s fields, keys are the fields of each."""
+"""A run as a YAML file: sections are the fields of `RunOptions`, keys are the fields of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only; a key that stands twice would lose its first value in silence."""
+    """A loader of plain values. It refuses repeated keys, which would lose their first value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
