@@ -15,8 +15,8 @@ them behind:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.durable import UNVERIFIED
@@ -37,8 +37,7 @@ _TWO_FORMATS = (
 )
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
+class FoundCheckpoint(NamedTuple):
     """A checkpoint that looks complete. Only opening it shows whether it is sound.
 
     Attributes:
@@ -89,20 +88,20 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
     """
     found, problems = scan(root)
     named, complaint = read_tracker(root)
-    known = [one for one in problems if one.split()[0] == named]
     if not found:
-        if complaint or (named is not None and not known):
-            problems.insert(0, complaint or f"{TRACKER} names {named!r}, which does not exist")
-        if problems:
+        told = [f"{name} {problem}" for name, problem in problems.items()]
+        if complaint or (named is not None and named not in problems):
+            told.insert(0, complaint or f"{TRACKER} names {named!r}, which does not exist")
+        if told:
             raise CheckpointError(
-                f"{root}: no complete checkpoint: " + "; ".join(problems) + ". Restore one from a "
-                "copy, or start from scratch in a new folder"
+                f"{root}: no complete checkpoint: " + "; ".join(told) + ". Restore one from a "
+                "copy, or name an empty folder to start from scratch"
             )
         return []
     current = next((one for one in found if one.name == named), None)
     if current is None:
         if not quiet:
-            why = known[0].removeprefix(f"{named} ") if known else "is missing or incomplete"
+            why = problems.get(named or "", "is missing or incomplete")
             unnamed = f"{TRACKER} names {named}, which {why}" if named else f"{TRACKER} is missing"
             warn(f"{root}: {complaint or unnamed}; trying the newest complete checkpoint")
         return found
@@ -132,10 +131,10 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
     return (RELEASE if word == RELEASE else iteration_folder(int(word))), None
 
 
-def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
-    """Return the complete checkpoints, newest first, and a description of each problem found."""
+def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
+    """Return the complete checkpoints, newest first, and what is wrong with other folders."""
     found: list[FoundCheckpoint] = []
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     if not root.is_dir():
         return found, problems
     try:
@@ -144,12 +143,12 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
         raise CheckpointError(f"{root}: cannot be read: {error.strerror}") from error
     for path in children:
         if path.name.startswith(("iter_", RELEASE)) and UNVERIFIED in path.name:
-            problems.append(f"{path.name} was not verified when it was converted")
+            problems[path.name] = "was not verified when it was converted"
         if not (path.name == RELEASE or _FOLDER.fullmatch(path.name)) or not path.is_dir():
             continue
         kind, problem = _classify(path)
         if kind is None:
-            problems.append(f"{path.name} {problem}")
+            problems[path.name] = problem
         else:
             found.append(FoundCheckpoint(kind, iteration_of(path.name), path))
     # A replaced checkpoint sorts after its replacement, because ".old-" makes its name longer.
@@ -188,7 +187,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
         if one.iteration == iteration and one.path.name != RELEASE:
             return one
     wanted = iteration_folder(iteration)
-    why = next((f" ({text})" for text in problems if text.split()[0] == wanted), "")
+    why = f" ({wanted} {problems[wanted]})" if wanted in problems else ""
     there = [tracker_text(name).decode() for name in dict.fromkeys(one.name for one in found)]
     if len(there) > _NAMED:
         there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]

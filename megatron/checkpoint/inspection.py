@@ -17,7 +17,6 @@ from megatron.checkpoint.entries import boxes_of_range
 from megatron.checkpoint.huggingface.files import is_model_folder
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import nothing_at, open_found
-from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import NativeReader, Reader, is_vocabulary_table
 from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
@@ -49,42 +48,38 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
         only: Compare only tensors whose names begin with this. "" compares everything.
     """
     result = Comparison()
-    names = [{name for name in reader.names() if name.startswith(only)} for reader in (one, other)]
-    for reader, there, here in ((one, names[0], names[1]), (other, names[1], names[0])):
-        result.lines += [f"{name}: only in {reader.path}" for name in sorted(there - here)]
-    for name in sorted(names[0] & names[1]):
+    mine, theirs = ({n for n in reader.held if n.startswith(only)} for reader in (one, other))
+    for reader, alone in ((one, mine - theirs), (other, theirs - mine)):
+        result.lines += [f"{name}: only in {reader.path}" for name in sorted(alone)]
+    for name in sorted(mine & theirs):
         line = _compare_tensor(one, other, name)
         if line is None:
             result.equal += 1
         else:
             result.lines.append(f"{name}: {line}")
     if not only:  # Megatron's files say less than ours, so only keys that both have are compared
-        mine, theirs = _settings(one.meta), _settings(other.meta)
-        for key in sorted(mine.keys() & theirs.keys()):
-            if mine[key] != theirs[key]:
-                shown = (json.dumps(side[key], sort_keys=True) for side in (mine, theirs))
+        sides = _settings(one.meta), _settings(other.meta)
+        for key in sorted(sides[0].keys() & sides[1].keys()):
+            if sides[0][key] != sides[1][key]:
+                shown = (json.dumps(side[key], sort_keys=True) for side in sides)
                 result.lines.append(f"{key}: {' -> '.join(shown)}")
     return result
 
 
 def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
     """Return how a tensor differs, or None if it does not. Read it one part at a time."""
-    shapes = [reader.global_shape(name) for reader in (one, other)]
-    forms = [
-        describe(str(reader.dtype(name)).removeprefix("torch."), shape)
-        for reader, shape in zip((one, other), shapes, strict=True)
-    ]
-    differs = shapes[0] != shapes[1]
-    if differs and not (is_vocabulary_table(name) and shapes[0][1:] == shapes[1][1:]):
-        return " -> ".join(forms)
-    shape = min(shapes)
+    mine, theirs = one.held[name], other.held[name]
+    parts = [] if mine == theirs else [f"{mine} -> {theirs}"]
+    differs = mine.shape != theirs.shape
+    if differs and not (is_vocabulary_table(name) and mine.shape[1:] == theirs.shape[1:]):
+        return parts[0]
+    shape = min(mine.shape, theirs.shape)
     total, changed, largest = math.prod(shape), 0, 0.0
     for start in range(0, total, _ELEMENTS):
         for box in boxes_of_range(shape, start, min(start + _ELEMENTS, total)):
             count, difference = _differences(one.read(name, box), other.read(name, box))
             changed += count
             largest = difference if math.isnan(difference) else max(largest, difference)
-    parts = [" -> ".join(forms)] if forms[0] != forms[1] else []
     if changed:
         parts.append(f"{changed:,} of {total:,} values changed, by at most {largest:.3g}")
     elif differs:
@@ -144,15 +139,15 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     checkpoints = find.list_checkpoints(root, quiet=True)
     if not checkpoints:
         raise CheckpointError(f"{root}: {nothing_at(root)}")
-    incomplete = [f"{problem}: never loaded" for problem in find.scan(root)[1]]
+    problems = find.scan(root)[1]
+    incomplete = [f"{name} {problem}: never loaded" for name, problem in problems.items()]
     incomplete += [
         f"{path.name}: a save that has not finished, never loaded"
         for path in sorted(root.glob(f"*{TEMPORARY}*"))
         if path.is_dir()
     ]
     if named is not None and all(found.name != named for found in checkpoints):
-        is_there = any(problem.split()[0] == named for problem in incomplete)
-        complaint = "which is incomplete" if is_there else "which does not exist"
+        complaint = f"which {'is incomplete' if named in problems else 'does not exist'}"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f", {complaint}" * bool(complaint))
     lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
     return [first, *lines, *incomplete], sound and complaint is None
@@ -190,6 +185,5 @@ def _details(reader: Reader) -> Iterator[str]:
                 yield f"  {key}.{section}: {json.dumps(fields, sort_keys=True)}"
         else:
             yield f"  {key}: {json.dumps(value, sort_keys=True)}"
-    for name in reader.names():
-        dtype = str(reader.dtype(name)).removeprefix("torch.")
-        yield f"  {name}  {dtype} {list(reader.global_shape(name))}"
+    for name, held in sorted(reader.held.items()):
+        yield f"  {name}  {held}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpoint import find
@@ -14,9 +13,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader, Reader
 from megatron.durable import TEMPORARY, UNVERIFIED
 from megatron.errors import CheckpointError, warn
-from megatron.parallel.layout import Layout
-
-_UNPUBLISHED = (TEMPORARY, UNVERIFIED)
+from megatron.parallel.layout import Axis, Layout
 
 
 def open_checkpoint(
@@ -47,18 +44,22 @@ def open_checkpoint(
         itself = find.checkpoint_at(root)
         return find.list_checkpoints(root) if itself is None else [itself]
 
-    listed = exchange.on_main(
-        lambda: [[one.format, one.iteration, str(one.path)] for one in candidates()]
-    )
     problems: list[str] = []
-    for kind, iteration, path in listed:
+    for kind, iteration, path in exchange.on_main(
+        lambda: [[one.format, one.iteration, str(one.path)] for one in candidates()]
+    ):
         found = find.FoundCheckpoint(kind, iteration, Path(path))
-        reader, problem = _try_open(found, exchange, verify)
-        if reader is not None:
+        reader, problem = None, None
+        try:
+            reader = open_found(found, verify=verify, world=exchange.world)
+        except CheckpointError as error:
+            problem = str(error)
+        failures = [text for text in exchange.gather(problem) if text is not None]
+        if reader is not None and not failures:
             if problems and exchange.is_main:
                 warn("\n  ".join([*problems, f"using {found.path.name} instead"]))
             return reader
-        problems.append(f"{found.path} is not used: {problem}")
+        problems.append(f"{found.path} is not used: {failures[0]}")
     if not problems:
         return None
     if step is not None:  # the other checkpoints have not been examined
@@ -73,38 +74,23 @@ def open_checkpoint(
     )
 
 
-def _try_open(
-    found: find.FoundCheckpoint, exchange: JsonExchange, verify: bool
-) -> tuple[Reader | None, str | None]:
-    """Return a reader, or the first problem if any rank cannot open the checkpoint. Collective."""
-    reader: Reader | None = None
-    problem = None
-    rank, ranks = exchange.world.rank, exchange.world.size
-    try:
-        reader = open_found(found, verify=verify, rank=rank, ranks=ranks)
-    except CheckpointError as error:
-        problem = str(error)
-    problems = [text for text in exchange.gather(problem) if text is not None]
-    return (None, problems[0]) if problems else (reader, None)
-
-
 def open_found(
-    found: find.FoundCheckpoint, *, verify: bool = True, rank: int = 0, ranks: int = 1
+    found: find.FoundCheckpoint, *, verify: bool = True, world: Axis | None = None
 ) -> Reader:
     """Open this checkpoint, without a fallback, and verify a rank's share of it.
 
     Args:
         found: The checkpoint.
         verify: Compare digests.
-        rank: Index of the share to verify.
-        ranks: Number of shares.
+        world: The ranks that open it together. None opens it on this rank alone.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
     """
+    world = world or Layout.single().world
     if found.format == "legacy":
         try:
-            return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
+            return LegacyReader(found.path, world, verify=verify)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             # The tree comes from outside: any value in it may not be the dict or number we expect.
             raise CheckpointError(f"not a Megatron-LM checkpoint: {error}") from error
@@ -112,7 +98,7 @@ def open_found(
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")
     if verify:
-        reader.verify(rank, ranks)
+        reader.verify(world.rank, world.size)
     return reader
 
 
@@ -175,11 +161,11 @@ def checkpoints_below(root: Path) -> list[str]:
     """Return the folders inside `root` that --load would accept, for messages about `root`."""
     if not root.is_dir():
         return []
-    tests: tuple[Callable[[Path], object], ...] = (
-        lambda folder: (folder / find.TRACKER).is_file(),
-        is_model_folder,
-        find.checkpoint_at,
-    )
+
+    def is_accepted(folder: Path) -> bool:
+        is_root = (folder / find.TRACKER).is_file() or is_model_folder(folder)
+        return is_root or find.checkpoint_at(folder) is not None
+
     folders = (one for one in root.iterdir() if one.is_dir())
-    named = (one for one in folders if not any(word in one.name for word in _UNPUBLISHED))
-    return sorted(one.name for one in named if any(test(one) for test in tests))
+    named = (one for one in folders if TEMPORARY not in one.name and UNVERIFIED not in one.name)
+    return sorted(one.name for one in named if is_accepted(one))

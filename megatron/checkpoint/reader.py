@@ -42,6 +42,10 @@ class HeldTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        """Return a description such as "float32 [5120, 64]"."""
+        return describe(str(self.dtype).removeprefix("torch."), self.shape)
+
 
 class Reader(ABC):
     """An opened checkpoint, as training and tools read it, whatever its format on disk.
@@ -403,19 +407,16 @@ def find_problems(
     Returns:
         One line for each problem.
     """
-    held = set(reader.names())
-    problems = [f"{name} is missing" for name in sorted(set(entries) - held)]
-    under = tuple(prefixes)
+    held, under = reader.held, tuple(prefixes)
+    problems = [f"{name} is missing" for name in sorted(entries.keys() - held.keys())]
     problems += [
         f"{name} does not exist in this network"
-        for name in sorted(held - set(entries))
+        for name in sorted(held.keys() - entries.keys())
         if name.startswith(under)
     ]
     for name, entry in sorted(flatten(entries), key=lambda pair: pair[0]):
-        if name not in held:
-            continue
-        here = (str(entry.tensor.dtype), tuple(entry.global_shape))
-        there = (str(reader.dtype(name)), reader.global_shape(name))
-        if here[1] != there[1] or (here[0] != there[0] and not cast):
-            problems.append(f"{name} is {describe(*there)}, not {describe(*here)}")
+        here = HeldTensor(tuple(entry.global_shape), entry.tensor.dtype)
+        there = held.get(name, here)
+        if here.shape != there.shape or (here.dtype != there.dtype and not cast):
+            problems.append(f"{name} is {there}, not {here}")
     return list(dict.fromkeys(problems))

@@ -25,11 +25,11 @@ def test_values_are_copied_in_place(tmp_path):
         ({"model.norm.weight": None}, "model.norm.weight does not exist"),
         (
             {"model.norm.weight": Entry.whole(torch.zeros(8))},
-            r"torch.float16 \[8\], not torch.float32 \[8\]",
+            r"is float16 \[8\], not float32 \[8\]",
         ),
         (
             {"model.norm.weight": Entry.whole(torch.zeros(9).half())},
-            r"torch.float16 \[8\], not torch.float16 \[9\]",
+            r"is float16 \[8\], not float16 \[9\]",
         ),
     ],
 )

@@ -38,21 +38,21 @@ _OTHER_FIELDS = {
 
 
 def plain_arguments(args: Any) -> dict[str, Json]:
-    """Return the Namespace's fields that are scalars or flat lists; none if it is missing."""
+    """Return the Namespace's fields that are scalars or flat lists; none if it is missing.
+
+    Lists in lists are left out: a small pickle can hold an endless tree.
+    """
     if args is None:
         return {}
     if not isinstance(args, Namespace):
         raise CheckpointError("`args` is not an argparse.Namespace")
-    plain = {str(key): _plain(value) for key, value in args.fields.items()}
-    return {key: value for key, value in plain.items() if value is not _DROPPED}
-
-
-def _plain(value: Any) -> Json:
-    """Return a field as JSON. This is not recursive: a small pickle can hold an endless tree."""
-    if isinstance(value, list | tuple) and len(value) <= _MAX_LIST:
-        scalars = [_scalar(one) for one in value]
-        return scalars if _DROPPED not in scalars else _DROPPED
-    return _scalar(value)
+    plain = {}
+    for key, value in args.fields.items():
+        is_list = isinstance(value, list | tuple) and len(value) <= _MAX_LIST
+        scalars = [_scalar(one) for one in (value if is_list else [value])]
+        if _DROPPED not in scalars:
+            plain[str(key)] = scalars if is_list else scalars[0]
+    return plain
 
 
 def _scalar(value: Any) -> Json:
@@ -78,30 +78,28 @@ def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     return sections
 
 
-def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:
-    """Return a network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
+def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict[str, Json]]:
+    """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
     Fields that the file's version did not have are left out: their defaults apply.
     """
-    config = {name: args[name] for name in _MODEL_FIELDS if name in args}
-    config["architecture"] = architecture
+    model = {name: args[name] for name in _MODEL_FIELDS if name in args}
+    model["architecture"] = architecture
     if "layernorm_epsilon" in args:
-        config.setdefault("norm_epsilon", args["layernorm_epsilon"])
+        model.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if args.get("use_rotary_position_embeddings"):
-        config["position_embedding_type"] = "rope"
+        model["position_embedding_type"] = "rope"
     elif args.get("add_position_embedding") is False:
-        config["position_embedding_type"] = "none"
+        model["position_embedding_type"] = "none"
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
-        config.setdefault("kv_channels", hidden // heads)
-        config.setdefault("ffn_hidden_size", 4 * hidden)
-    return {name: value for name, value in config.items() if value is not None}
-
-
-def optimizer_config(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the optimizer's settings, under `OptimizerConfig`'s names."""
-    names = (field.name for field in fields(OptimizerConfig))
-    return {name: args[name] for name in names if args.get(name) is not None}
+        model.setdefault("kv_channels", hidden // heads)
+        model.setdefault("ffn_hidden_size", 4 * hidden)
+    optimizer = {field.name: args.get(field.name) for field in fields(OptimizerConfig)}
+    return {
+        section: {name: value for name, value in values.items() if value is not None}
+        for section, values in (("model", model), ("optimizer", optimizer))
+    }
 
 
 def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,15 @@ import torch
 from megatron.checkpoint.entries import Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy import names as legacy
-from megatron.checkpoint.legacy.arguments import (
-    consumed_samples,
-    legacy_config,
-    optimizer_config,
-    plain_arguments,
-)
+from megatron.checkpoint.legacy import torch_file
+from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizer
-from megatron.checkpoint.legacy.torch_file import (
-    DISTRIBUTED_FILE,
-    RankFile,
-    open_distributed,
-    open_files,
-    states_beside,
-)
+from megatron.checkpoint.legacy.torch_file import RankFile
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.checkpoint.reader import HeldTensor, Reader
 from megatron.checkpoint.retention import hold_for_reading, is_as_listed
 from megatron.errors import CheckpointError, warn
+from megatron.parallel.layout import Axis
 
 
 @dataclass(frozen=True)
@@ -56,22 +48,21 @@ class LegacyReader(Reader):
     It may hold a GPT, BERT or T5 of v1.0 to 23.08 or of the Llama-2 fork, or the weights of
     Megatron Core's GPT in its `torch` format.
 
-    `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
-    padded_vocab_size, optimizer (None if its state is not available), schedule (Megatron's fields),
-    config (the sections of the model and the optimizer), and legacy_args (all plain fields of the
-    command line).
+    `meta` holds iteration, consumed_train_samples, skipped_train_samples, padded_vocab_size,
+    optimizer (None if its state is not available), schedule (Megatron's fields), config (the
+    sections of the model and the optimizer), and legacy_args (all plain fields of the command
+    line).
     """
 
     format = "legacy"
 
-    def __init__(self, path: Path, *, verify: bool = True, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, path: Path, world: Axis, *, verify: bool) -> None:
         """Open all files.
 
         Args:
             path: The checkpoint's folder.
-            verify: Check the CRCs of a rank's share of the files.
-            rank: Index of the share.
-            ranks: Number of shares.
+            world: The ranks that open it, each of which verifies its share.
+            verify: Check the CRCs of this rank's share of the files.
 
         Raises:
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
@@ -84,7 +75,7 @@ class LegacyReader(Reader):
         except OSError as error:
             message = f"{error.filename or path}: cannot be read: {error.strerror}"
             raise CheckpointError(message) from error
-        self._files = open_files(path)
+        self._files = torch_file.open_files(path)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
@@ -92,15 +83,14 @@ class LegacyReader(Reader):
         self._arrangement = self._find_arrangement(first)
         # Later versions of Megatron number the optimizer's parameters in other orders.
         self._weights_only = legacy.is_core(self._files[0].chunks[0])
-        self._architecture = legacy.architecture_of(
-            model for file in self._files for model in file.chunks
-        )
+        models = (model for file in self._files for model in file.chunks)
+        self._architecture = legacy.architecture_of(models)
         self._beside: list[RankFile] = []
-        self._parts: dict[str, list[tuple[RankFile, TensorRef]]] = {}
+        self._parts = defaultdict[str, list[tuple[RankFile, TensorRef]]](list)
         layers = self._first_layers()
         states = [self._add_file(file, layers) for file in self._files]
         if verify:
-            for file in [*self._files, *self._beside][rank::ranks]:
+            for file in [*self._files, *self._beside][world.rank :: world.size]:
                 file.zip.verify()
         self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
         pieces = self._pieces.items()
@@ -111,20 +101,18 @@ class LegacyReader(Reader):
         if type(iteration) is not int or iteration < 0:
             raise CheckpointError(f"{path}: iteration {show(iteration)}")
         self.iteration: int = iteration
-        self.meta = self._find_meta(first, states, warns=rank == 0)
+        self.meta = self._find_meta(first, states, warns=world.is_first)
 
     def _check_grid(self) -> None:
         """Check that no folder is left over from another split of the same iteration."""
-        found = (self._tensor_size, len(self._files) // self._tensor_size)
+        sizes = (self._tensor_size, len(self._files) // self._tensor_size)
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
         for file in self._files:
             args = plain_arguments(file.tree.get("args"))
-            told = tuple(
-                args.get(f"{axis}_model_parallel_size", size)
-                for axis, size in zip(("tensor", "pipeline"), found, strict=True)
-            )
-            if told != found:
+            told = tuple(map(args.get, names, sizes))
+            if told != sizes:
                 raise CheckpointError(
-                    f"{self.path}: mp_rank folders of {found[0]} tensor ranks x {found[1]} stages, "
+                    f"{self.path}: mp_rank folders of {sizes[0]} tensor ranks x {sizes[1]} stages, "
                     f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: are "
                     "they of different saves? Remove the folders that do not belong together"
                 )
@@ -133,9 +121,8 @@ class LegacyReader(Reader):
         version = tree.get("checkpoint_version", 0)
         heads = self._args.get("num_attention_heads", 0)
         if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
-            raise CheckpointError(
-                f"{self.path}: checkpoint_version {show(version)} is not supported"
-            )
+            what = f"checkpoint_version {show(version)}"
+            raise CheckpointError(f"{self.path}: {what} is not supported")
         if version < 2 and not heads:
             raise CheckpointError(f"{self.path}: `args` does not say the number of heads")
         gated = bool(self._args.get("swiglu", False))
@@ -159,38 +146,35 @@ class LegacyReader(Reader):
     ) -> OptimizerState | None:
         """Add the tensors of a file, and return its optimizer state if it can be read."""
         try:
-            tied = not self._args.get("untie_embeddings_and_output_weights", False)
+            list_parameters = partial(
+                legacy.list_parameters,
+                architecture=self._architecture,
+                tied=not self._args.get("untie_embeddings_and_output_weights", False),
+                is_first=file.stage == 0,
+            )
             chunks = [
-                legacy.list_parameters(
-                    model,
-                    first[chunk, file.stage],
-                    self._architecture,
-                    tied=tied,
-                    is_first=file.stage == 0,
-                )
+                list_parameters(model, first[chunk, file.stage])
                 for chunk, model in enumerate(file.chunks)
             ]
             parameters = [parameter for chunk in chunks for parameter in chunk]
-            named = {f"model.{one.name}": one.tensor for one in parameters if one.name is not None}
-            self._add(file, named)
+            for one in parameters:
+                if one.name is not None:
+                    self._parts[f"model.{one.name}"].append((file, one.tensor))
             if self._weights_only:
                 return None
             optimizer = file.tree.get("optimizer")
             state, holder = read_optimizer(optimizer, parameters), file
             if state is None:
-                beside = open_distributed(file)
+                beside = torch_file.open_distributed(file)
                 if beside is None:
                     return None
                 state, holder = read_distributed(optimizer, beside.tree, chunks), beside
                 self._beside.append(beside)
-            self._add(holder, {f"optimizer.{name}": ref for name, ref in state.tensors.items()})
+            for name, ref in state.tensors.items():
+                self._parts[f"optimizer.{name}"].append((holder, ref))
             return state
         except CheckpointError as error:
             raise CheckpointError(f"{file.zip.path}: {error}") from None
-
-    def _add(self, file: RankFile, tensors: Mapping[str, TensorRef]) -> None:
-        for name, ref in tensors.items():
-            self._parts.setdefault(name, []).append((file, ref))
 
     def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[RankPart]:
         """Return a tensor's parts with the box of each in the whole tensor."""
@@ -220,30 +204,23 @@ class LegacyReader(Reader):
     ) -> Json:
         released, args = self.path.name == RELEASE, self._args
         schedule = tree.get("opt_param_scheduler", tree.get("lr_scheduler")) or {}
-        consumed = 0 if released else consumed_samples(args, self.iteration)
         scalar = (type(None), str, int, float, bool)
-        schedule = {key: value for key, value in schedule.items() if type(value) in scalar}
         return {
             "iteration": self.iteration,
-            "consumed_train_samples": consumed,
+            "consumed_train_samples": 0 if released else consumed_samples(args, self.iteration),
             "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
-            "consumed_valid_samples": 0 if released else args.get("consumed_valid_samples"),
-            "scheduled_samples": schedule.get("num_steps", consumed),
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
-            "schedule": schedule,
-            "config": {
-                "model": legacy_config(args, self._architecture),
-                "optimizer": optimizer_config(args),
-            },
+            "schedule": {key: value for key, value in schedule.items() if type(value) in scalar},
+            "config": legacy_config(args, self._architecture),
             "legacy_args": args,
         }
 
     def _optimizer_meta(self, states: Sequence[OptimizerState | None], *, warns: bool) -> Json:
         known = [state for state in states if state is not None]
         if len(known) != len(states):
-            if warns:
-                self._warn_of_states()
+            if warns and (why := self._why_no_states()):
+                warn(f"{self.path}: {why}: only the weights are read")
             return None
         steps = {
             self._number(file, step)
@@ -252,22 +229,21 @@ class LegacyReader(Reader):
         }
         if len(steps) > 1:
             raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
-        scaler = {
-            key: self._number(self._files[0], value) for key, value in known[0].loss_scale.items()
-        }
+        scale = known[0].loss_scale.items()
+        scaler = {key: self._number(self._files[0], value) for key, value in scale}
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
 
-    def _warn_of_states(self) -> None:
-        """Warn that the folder's optimizer states are not read, and why."""
-        if any(states_beside(self.path)):
-            warn(
-                f"{self.path}: a file with optimizer states for each data rank, as Megatron-LM "
-                "23.04 wrote them: only the weights are read"
+    def _why_no_states(self) -> str:
+        """Return why the folder's optimizer states are not read, or "" if it has none."""
+        if any(torch_file.states_beside(self.path)):
+            return (
+                "a file with optimizer states for each data rank, as Megatron-LM 23.04 wrote them"
             )
-        elif self._weights_only and "optimizer" in self._files[0].tree:
-            warn(f"{self.path}: written by Megatron Core: only the weights are read")
-        elif any("optimizer" in file.tree for file in self._files):
-            warn(f"{self.path}: {DISTRIBUTED_FILE} is missing: only the weights are read")
+        if self._weights_only and "optimizer" in self._files[0].tree:
+            return "written by Megatron Core"
+        if any("optimizer" in file.tree for file in self._files):
+            return f"{torch_file.DISTRIBUTED_FILE} is missing"
+        return ""
 
     def _number(self, file: RankFile, value: Any) -> int | float:
         """Return a counter that was saved as a number or as a one-element tensor."""

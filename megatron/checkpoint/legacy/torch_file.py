@@ -87,9 +87,8 @@ class TorchZip:
             with zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: not a file of torch.save since PyTorch 1.6, or damaged: {error}"
-            ) from error
+            what = "not a file of torch.save since PyTorch 1.6, or damaged"
+            raise CheckpointError(f"{path}: {what}: {error}") from error
         self._ranges: dict[str, tuple[int, int]] = {}
         self._crcs: dict[str, int] = {}
         tops = set()
@@ -116,15 +115,13 @@ class TorchZip:
         """Return the first byte and the size of a record."""
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
-            raise CheckpointError(
-                f"{self.path}: refused: {info.filename} is compressed or encrypted"
-            )
+            what = f"{info.filename} is compressed or encrypted"
+            raise CheckpointError(f"{self.path}: refused: {what}")
         at, name = info.header_offset, info.filename.encode()
         local = self.buffer[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
         if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
-            raise CheckpointError(
-                f"{self.path}: damaged: {info.filename} is not where it should be"
-            )
+            what = f"{info.filename} is not where it should be"
+            raise CheckpointError(f"{self.path}: damaged: {what}")
         lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
         start = at + _LOCAL_HEADER + sum(lengths)
         if start + info.file_size > len(self.buffer):
@@ -309,9 +306,8 @@ def open_files(path: Path) -> list[RankFile]:
         raise CheckpointError(f"{path}: mp_rank_* folders are missing or duplicated")
     for key in ("iteration", "checkpoint_version"):
         if len({show(file.tree.get(key)) for file in files}) != 1:
-            raise CheckpointError(
-                f"{path}: the files differ in {key}: are they of different saves?"
-            )
+            what = f"the files differ in {key}: are they of different saves?"
+            raise CheckpointError(f"{path}: {what}")
     return files
 
 

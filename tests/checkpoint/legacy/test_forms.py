@@ -41,7 +41,6 @@ def test_weights_and_optimizer_come_back_whole(tmp_path, form):
         assert reader.dtype(name) == tensor.dtype
     assert (reader.format, reader.iteration) == ("legacy", 3)
     assert reader.meta["consumed_train_samples"] == 48
-    assert reader.meta["scheduled_samples"] == 40
     assert reader.meta["schedule"] == {"max_lr": 0.1, "num_steps": 40}
     assert reader.meta["optimizer"]["step"] == 3
     scale = {"scale": 1024.0, "growth_tracker": 5, "hysteresis_tracker": 2}
