@@ -190,10 +190,9 @@ class BackgroundSaver:
         except UserError as error:
             outcome = self._failure = error
         except Exception as error:
-            outcome = self._failure = CheckpointError(
-                f"the save of iteration {iteration} broke off in the background: "
-                f"{type(error).__name__}: {error}"
-            )
-            self._failure.__cause__ = error
+            what = f"the save of iteration {iteration} broke off in the background"
+            outcome = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+            outcome.__cause__ = error
+            self._failure = outcome
         if exchange.is_main:
             self._report(iteration, outcome)

@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.entries import DTYPES, Box, Json, is_tiled
@@ -29,7 +28,7 @@ class ManifestError(ValueError):
     """An error that says why a manifest is damaged, foreign or contradictory."""
 
 
-# The fields of the next two records have the names of their JSON keys.
+# The fields of these records have the names and the order of their JSON keys.
 class FileInfo(NamedTuple):
     """A shard file: its size, and the size (both in bytes) and SHA-256 of its header."""
 
@@ -54,12 +53,11 @@ class TensorPiece(NamedTuple):
         return Box(self.offset, self.shape)
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A whole tensor: safetensors' type name, its shape, and the pieces that tile it."""
 
     dtype: str
-    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
 
@@ -80,25 +78,24 @@ def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
     return keys
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A checkpoint's table of contents.
 
     Attributes:
         iteration: Training steps taken.
         created: UTC time, ISO 8601.
         layout: Sizes of the grid of processes that wrote the checkpoint, by axis name.
+        meta: JSON value that training stored to be able to resume.
         files: Shards by file name.
         tensors: Tensors by entry name.
-        meta: JSON value that training stored to be able to resume.
     """
 
     iteration: int
     created: str
     layout: dict[str, int]
+    meta: Json
     files: dict[str, FileInfo]
     tensors: dict[str, TensorInfo]
-    meta: Json
 
     def check(self) -> None:
         """Check that files, tensors and pieces agree with each other.
@@ -122,8 +119,8 @@ class Manifest:
 def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> None:
     if tensor.dtype not in DTYPES:
         raise ManifestError(f"{name} has unknown type {tensor.dtype!r}")
-    if not is_tiled(tensor.global_shape, (piece.box for piece in tensor.pieces)):
-        raise ManifestError(f"the pieces of {name} do not cover {list(tensor.global_shape)}")
+    if not is_tiled(tensor.shape, (piece.box for piece in tensor.pieces)):
+        raise ManifestError(f"the pieces of {name} do not cover {list(tensor.shape)}")
     for piece in tensor.pieces:
         if piece.file not in files:
             raise ManifestError(f"{name} is in {piece.file}, which the manifest does not list")
@@ -140,24 +137,13 @@ def dump(manifest: Manifest) -> bytes:
     Raises:
         ValueError: The meta data cannot be written as JSON (NaN and infinity cannot).
     """
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "iteration": manifest.iteration,
-        "created": manifest.created,
-        "layout": manifest.layout,
-        "meta": manifest.meta,
-        "files": {name: info._asdict() for name, info in sorted(manifest.files.items())},
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": tensor.global_shape,
-                "pieces": [piece._asdict() for piece in tensor.pieces],
-            }
-            for name, tensor in sorted(manifest.tensors.items())
-        },
+    tensors = {
+        name: {**tensor._asdict(), "pieces": [piece._asdict() for piece in tensor.pieces]}
+        for name, tensor in sorted(manifest.tensors.items())
     }
-    return _sign(body)
+    files = {name: info._asdict() for name, info in sorted(manifest.files.items())}
+    body = {**manifest._asdict(), "files": files, "tensors": tensors}
+    return _sign({"format": FORMAT, "version": VERSION, **body})
 
 
 def _sign(body: dict[str, Any]) -> bytes:
@@ -183,9 +169,8 @@ def parse(data: bytes) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ManifestError("not a manifest of this program")
     if body.get("version") != VERSION:
-        raise ManifestError(
-            f"format version {body.get('version')!r}; this program reads version {VERSION}"
-        )
+        found = body.get("version")
+        raise ManifestError(f"format version {found!r}; this program reads version {VERSION}")
     claimed = body.pop("sha256", None)
     if claimed != digest_of(_text(body)) or data != _sign(body):
         raise ManifestError("damaged: its digest does not match its content")
@@ -205,14 +190,8 @@ def parse(data: bytes) -> Manifest:
         )
         for name, tensor in _get(body, "tensors").items()
     }
-    manifest = Manifest(
-        iteration=_get(body, "iteration"),
-        created=_get(body, "created"),
-        layout=_get(body, "layout"),
-        files=files,
-        tensors=tensors,
-        meta=_get(body, "meta"),
-    )
+    others = {key: _get(body, key) for key in Manifest._fields[:-2]}
+    manifest = Manifest(**others, files=files, tensors=tensors)
     manifest.check()
     return manifest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,14 +66,8 @@ class SavePlan:
 def describe(entries: State) -> Json:
     """Return the name, type, global shape, offset and shape of every entry that a rank holds."""
     return [
-        [
-            name,
-            dtype_name(entry.tensor.dtype),
-            list(entry.global_shape),
-            list(entry.box.offset),
-            list(entry.box.shape),
-        ]
-        for name, entry in flatten(entries)
+        [name, dtype_name(one.tensor.dtype), list(one.global_shape), *map(list, one.box)]
+        for name, one in flatten(entries)
     ]
 
 
@@ -88,14 +82,14 @@ def make_plan(held: list[Json]) -> SavePlan:
     """
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    holders: dict[str, dict[Box, list[int]]] = {}
+    holders = defaultdict[str, dict[Box, list[int]]](dict)
     for rank, description in enumerate(held):
-        for name, dtype, shape, offset, part_shape in description:
-            known = dtypes.setdefault(name, dtype), shapes.setdefault(name, tuple(shape))
-            if known != (dtype, tuple(shape)):
-                raise ValueError(f"ranks disagree about {name}: {known} and {dtype, tuple(shape)}")
-            box = Box(tuple(offset), tuple(part_shape))
-            holders.setdefault(name, {}).setdefault(box, []).append(rank)
+        for name, dtype, shape, *box in description:
+            told = dtype, tuple(shape)
+            known = dtypes.setdefault(name, dtype), shapes.setdefault(name, told[1])
+            if known != told:
+                raise ValueError(f"ranks disagree about {name}: {known} and {told}")
+            holders[name].setdefault(Box(*map(tuple, box)), []).append(rank)
     for name, boxes in holders.items():
         if not is_tiled(shapes[name], boxes):
             raise ValueError(f"{name} {shapes[name]} is not covered by its parts: {list(boxes)}")

@@ -145,7 +145,7 @@ class NativeReader(Reader):
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta
         tensors = self.manifest.tensors.items()
-        self.held = {name: HeldTensor(one.global_shape, DTYPES[one.dtype]) for name, one in tensors}
+        self.held = {name: HeldTensor(one.shape, DTYPES[one.dtype]) for name, one in tensors}
         for name, info in self.manifest.files.items():
             _check_size(path / name, info.bytes)
 

@@ -56,15 +56,13 @@ class Keep:
         """Return the checkpoints of `found`, which is newest first, that `prune` should delete."""
         if self.latest is not None:
             old = found[self.latest :]
-        elif self.every is not None:
-            old = [one for one in found if one.path.name == before]
         else:
-            old = []
-        return [
-            one
-            for one in old
-            if one.iteration != newest and (self.every is None or one.iteration % self.every)
-        ]
+            old = [one for one in found if self.every is not None and one.path.name == before]
+
+        def is_kept(iteration: int) -> bool:
+            return iteration == newest or (self.every is not None and iteration % self.every == 0)
+
+        return [one for one in old if not is_kept(one.iteration)]
 
 
 def hold_for_reading(folder: Path, kind: str = "native") -> int:
@@ -81,9 +79,8 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
     descriptor = os.open(folder / _LOCKED[kind], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not _lock(descriptor, fcntl.LOCK_SH):
         os.close(descriptor)
-        raise CheckpointError(
-            "it is being deleted by another job's --keep-latest or --save-retain-interval"
-        )
+        flags = "--keep-latest or --save-retain-interval"
+        raise CheckpointError(f"it is being deleted by another job's {flags}")
     return descriptor
 
 

@@ -280,7 +280,7 @@ def _manifest(snapshot: Snapshot, reports: list[Json]) -> Manifest:
         tensors[name] = TensorInfo(plan.dtypes[name], plan.shapes[name], tuple(pieces))
     sizes = {"world": layout.world.size} | {axis: getattr(layout, axis).size for axis in AXES}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Manifest(snapshot.iteration, created, sizes, files, tensors, snapshot.meta)
+    return Manifest(snapshot.iteration, created, sizes, snapshot.meta, files, tensors)
 
 
 def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | None) -> None:

@@ -43,8 +43,9 @@ def family_named(name: object, path: object) -> Family:
     """
     known = families()
     if not isinstance(name, str) or name not in known:
+        choices = ", ".join(known)
         raise CheckpointError(
-            f"{path}: model_type {name!r} is not supported: choose from {', '.join(known)}"
+            f"{path}: model_type {name!r} is not supported: choose from {choices}"
         )
     return known[name]
 
@@ -81,12 +82,9 @@ def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
     differing = differing_fields(family, model, said)
     values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
     # If the flags are equal but their meanings differ, show the meanings, which other flags decide.
-    values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-    if not values:
-        values = {
-            name: (_meaning(family, model, name), _meaning(family, said, name))
-            for name in differing
-        }
+    values = {name: pair for name, pair in values.items() if pair[0] != pair[1]} or {
+        name: (_meaning(family, model, name), _meaning(family, said, name)) for name in differing
+    }
     return [
         f"{name} is {ours}, a {family.name} model has {theirs}"
         for name, (ours, theirs) in values.items()

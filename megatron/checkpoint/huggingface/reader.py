@@ -126,7 +126,7 @@ class HFReader(Reader):
     def _check(self, architectures: object) -> None:
         """Check that the files hold exactly what config.json describes."""
         problems: list[str] = []
-        # A problem if config.json names a class other than the one of this network.
+        # A class other than this network's explains other problems, but is none by itself.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(
                 f"config.json names the class {architectures[0]!s:.80}, which is not supported: "
@@ -145,9 +145,8 @@ class HFReader(Reader):
             if held is None:
                 problems.append(f"{name} is missing")
             elif held.shape != shape:
-                problems.append(
-                    f"{name} is {describe(held.dtype, held.shape)}, config.json says {list(shape)}"
-                )
+                found = describe(held.dtype, held.shape)
+                problems.append(f"{name} is {found}, config.json says {list(shape)}")
             elif held.dtype not in _FLOATS:
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
         copies = (self.family.tied_head, *self.family.word_copies)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,9 @@ class Settings:
         return self.values.get(key, default)
 
 
-def harmless(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the keys and values that say nothing about the network.
+def harmless(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that say nothing about the network, with their values.
 
     They are kept when another network is written.
     """
-    return ((key, value) for key, value in values.items() if key in _HARMLESS)
+    return {key: value for key, value in values.items() if key in _HARMLESS}

@@ -49,29 +49,26 @@ class Export:
     def tensors(self) -> Tensors:
         """Return the tensors by name, in order. Each is read only when it is written."""
         found: Tensors = {}
-        rules = self._rules()
+        path, rules = self.reader.path, self._rules()
         for rule in rules:
-            held, dtype = self.reader.global_shape(rule.name), self.reader.dtype(rule.name)
-            if held != rule.shape:
-                raise CheckpointError(
-                    f"{self.reader.path}: {rule.name} has shape {list(held)}, but its config "
-                    f"says {list(rule.shape)}"
-                )
+            shape, dtype = self.reader.held[rule.name]
+            if shape != rule.shape:
+                sizes = f"{list(shape)}, but its config says {list(rule.shape)}"
+                raise CheckpointError(f"{path}: {rule.name} has shape {sizes}")
             for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
                 shown = name.removeprefix(self.family.prefix) if self.bare_names else name
                 found[shown] = LazyTensor(shape, dtype, partial(self._read, rule, index))
         extra = {name for name in self.reader.names() if name.startswith("model.")}
         extra -= {rule.name for rule in rules}
         if extra:
-            raise CheckpointError(
-                f"{self.reader.path}: {min(extra)} does not exist in a {self.family.name} model"
-            )
+            what = f"{min(extra)} does not exist in a {self.family.name} model"
+            raise CheckpointError(f"{path}: {what}")
         return found
 
     def _rules(self) -> list[ParameterRule]:
         """Return the rules of the pieces that the checkpoint has."""
-        rules, names = self.family.rules(self.model, self.vocab), set(self.reader.names())
-        return present(rules, [rule for rule in rules if rule.name in names])
+        rules, held = self.family.rules(self.model, self.vocab), self.reader.held
+        return present(rules, [rule for rule in rules if rule.name in held])
 
     def _read(self, rule: ParameterRule, index: int) -> torch.Tensor:
         return rule.form.split(self.reader.read(rule.name))[index]
@@ -93,15 +90,11 @@ class Export:
             if is_same and described.vocab == self.vocab:
                 key = "torch_dtype" if "torch_dtype" in template else "dtype"
                 return {**template, key: dtype}
-        kept = dict(harmless(template or {}))
+        kept = harmless(template or {})
         kept.pop("dtype", None)
-        architecture = self.family.architecture(frozenset(rule.piece for rule in self._rules()))
-        return {
-            **kept,
-            "architectures": [architecture],
-            **self.family.write(self.model, self.vocab),
-            "torch_dtype": dtype,
-        }
+        pieces = frozenset(rule.piece for rule in self._rules())
+        kept["architectures"] = [self.family.architecture(pieces)]
+        return {**kept, **self.family.write(self.model, self.vocab), "torch_dtype": dtype}
 
 
 def write_folder(
@@ -173,10 +166,8 @@ def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
         groups[-1][name] = tensor
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, 1)
-    }
+    name = "model-{:05d}-of-{:05d}.safetensors"
+    return {name.format(number, len(groups)): group for number, group in enumerate(groups, 1)}
 
 
 def _size(tensors: Tensors) -> int:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import math
 import mmap
 import pickle
@@ -32,8 +33,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -89,30 +89,24 @@ class TorchZip:
         except (zipfile.BadZipFile, ValueError, OSError) as error:
             what = "not a file of torch.save since PyTorch 1.6, or damaged"
             raise CheckpointError(f"{path}: {what}: {error}") from error
-        self._ranges: dict[str, tuple[int, int]] = {}
-        self._crcs: dict[str, int] = {}
+        self._records: dict[str, tuple[int, zipfile.ZipInfo]] = {}  # first byte, entry of the list
         tops = set()
         for info in infos:
-            top, name = self._split(info.filename)
+            top, _, name = info.filename.partition("/")
+            parts = name.split("/")
+            if not top or "\\" in info.filename or not {"", ".", ".."}.isdisjoint((top, *parts)):
+                raise CheckpointError(f"{path}: refused: record name {info.filename!r}")
             tops.add(top)
-            if name in self._ranges:
+            if name in self._records:
                 raise CheckpointError(f"{path}: record {name!r} occurs twice")
-            self._ranges[name] = self._locate(info)
-            self._crcs[name] = info.CRC
+            self._records[name] = self._locate(info), info
         if len(tops) != 1:
             raise CheckpointError(f"{path}: holds the records of {len(tops)} files")
-        if "byteorder" in self._ranges and bytes(self.record("byteorder")) != b"little":
+        if "byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
             raise CheckpointError(f"{path}: written on a big-endian machine, which is not read")
 
-    def _split(self, filename: str) -> tuple[str, str]:
-        parts = PurePosixPath(filename).parts
-        unsafe = filename.startswith("/") or "\\" in filename or ".." in parts
-        if unsafe or len(parts) < 2 or "/".join(parts) != filename:
-            raise CheckpointError(f"{self.path}: refused: record name {filename!r}")
-        return parts[0], "/".join(parts[1:])
-
-    def _locate(self, info: zipfile.ZipInfo) -> tuple[int, int]:
-        """Return the first byte and the size of a record."""
+    def _locate(self, info: zipfile.ZipInfo) -> int:
+        """Return the first byte of a record."""
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
             what = f"{info.filename} is compressed or encrypted"
@@ -126,7 +120,7 @@ class TorchZip:
         start = at + _LOCAL_HEADER + sum(lengths)
         if start + info.file_size > len(self.buffer):
             raise CheckpointError(f"{self.path}: {info.filename} lies outside the file: truncated?")
-        return start, info.file_size
+        return start
 
     def range(self, name: str) -> tuple[int, int]:
         """Return the first byte and the size of a record.
@@ -134,9 +128,10 @@ class TorchZip:
         Raises:
             CheckpointError: There is no such record.
         """
-        if name not in self._ranges:
+        if name not in self._records:
             raise CheckpointError(f"{self.path}: record {name!r} is missing")
-        return self._ranges[name]
+        start, info = self._records[name]
+        return start, info.file_size
 
     def record(self, name: str) -> memoryview:
         """Return a record's bytes.
@@ -153,7 +148,7 @@ class TorchZip:
         Raises:
             CheckpointError: A record differs. The message names the first.
         """
-        for name in self._ranges:
+        for name in self._records:
             self.check(name)
 
     def check(self, name: str) -> None:
@@ -165,7 +160,7 @@ class TorchZip:
         data, crc = self.record(name), 0
         for position in range(0, len(data), _CHUNK):
             crc = zlib.crc32(data[position : position + _CHUNK], crc)
-        if crc != self._crcs[name]:
+        if crc != self._records[name][1].CRC:
             raise CheckpointError(f"{self.path}: damaged: record {name!r} fails its CRC-32")
 
 
@@ -256,7 +251,7 @@ class RankFile:
         if "model0" not in self.tree:
             return [self.tree.get("model")]
         numbered = (self.tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
-        return list(takewhile(lambda chunk: chunk is not None, numbered))
+        return list(itertools.takewhile(lambda chunk: chunk is not None, numbered))
 
     def find(self, ref: TensorRef) -> int:
         """Return the file position of a tensor's storage.
@@ -274,9 +269,8 @@ class RankFile:
         start = self.find(ref)
         if not math.prod(ref.shape):
             return torch.empty(ref.shape, dtype=ref.storage.dtype)
-        flat = torch.frombuffer(
-            self.zip.buffer, dtype=ref.storage.dtype, count=ref.storage.numel, offset=start
-        )
+        count, dtype = ref.storage.numel, ref.storage.dtype
+        flat = torch.frombuffer(self.zip.buffer, dtype=dtype, count=count, offset=start)
         return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
@@ -297,12 +291,12 @@ def open_files(path: Path) -> list[RankFile]:
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match is None:
             raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
-        archive, tree = _open(old if old.exists() else folder / MODEL_FILE)
-        files.append(RankFile(int(match.group(1)), int(match.group(2) or 0), archive, tree))
+        rank, stage = int(match[1]), int(match[2] or 0)
+        files.append(RankFile(rank, stage, *_open(old if old.exists() else folder / MODEL_FILE)))
     files.sort(key=lambda file: (file.stage, file.tensor_rank))
     places = [(file.stage, file.tensor_rank) for file in files]
-    stages, ranks = (1 + max((place[i] for place in places), default=-1) for i in (0, 1))
-    if not places or places != [(s, r) for s in range(stages) for r in range(ranks)]:
+    grid = itertools.product(*(range(1 + max(axis)) for axis in zip(*places, strict=True)))
+    if places != list(grid):
         raise CheckpointError(f"{path}: mp_rank_* folders are missing or duplicated")
     for key in ("iteration", "checkpoint_version"):
         if len({show(file.tree.get(key)) for file in files}) != 1:
