@@ -56,20 +56,21 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     names = [RANK_ENV, WORLD_SIZE_ENV, LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"]
     if use_mpi:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-        if names[0] not in os.environ:
+        if "OMPI_COMM_WORLD_RANK" not in os.environ:
             raise ConfigError(
-                f"--use-mpi: {names[0]} is not set: start with mpirun, or drop the flag and start "
-                "with torchrun"
+                "--use-mpi: OMPI_COMM_WORLD_RANK is not set: start with mpirun, or drop the flag "
+                "and start with torchrun"
             )
     elif not _is_launched():
         _refuse_bare_slurm()
     rank, size, local_rank, local_size = map(whole_number, names, (0, 1, 0, 1))
     restarts = 0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0)
     if not 0 <= rank < size:
+        rank_name, size_name, *_ = names
         launcher = "mpirun" if use_mpi else "torchrun"
         raise ConfigError(
-            f"{names[0]} is {rank}, but {names[1]} is {size} (1 if unset), and ranks run from 0 to "
-            f"one below it: set both, as {launcher} does, or neither"
+            f"{rank_name} is {rank}, but {size_name} is {size} (1 if unset), and ranks run from 0 "
+            f"to one below it: set both, as {launcher} does, or neither"
         )
     return Launch(rank, size, local_rank, local_size, restarts)
 

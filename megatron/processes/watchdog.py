@@ -140,13 +140,13 @@ def _absent(
         expected = {state.wait.ranks: state.wait.number or 0}
     else:  # its device waits for a communication that the process has started
         expected = state.started
-    return frozenset(
-        other
-        for ranks, number in expected.items()
-        for other in set(ranks) - {rank}
-        for theirs in [states.get(other)]
-        if other in silent or theirs is None or theirs.started.get(ranks, 0) < number
-    )
+    absent = set()
+    for ranks, number in expected.items():
+        for other in set(ranks) - {rank}:
+            theirs = states.get(other)
+            if other in silent or theirs is None or theirs.started.get(ranks, 0) < number:
+                absent.add(other)
+    return frozenset(absent)
 
 
 def _headline(missing: frozenset[int], waiting: State | None, seconds: float) -> str:
