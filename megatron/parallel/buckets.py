@@ -82,15 +82,15 @@ class ParameterTraits:
         dtype: The data type of the weight.
         replica_axis: The axis of the processes that hold the same weight, over which its gradient
             is averaged: "data", or "expert_data" for the weights of an expert.
-        waves: For stage 2, the operations of a pipeline schedule that each add to the gradient.
+        waves: In stage 2, the operations of a pipeline schedule that each add to the gradient.
         gathered_in_8_bits: Updated weights are cast to fp8 before they are gathered.
         is_partial: Each tensor rank sees only a part of the sequence or some of the heads, so the
             gradient must be added over the tensor axis before it is averaged.
         is_tied: A copy on another pipeline stage adds to the gradient after backward, so its bucket
             and those after it wait for that. In stage 2 it has a bucket of its own, so that both
             stages cut it at the same rows.
-        comes_first: For stage 2, backward reaches a tied parameter first: word embeddings that the
-            output layer shares, although they are the model's first parameter.
+        comes_first: In stage 2, backward reaches this tied parameter first. It is the table of word
+            embeddings that the output layer shares, although it is the model's first parameter.
         may_be_idle: An iteration may bring no gradient (an idle expert, an unused adapter). Such
             parameters are kept apart and sent last, so that no other bucket waits for them.
         needs_whole: The update needs the whole tensor on one process, not a shard of it.
@@ -134,7 +134,7 @@ class Bucket:
     Attributes:
         span: All elements of the bucket, padding included.
         members: Its parameters in the order of their slots.
-        waves: For stage 2, the operations that each add to all of its gradients.
+        waves: In stage 2, the operations that each add to all of its gradients.
     """
 
     span: Span
@@ -175,12 +175,12 @@ class FlatPlan:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The flat buffers, their buckets, and the order in which all processes send these.
+    """The flat buffers, their buckets, and the order in which all processes send them.
 
     Attributes:
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
         flats: The buffers.
-        order: The sending order: the number of a buffer and of a bucket in it, for each bucket.
+        order: For each bucket in sending order, the number of its buffer and its number there.
     """
 
     zero_stage: int

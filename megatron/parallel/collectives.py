@@ -27,7 +27,7 @@ Collective = Callable[[Tensor, Axis], Tensor]
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum the axis' partial results: all-reduce in forward, nothing in backward."""
+    """Sum the axis' partial results: all-reduce in forward, identity in backward."""
     if axis.size == 1:
         return x
 
@@ -40,7 +40,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results and keep this rank's part of dimension 0.
 
-    Forward reduce-scatter, [s, ...] -> [s/t, ...]; backward all-gather.
+    Forward is a reduce-scatter, [s, ...] -> [s/t, ...]; backward is an all-gather.
     """
     return x if axis.size == 1 else _Communicate.apply(x, axis, reduce_scatter, all_gather)
 
@@ -48,7 +48,7 @@ def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
     """Join parts along the last dimension for a computation that is split over the axis.
 
-    Forward is an all-gather; backward is a reduce-scatter, as every rank has a share of the
+    Forward is an all-gather; backward is a reduce-scatter, because every rank has a share of the
     gradient.
     """
     if axis.size == 1:
@@ -123,7 +123,7 @@ def start_reduce_scatter(
 ) -> Pending:
     """Sum over the axis; each rank gets its part of dimension 0: [t s, ...] -> [s, ...].
 
-    The result is written to `into` if given; in place if that is this rank's part of `x`.
+    The result is written to `into` if given. It runs in place if `into` is this rank's part of `x`.
     """
     if axis.size == 1:
         return Pending(x)
@@ -218,7 +218,7 @@ class Communication:
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """Begin to take the largest of all ranks' values if the input is a part; changes `x`."""
+        """Begin to take the maximum over the ranks, in place, if the input is only a part."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))

@@ -83,7 +83,7 @@ def _local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
 
 
 def _join(part: Statistics, local: Tensor, size: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return maxima, sums of exponentials and losses of whole rows [n]. Two collectives."""
+    """Return maxima, sums of exponentials and losses of whole rows [n], by two collectives."""
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
     maxima = all_reduce(part.maxima.clone(), axis, dist.ReduceOp.MAX)
@@ -219,7 +219,7 @@ _UNIT = 1024.0
 
 @dataclass
 class _HeadGradients:
-    """Gradients of the sum of losses.
+    """The gradients of the sum of losses.
 
     Attributes:
         input: The input's gradient [s, b, h].

@@ -2,8 +2,8 @@
 
 A product that is cut by rows sends each part as soon as it is ready, and takes the others' parts
 when it needs them. The messages between an `open` and its `close` are one use of an exchange. All
-ranks program the same uses in the same order; step i is the message to the i-th rank after this
-one, around the axis, and from the i-th before it.
+ranks program the same uses in the same order. Step i is the message to the i-th rank after this one
+and from the i-th rank before it, around the axis.
 
 On a GPU, ranks write into each other's memory, and each keeps track of which part of it is free
 (`Ledger`) without asking the others. The ranks are not in step, but each makes the same calls in
@@ -24,7 +24,7 @@ from megatron.parallel.layout import Axis
 
 
 class Use(Protocol):
-    """One message to, and one from, each other rank of the axis: [rows, ...] of one shape."""
+    """A message to and one from every other rank of the axis, all of one shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
         """Begin to send contiguous rows, which nobody changes until `close`."""
@@ -46,7 +46,7 @@ class Use(Protocol):
 
 
 class Exchange(Protocol):
-    """Opens uses, of which two may be open at a time."""
+    """A way for ranks to send each other rows; two uses of it may be open at a time."""
 
     axis: Axis
 
@@ -121,7 +121,7 @@ SLOTS = 3  # a column's backward opens two; with a third, the next use needs no 
 
 
 class Ledger:
-    """An account of the slot that each use takes, and whether it is known to be free on every rank.
+    """A record of the slot that each use takes, and whether it is known to be free on every rank.
 
     Uses count from 0; use k takes slot k modulo `slots`. Rows that another rank has sent for use k
     show that it has closed all uses that this rank had closed when it sent its own for k.

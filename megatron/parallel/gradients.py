@@ -10,20 +10,22 @@ The memory that a process needs for gradients, for d processes and gradients of 
 depends on the stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", 2020):
 
-    stage 0  all-reduce: everything, everywhere.                                 g bytes
-    stage 1  reduce-scatter: everything until then; its own shard counts after.  g bytes
-    stage 2  reduce-scatter in every micro-batch's backward: its own shard.      g / d bytes and
-             two buckets at most, one being filled and one on its way
+    stage 0  All-reduce. A process keeps all gradients: g bytes.
+    stage 1  Reduce-scatter. A process keeps all gradients, of which only its shard is averaged:
+             g bytes.
+    stage 2  Reduce-scatter in the backward of every micro-batch. A process keeps its shard, g / d
+             bytes, and at most two buckets, one being filled and one on its way.
 
-With overlap a bucket is sent as soon as all its gradients are complete, otherwise after backward
-(in stage 2 it is also sent when complete, but waited for at once). All processes send the buckets
-in the plan's order, whatever order their gradients come in. A parameter that gets no gradient in an
-iteration counts as zero: its bucket, and those behind it, are sent when backward ends.
+With overlap a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
+backward; in stage 2 it is sent when complete, but waited for at once. All processes send the
+buckets in the plan's order, whatever order their gradients come in. A parameter that gets no
+gradient in an iteration counts as zero: its bucket, and those behind it, are sent when backward
+ends.
 
 In a pipeline, a micro-batch's backward goes through the model parts of a process one by one, with
 those of other processes in between. Each such step is a wave. In stage 2 all gradients of a bucket
-come in the same wave (or, if several parts share them, in the same waves); when that is over, only
-shards of it are left.
+come in the same wave (or, if several parts share them, in the same waves). When the wave is over,
+only shards of the bucket are left.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class Reducer:
         self.expect(self.buckets)
 
     def expect(self, buckets: list[PendingBucket]) -> None:
-        """Note that every gradient of these buckets is missing and none of them has been sent."""
+        """Note that these buckets lack every gradient and that none of them has been sent."""
         self._expected, self._next = buckets, 0  # the next to be sent
         for bucket in buckets:
             bucket.missing = {id(p): self.uses.get(id(p), 1) for p, _ in bucket.members}
@@ -334,7 +336,7 @@ class GradientBuffer:
             parameter.register_post_accumulate_grad_hook(collect)
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Return the elements of the flattened parameter updated here; may be empty."""
+        """Return the elements of the flattened parameter that this process updates, if any."""
         return self._owned[id(parameter)][0]
 
     def part(self, parameter: nn.Parameter) -> Tensor:

@@ -1,6 +1,6 @@
 """The current state of a process: iteration, operation, and the communication that it waits for.
 
-Training writes it at the price of a few assignments; the watchdog reads it from another thread, to
+Training keeps it up to date with a few assignments. The watchdog reads it from another thread, to
 report which ranks are missing from which operation when a run hangs.
 
 On a GPU the process runs ahead of its device, and waits where the device's results are needed, not
@@ -26,7 +26,7 @@ _KEPT_PLACES = 4096  # a process is never further ahead of its device
 
 
 class Place(NamedTuple):
-    """One line of the journal, the `number`-th."""
+    """Line `number` of the journal."""
 
     number: int
     iteration: int
@@ -107,7 +107,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Surround work that a device only records: a mark in it would be resent by every run."""
+        """Surround work that a device only records: every replay would resend a mark in it."""
         marks, self._marks = self._marks, None
         try:
             yield

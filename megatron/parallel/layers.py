@@ -96,7 +96,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [s, b, in] -> [s, b, out].
 
-        The split side is divided by t; with sequence parallelism, s of the other side is too.
+        On the split side the features are divided by t. With sequence parallelism, s is divided by
+        t on the other side.
         """
         cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
         bias = self.bias if self.adds_bias else None

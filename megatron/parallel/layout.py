@@ -27,7 +27,7 @@ class Axis:
         size: The number of processes along the axis.
         rank: The index of this process among them.
         ranks: Their global ranks, in order.
-        group: The group for collectives; None if this process is the only one.
+        group: The group for collectives; `None` if this process is the only one.
         journal: The record of this process's communication; one for the whole layout.
     """
 
@@ -172,7 +172,7 @@ class Layout:
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
-    """Return the size of every axis; data gets the processes that the others leave."""
+    """Return the size of every axis; the data axis gets the processes that the others leave."""
     model = tensor * context * pipeline
     assert world_size % model == 0, "rules_parallel.layout: the sizes divide the world"
     return dict(zip(AXES, (pipeline, world_size // model, context, tensor), strict=True))

@@ -24,7 +24,12 @@ from megatron.parallel.random import derive_key
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: kind is "normal" (std `scale`), "uniform" (+-`scale`), "zeros" or "ones"."""
+    """Initial values.
+
+    Attributes:
+        kind: "normal", "uniform", "zeros" or "ones".
+        scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0.
+    """
 
     kind: str
     scale: float = 0.0
@@ -42,13 +47,13 @@ class ParameterSpec:
         global_shape: The shape of the whole tensor.
         offset: The index of this part's first element, per dimension.
         init: How the whole tensor is initialized.
-        split_dim: The dimension split over tensor ranks; None if every rank holds all of it.
+        split_dim: The dimension split over tensor ranks; `None` if every rank holds all of it.
         partial_gradient: Every tensor rank holds all of the tensor but sees only a part of the
             sequence, or some heads, so its gradients must be added over the ranks.
         is_copy: Another pipeline stage holds the original; see `tied`.
         is_vocabulary: The tensor has a row for each vocabulary entry, at the start (word
-            embeddings) or the end (output layer) of a model: the parameters to which --decoupled-lr
-            applies.
+            embeddings) or the end (output layer) of a model. --decoupled-lr applies to these
+            parameters.
     """
 
     global_shape: tuple[int, ...]

@@ -195,7 +195,7 @@ IN_FP32 = InFp32()
 
 
 class RowByRow(Products):
-    """Products whose forward gives each row the same bits, whatever other rows come with it."""
+    """Products whose forward gives each row the same bits, whatever the other rows are."""
 
     is_autograds = False
     can_be_cut = False

@@ -58,7 +58,7 @@ class Gradients(Protocol):
         """Whether a process holds, between two passes, no more of the weights than it updates."""
 
     def owned(self, parameter: nn.Parameter, /) -> Span:
-        """Return which elements of the flattened parameter this process updates; may be none."""
+        """Return the elements of the flattened parameter that this process updates, if any."""
 
     def part(self, parameter: nn.Parameter, /) -> Tensor:
         """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view of it."""
@@ -67,7 +67,7 @@ class Gradients(Protocol):
         """Return the gradient of `part`, of its shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
-        """Return the type that forward computes in, in which a checkpoint holds the weight."""
+        """Return the data type in which forward computes and a checkpoint holds the weight."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
         """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""

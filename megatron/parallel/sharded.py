@@ -105,7 +105,7 @@ class ShardedModel:
         )
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Return the elements of the flattened parameter that this process holds; may be empty."""
+        """Return the elements of the flattened parameter that this process holds, if any."""
         rows, size = parameter.shape[0], self.axis.size
         first = min(self.axis.rank * -(-rows // size), rows)
         start = first * (parameter.numel() // rows)
@@ -166,7 +166,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add partial gradients over the tensor axis: backward has averaged them already."""
+        """Add partial gradients over the tensor axis; backward has averaged all gradients."""
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has put a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)
@@ -192,14 +192,14 @@ def _shard(
 
 
 class _NamedCollective:
-    """A collective of `fully_shard` as PyTorch does it, under its name in the journal.
+    """A collective of `fully_shard` as PyTorch runs it, with an entry in the journal.
 
     The watchdog can then name the pending collective and its missing ranks.
 
     Args:
         axis: The processes that share the model.
-        name: The name.
-        start: The collective.
+        name: The name in the journal.
+        start: PyTorch's function.
     """
 
     def __init__(self, axis: Axis, name: str, start: Callable[..., dist.Work | None]) -> None:

@@ -4,7 +4,7 @@ Rows are written into the receiver's memory by copy engines, which leave the mul
 the product that runs meanwhile; a flag beside them says that they are there. That is PyTorch's
 symmetric memory. NVLink's multicast is not used.
 
-Nothing asks whether the receiver has read its earlier messages: `Ledger` knows. If it does not, the
+No rank asks a receiver whether it has read earlier messages: `Ledger` knows. If it cannot tell, the
 ranks meet at a barrier.
 """
 
@@ -36,7 +36,7 @@ _ALIGNED = 256  # bytes, as for the allocator's memory: fast kernels need 16
 
 
 class SymmetricExchange:
-    """`Exchange` between GPUs. Construction is collective over the axis.
+    """An exchange between GPUs. Construction is collective over the axis.
 
     Args:
         axis: The axis, whose ranks are on one machine.
@@ -126,9 +126,9 @@ class _SymmetricUse:
     def computing(self) -> None:
         """Set the flags, now that the product has been launched.
 
-        A kernel sets them, which has to wait for the copy: launched before the product, in the one
-        hardware queue that we ask for (CUDA_DEVICE_MAX_CONNECTIONS=1), it would keep the product
-        waiting too.
+        A kernel sets them, and has to wait for the copy. If it were launched before the product, in
+        the single hardware queue that we ask for (CUDA_DEVICE_MAX_CONNECTIONS=1), it would keep the
+        product waiting too.
         """
         exchange = self._exchange
         with exchange.side:

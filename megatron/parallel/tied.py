@@ -1,9 +1,9 @@
 """Parameters that several parts of a model hold, as copies that are kept equal.
 
-In a pipeline the first stage looks word embeddings up, and the last one scores with them; every
-stage with layers of a T5's encoder, or decoder, reads the relative positions of the encoder, or
-decoder. All copies start with the same values (their name is the same), and adding their gradients
-before the update keeps them equal. Parts in one process share one parameter.
+In a pipeline the first stage looks up word embeddings, and the last one scores with them. Every
+stage with layers of a T5's encoder reads the encoder's table of relative positions; the same is
+true of the decoder. All copies start with the same values (their name is the same), and adding
+their gradients before the update keeps them equal. Parts in one process share one parameter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Tie:
 
     Attributes:
         axis: The stages that add up their gradients, including all that hold a copy.
-        copy: This process's copy; `None` if it has none, and adds zeros.
-        nothing: The zeros that it then adds, shaped like a copy's gradient.
+        copy: This process's copy; `None` if it has none and adds zeros.
+        nothing: The zeros that it adds in that case, in the shape of a copy's gradient.
     """
 
     axis: Axis

@@ -87,7 +87,7 @@ class WeightBuffer:
         self._casts: list[Fp8Weights] = []
         # The 16-bit buckets of the weights that are gathered in 8 bits.
         self._beneath: list[tuple[Tensor, Axis]] = []
-        self._is_behind = False  # they hold others' weights of an update before
+        self._is_behind = False  # whether they hold others' weights from before an update
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
@@ -177,9 +177,9 @@ def _move(flat: FlatBuffer) -> Tensor:
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield every parameter with the module whose forward starts before any use of it.
 
-    That is the outermost module below the model that is called (a list or dict of modules is not),
-    whichever module inside it reads the parameter; or the model itself, for the parameters that it
-    uses directly.
+    This is the outermost module below the model that is called (a list or dict of modules is not),
+    whichever module inside it reads the parameter. For parameters that the model uses directly, it
+    is the model itself.
     """
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:

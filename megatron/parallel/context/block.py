@@ -42,7 +42,7 @@ class QueryRows(NamedTuple):
 
 
 class BlockForward(Protocol):
-    """The first of a form's two functions, which computes attention."""
+    """The forward function of one form of attention within a block."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
@@ -63,7 +63,7 @@ class BlockForward(Protocol):
 
 
 class BlockBackward(Protocol):
-    """The second of a form's two functions, which computes the gradients."""
+    """The backward function of one form of attention within a block."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class BlockBackward(Protocol):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """One form of both functions, and the reason for choosing it."""
+    """A form of both functions, and the reason for choosing it."""
 
     name: str
     reason: str
@@ -123,7 +123,7 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> Non
 def reference_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """Compute the formula in fp32 or wider, with the block's scores in memory."""
+    """Compute attention in fp32 or wider, with the block's scores in memory."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
@@ -139,11 +139,11 @@ def reference_forward(
 def reference_backward(
     rows: QueryRows, key: Tensor, value: Tensor, *, causal: bool, dropout: float, drawn: Drawn
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the formula, in fp32 or wider.
+    """Return the gradients in fp32 or wider.
 
-    With weights P = exp(scores - logsumexp): the scores' gradient is P * (dP - sum(grad * out)),
-    where the sum over a whole row of P * dP is that over a row of grad * out. Dropout multiplies
-    the weights in front of the values, and so dP, by 0 or 1 / (1 - p); the sum is the same.
+    With weights P = exp(scores - logsumexp), the scores' gradient is P * (dP - sum(grad * out)),
+    because the sum of P * dP over a whole row equals that of grad * out. Dropout multiplies the
+    weights in front of the values, and therefore dP, by 0 or 1 / (1 - p); the sum is the same.
     """
     logsumexp, groups = rows.logsumexp, key.shape[1]
     grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
@@ -167,7 +167,8 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Drawn]:
     """Attend with the flash kernel; the result keeps the inputs' 16-bit type.
 
-    The kernel draws by counting (Philox) and returns the seed and offset that it used.
+    The kernel draws from a counter-based generator (Philox) and returns the seed and offset that
+    it used.
     """
     out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, causal, scale=_scale(query)
@@ -205,7 +206,7 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """Join the rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
+    """Join rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
 
     Products with a group's keys or values then need no copies of them, and sums over rows are sums
     over the group's heads.

@@ -8,7 +8,7 @@ Dropout draws a mask for each block, and forward keeps only the values needed to
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
 a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global
-order, and some heads; attention is then ordinary attention; another all-to-all reverts the layout.
+order, and some heads; attention is then ordinary attention; another all-to-all restores the layout.
 
 Shapes: s sequence, l = s/C local tokens, C context-parallel size, b micro-batch, n query heads, g
 key-value heads, d head size.
@@ -34,11 +34,11 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RingStep:
-    """A step of one rank: local tokens `queries` attend to tokens `keys` of `source`.
+    """A step of a rank, in which its tokens `queries` attend to tokens `keys` of another rank.
 
     Attributes:
         source: The rank whose keys and values are here.
-        causal: Mask within the block; otherwise every query attends to every key.
+        causal: Whether the block is masked; otherwise every query attends to every key.
     """
 
     source: int
@@ -48,7 +48,7 @@ class RingStep:
 
 
 def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
-    """Return this rank's steps in order, together the whole attention of its queries.
+    """Return this rank's steps in order, which together are the whole attention of its queries.
 
     Ranks hold an early and a late half (see `split`), of `length` tokens together. A lower rank's
     early half lies before all our tokens and its late half after them; a higher rank's two halves
@@ -136,7 +136,7 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ranks of a ring, and what this rank does."""
+    """A ring of context ranks, and the steps of this rank in it."""
 
     axis: Axis
     block: BlockAttention

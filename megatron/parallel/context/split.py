@@ -1,7 +1,7 @@
 """The division of a sequence among context ranks.
 
-A causal token attends to all before it, so late tokens cost more than early ones. The sequence is
-cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r, so every rank has
+With a causal mask a token attends to all tokens before it, so late tokens cost more. The sequence
+is cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r, so every rank has
 the same amount of work. The local order follows the global one: the early chunk, then the late one.
 
 s is the sequence length, C the context-parallel size.
@@ -43,7 +43,7 @@ def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Join all ranks' parts, in rank order, to the whole sequence: undo `split_for_all`."""
+    """Join the parts of all ranks, in rank order, into the sequence (undo `split_for_all`)."""
     if len(parts) == 1:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)

@@ -100,7 +100,7 @@ def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: in
     """Make a schedule and prove that it runs and stays within its kind's memory bound.
 
     Raises:
-        ScheduleError: It does not.
+        ScheduleError: The schedule cannot run, or holds more activations than the bound.
     """
     schedule = make_schedule(kind, stages, chunks, micro_batches)
     for stage, peak in enumerate(check(schedule)):

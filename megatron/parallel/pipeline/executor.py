@@ -33,12 +33,12 @@ def run_schedule(
     weight_gradients: WeightGradientQueue | None = None,
     before: Observer | None = None,
 ) -> None:
-    """Run one stage's operations. Gradients add up in the parameters.
+    """Run one stage's operations. Gradients accumulate in the parameters.
 
     Args:
         operations: The operations of this stage, from `make_schedule` or `forward_only`.
         parts: The forward of every chunk of this stage.
-        channel: The connection to the other stages; None without other stages.
+        channel: The connection to the other stages; `None` if there are none.
         weight_gradients: The queue that the layers push to; needed for "backward_weight".
         before: Called with every operation before it starts: to time it, to report in which
             operation a run hangs, or to prepare for a chunk's last backward.

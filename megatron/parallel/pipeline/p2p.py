@@ -122,7 +122,7 @@ class PipelineChannel:
 
 
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
-    """Make this process's edges. Collective over the world, as making process groups is.
+    """Make this process's edges. Collective over the world, because it makes process groups.
 
     A first message goes over each edge at once, and all stages use the same order: NCCL builds a
     connection at the first message and blocks until both ends take part, which during a schedule

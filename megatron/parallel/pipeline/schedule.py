@@ -42,7 +42,7 @@ class Operation(NamedTuple):
         micro_batch: The index of the micro-batch, from 0.
         chunk: The index of the chunk of this stage, from 0; a message belongs to the chunk that
             makes it (send) or needs it (receive).
-        peer: The stage at the other end of a message; None for a computation.
+        peer: The stage at the other end of a message; `None` for a computation.
     """
 
     kind: OperationKind
@@ -142,7 +142,7 @@ def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Ope
 def _one_forward_one_backward(
     stage: int, stages: int, chunks: int, micro_batches: int
 ) -> list[Operation]:
-    """Warm up, then one forward and one backward in turn, then the remaining backwards.
+    """Warm up, then alternate forward and backward, then run the remaining backwards.
 
     With chunks, micro-batches pass in groups of `stages`: a group goes through one chunk, then
     through the next, by which time its first micro-batch has come around the ring. A last group
@@ -173,8 +173,8 @@ def _one_forward_one_backward(
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
     """Run ZB-H1: 1F1B whose weight gradients are `stage` micro-batches behind the input's.
 
-    A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients. It can
-    then compute them while gradients no longer arrive without a gap.
+    A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients. It
+    computes them at the end, when there are gaps between the gradients that arrive.
     """
     operations = []
     for operation in _one_forward_one_backward(stage, stages, 1, micro_batches):

@@ -21,7 +21,7 @@ Table = tuple[tuple[float, ...], ...]  # [stage][chunk]
 
 @dataclass(frozen=True)
 class Times:
-    """Durations for one micro-batch, in any one unit; the tables are [stage][chunk].
+    """Durations for one micro-batch, in any unit; the tables are [stage][chunk].
 
     Attributes:
         forward: The duration of a chunk's forward.

@@ -90,7 +90,7 @@ def parameter_waves(
 ) -> dict[int, tuple[Wave, ...]]:
     """Return the operations that add to each parameter's gradient, by the parameter's `id`.
 
-    This is one operation, or for a table that parts share, one for each part.
+    A parameter has one operation, or one for each part if several parts share it as a table.
 
     Args:
         parts: The model parts of a stage.
