@@ -333,9 +333,9 @@ def lay_out(
             starts = {j: start + shard * width + place for j, (shard, place) in dealt.items()}
             end = start + shards * width
         else:
-            *places, place = accumulate((aligned[j] for j in group), initial=start)
+            *places, filled_to = accumulate((aligned[j] for j in group), initial=start)
             starts = dict(zip(group, places, strict=True))
-            end = start + -(-(place - start) // unit) * unit
+            end = start + -(-(filled_to - start) // unit) * unit
         slots = [(j, Span(starts[j], starts[j] + sizes[j])) for j in group]
         buckets.append((Span(start, end), sorted(slots, key=lambda pair: pair[1].start)))
         group, start = [], end

@@ -404,9 +404,10 @@ class Fp8Products(Products):
 
     def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
         """Write the product of some rows, which have the scale of the whole factor."""
-        like, weight, bias, backward = factors
-        part, turned = Fp8(rows.view(like[1].dtype), like[2]), Fp8(*weight[:2])
-        self._product(part, turned, into.dtype, bias=bias, fast=not backward, into=into)
+        _, values, inverse, *_ = factors.rows
+        part, weight = Fp8(rows.view(values.dtype), inverse), Fp8(*factors.weight[:2])
+        fast = not factors.backward
+        self._product(part, weight, into.dtype, bias=factors.bias, fast=fast, into=into)
 
     def _one(self, x: Tensor, role: Role, communication: Communication, *, records: bool) -> Fp8:
         """Cast a matrix [m, k], or a part of its rows with the scale of the whole."""

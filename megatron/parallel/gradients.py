@@ -297,10 +297,11 @@ class GradientBuffer:
         self._storages.append(storage)
         regions, buckets = [], []
         for bucket in plan.buckets:
-            kept = storage[bucket.span.start // parts : bucket.span.end // parts]
-            whole, shard = None, bucket.span.shard(rank, shards)
+            shard = bucket.span.shard(rank, shards)
+            memory = storage[bucket.span.start // parts : bucket.span.end // parts]
+            whole, kept = None, memory
             if self.plan.zero_stage < 2:
-                whole, kept = kept, shard.relative_to(bucket.span).of(kept)
+                whole, kept = memory, shard.relative_to(bucket.span).of(memory)
             pending = PendingBucket(bucket, axis, parameters, kept, whole)
             for member, (parameter, place) in zip(bucket.members, pending.members, strict=True):
                 slot = member.slot
