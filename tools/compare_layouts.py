@@ -31,35 +31,38 @@ if TYPE_CHECKING:
 _HEADING = """\
 # Layouts compared with one process
 
-Every layout starts from the weights of one process, from the same seed and without a seed
-checkpoint, and trains on the same samples. Each row is a toy GPT in fp32 on CPU processes (gloo),
-dropout off, {iterations} iterations: the largest relative difference of its loss and of its
-gradient norm from one process's, over all ranks and iterations. More than {loss:.0e} in a loss or
-{norm:.0e} in a norm is an error, here and in the tests; those train layouts of more than two
-processes for {short} iterations, over shared memory. On GPUs the same tests hold,
-with kernels and NCCL ([command](benchmarks.md#what-was-reached)). This page is written by
+Every layout trains on the same samples and starts from the same weights, which follow from the
+seed alone, without a seed checkpoint. Each row is a toy GPT in fp32 on CPU processes (gloo) without
+dropout, trained for {iterations} iterations. The row shows the largest relative difference of its
+loss and of its gradient norm from those of one process, over all ranks and iterations. A difference
+of more than {loss:.0e} in a loss or {norm:.0e} in a norm is an error, here and in the tests, which
+train layouts of more than two processes for {short} iterations, over shared memory. The same tests
+pass on GPUs, with kernels and NCCL ([command](benchmarks.md#what-was-reached)). This command writes
+the page:
 
 ```bash
 python tools/compare_layouts.py --out docs/layouts.md --overwrite
 ```
 
-What a layout's name leaves out is 1. With dropout the same layout draws the same
-masks at every start, and so does another number of data-parallel processes with the same
-`--micro-batch-size`. Each part of a pipeline and each context-parallel process draws its own, and
-so does each tensor-parallel process for its attention heads and, with `--sequence-parallel`, its
-tokens: there losses differ from one process's as between two seeds.
+Sizes that a layout's name leaves out are 1. With dropout, a layout draws the same masks in every
+run, and so do layouts that differ only in the number of data-parallel processes, with the same
+`--micro-batch-size`. Each part of a pipeline and each context-parallel process draws its own masks.
+So does each tensor-parallel process, for its attention heads and, with `--sequence-parallel`, for
+its tokens. Their losses therefore differ from those of one process as much as between two seeds.
 
 The vocabulary is padded to a multiple of `--make-vocab-size-divisible-by` that the tensor-parallel
-size divides, and padding takes part in the softmax. So a tensor-parallel size that does not divide
-that number, as 3 with the usual 128, may give other losses: give all layouts a multiple of both.
+size divides, and padding takes part in the softmax. A tensor-parallel size that does not divide
+that number (3 with the usual 128, for example) may therefore give other losses. To compare such
+layouts, give all of them a multiple of both.
 
-One process runs
+The run of one process is
 
 ```bash
 {command}
 ```
 
-and the others the row's flags besides, with micro-batches as small as their number asks for.
+The others add the flags of their row, with micro-batches as small as the number of micro-batches
+requires.
 
 """
 _COLUMNS = ("layout", "processes", "flags", "loss", "gradient norm", "machine")
