@@ -67,7 +67,17 @@ class Answer:
 
 @dataclass
 class Load:
-    """A load of clients that each send the next request as soon as the last one is answered."""
+    """A load of clients that each send the next request as soon as the last one is answered.
+
+    Attributes:
+        host: Name or address of the server.
+        port: Port of the server.
+        tokens: Largest number of new tokens in an answer.
+        prompt_words: Average number of words in a prompt.
+        random: Source of the prompts.
+        answers: The answers so far.
+        failures: Number of failed requests by reason.
+    """
 
     host: str
     port: int

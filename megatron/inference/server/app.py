@@ -1,4 +1,4 @@
-"""The ASGI application, with the route of every path, and its OpenAPI document."""
+"""The ASGI application: its routes and its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.inference.server.openai_api import OpenAiApi
 from megatron.inference.server.schema import ChatRequest, CompletionRequest
 from megatron.inference.server.service import Service
 
-# The files of the page, which loads nothing from other sites, by path.
+# The page's files by path. The page loads nothing from other sites.
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/index.html": ("index.html", "text/html"),
@@ -38,7 +38,7 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
-# Open to all: the health check, and the page, which holds no secret and asks for the token.
+# Paths that need no token: the health check, and the page, which holds no secrets and asks for it.
 _OPEN_PATHS = frozenset({"/health", *_PAGE})
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -50,27 +50,27 @@ _PAGE_HEADERS = {
 }
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _STATUSES = {
-    400: "The request has a mistake.",
+    400: "The request is invalid.",
     401: "The token is missing or wrong.",
-    403: "The Host header is not a name of this machine.",
+    403: "The Host header does not name this machine.",
     404: "There is no such model.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    422: "The request has more tokens than the model or the server accepts.",
-    429: "Too many requests run or wait.",
+    422: "The request has more tokens than the model or the server allows.",
+    429: "Too many requests are running or waiting.",
     503: "The engine has stopped.",
     504: "The answer took too long.",
 }
 
 
 def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics) -> ASGIApp:
-    """Return the application that answers every path.
+    """Return the ASGI application.
 
     Args:
         service: The tokenizer and the engine.
         template: The model's chat template, or `None` if it has none.
-        metrics: Metrics in which requests are counted.
+        metrics: Metrics that count and time the requests.
     """
     settings = service.settings
     legacy = settings.server.legacy_status_codes
@@ -125,7 +125,7 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """Answer a path or method that does not exist."""
+    """Answer a request with an unknown path or method."""
     assert isinstance(error, HTTPException)
     headers = error.headers or {}
     reason = f"use {headers.get('Allow', '')}" if error.status_code == 405 else error.detail
@@ -135,9 +135,9 @@ async def _unknown(request: Request, error: Exception) -> Response:
     return response
 
 
-@cache  # made on the first request for it, because that takes longer than all other routes
+@cache  # built on the first request for it, because that takes longer than all other routes
 def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of this server, made from the request models.
+    """Return this server's OpenAPI 3.1 document, generated from the request models.
 
     Args:
         needs_token: Whether clients must send a token.

@@ -24,7 +24,7 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class _GenerationTag(Extension):
     """The tag `{% generation %}...{% endgeneration %}`, which marks text to train on.
 
-    When text is generated, its content is treated as plain text.
+    During generation its content is plain text.
     """
 
     tags = {"generation"}
@@ -35,7 +35,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A Jinja template in the form of Hugging Face's tokenizers, run in a sandbox."""
+    """A chat template of a Hugging Face tokenizer, rendered by Jinja in a sandbox."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """Compile the template.
@@ -73,7 +73,7 @@ class ChatTemplate:
         """Return the text of a conversation, up to the beginning of the model's answer.
 
         Args:
-            messages: Messages with a role, content and perhaps a name.
+            messages: Messages, each with a role, content and optionally a name.
 
         Raises:
             ApiError: The template refuses these messages.
@@ -111,14 +111,21 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
     if path is not None:
         return _read("the tokenizer's", path)
     found = _settings(tokenizer_model).get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several templates with names
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
-    """Return special tokens such as bos_token from tokenizer_config.json beside the tokenizer."""
+    """Return texts of special tokens by name, from tokenizer_config.json beside the tokenizer.
+
+    Args:
+        tokenizer_model: File or folder of the tokenizer.
+
+    Raises:
+        ConfigError: The file cannot be read or is not JSON.
+    """
     settings = _settings(tokenizer_model)
     found = {name: settings.get(name) for name in _TOKENS}
     texts = {n: e.get("content") if isinstance(e, dict) else e for n, e in found.items()}

@@ -1,4 +1,4 @@
-"""The handling of an HTTP request: its body, its deadline, clients that leave, and errors."""
+"""Handling of HTTP requests: bodies, deadlines, clients that disconnect, and errors."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """The refusal of a request as its client sees it: an HTTP status and one sentence.
+    """An error that the client sees, as an HTTP status and one sentence.
 
     Attributes:
         status: HTTP status code.
         message: Description of the problem and its remedy.
-        field: Name of the request's field that is wrong.
+        field: Name of the invalid field, or `None` if the error is not about a single field.
         always: Whether the status stays the same under `--legacy-status-codes`, which otherwise
             makes it 200.
     """
@@ -72,7 +72,7 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """The body of a response that is not 200, in OpenAI's form."""
+    """The body of an error response in OpenAI's form."""
 
     error: ErrorDetail
 
@@ -113,7 +113,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An ASGI application that answers one kind of request. It raises `ApiError` for a refusal.
+    """An ASGI application that answers one kind of request.
 
     Attributes:
         handle: Function that turns a body into an answer, or raises `ApiError`.
@@ -124,7 +124,11 @@ class Endpoint:
     settings: FrontSettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request.
+
+        Raises:
+            ApiError: The request is refused. The application's exception handler answers it.
+        """
         request = Request(scope, receive)
         deadline = asyncio.get_running_loop().time() + self.settings.server.request_timeout
         with contextlib.suppress(ClientDisconnect):
@@ -171,7 +175,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def _logged_faults(request: Request) -> Iterator[None]:
-    """Log an unexpected error in the block, and raise `ApiError` 500 in its place."""
+    """Log an unexpected error in the block, and raise an `ApiError` with status 500 instead."""
     try:
         yield
     except (ApiError, ClientDisconnect):
@@ -184,10 +188,14 @@ def _logged_faults(request: Request) -> Iterator[None]:
 async def read_object(request: Request, settings: FrontSettings) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
+    Args:
+        request: The request.
+        settings: Settings of the server.
+
     Raises:
         ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
             it is too large, and 415 if it has another content type.
-        ClientDisconnect: The client left in the meantime.
+        ClientDisconnect: The client has disconnected.
     """
     # Another site's web page can make a browser post plain text here, but not JSON.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -228,10 +236,10 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
-    """Wait for the work, but cancel it if the client leaves or the deadline passes.
+    """Return the result of the work, but cancel it if the client disconnects or it is too late.
 
     Raises:
-        ClientDisconnect: The client left.
+        ClientDisconnect: The client has disconnected.
         ApiError: The deadline has passed (504).
     """
 

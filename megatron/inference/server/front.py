@@ -28,12 +28,12 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.tokenizer import build_tokenizer
 
 _CHUNK = 1 << 16
-_SPARE_FILES = 64  # file descriptors that are not for clients
-_LAST_ANSWERS = 5  # seconds for requests that are running when the server ends
+_SPARE_FILES = 64  # file descriptors for other purposes than clients
+_LAST_ANSWERS = 5  # seconds that running requests get when the server ends
 
 
 def main() -> int:
-    """Serve until rank 0 is gone, and return the exit code."""
+    """Serve until rank 0 ends, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     channel, listener = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     asyncio.run(serve(channel, listener))
@@ -74,7 +74,7 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     finally:
         events.cancel()
     if events.done() and not events.cancelled():
-        events.result()  # raises what went wrong with the channel
+        events.result()  # raises the channel's error if there was one
 
 
 def _configure(settings: FrontSettings, engine: EngineClient) -> uvicorn.Config:
@@ -99,10 +99,13 @@ def _configure(settings: FrontSettings, engine: EngineClient) -> uvicorn.Config:
 
 
 def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
-    """Return a class for uvicorn's `http=` that closes connections that send no request in time.
+    """Return a uvicorn protocol that closes connections whose request does not arrive in time.
 
     uvicorn itself waits for headers forever, and any byte stops its keep-alive timer, so clients
-    that send a byte a minute could hold all connections.
+    that send a byte a minute could occupy all connections.
+
+    Args:
+        limits: Limits of times and connections.
     """
 
     class TimelyProtocol(H11Protocol):

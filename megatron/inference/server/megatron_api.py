@@ -38,7 +38,7 @@ _TOO_LONG_BEAM = "context length + tokens_to_generate too large"
 
 
 class MegatronRequest(BaseModel):
-    """The body of `PUT /api`, whose fields are checked in this order.
+    """The body of `PUT /api`.
 
     Attributes:
         prompts: Texts to continue.
@@ -54,12 +54,13 @@ class MegatronRequest(BaseModel):
         stop_on_double_eol: End an answer after an empty line.
         stop_on_eol: End an answer after a line.
         prevent_newline_after_colon: Never choose a new line right after a colon.
-        random_seed: Seed of the random draws. The same seed gives the same answers.
+        random_seed: Seed for sampling. The same seed gives the same answers.
         no_log: Do not write this request to the server's log.
-        beam_width: Search for this many best answers instead of sampling.
-        stop_token: Token that ends an answer of a beam search. The default is the tokenizer's end
-            of document.
-        length_penalty: Power of the length by which a beam search divides its scores.
+        beam_width: Number of beams. A beam search returns this many best answers instead of
+            sampling.
+        stop_token: Token that ends the answers of a beam search. The default is the tokenizer's
+            end of document.
+        length_penalty: A beam search divides each score by the answer's length to this power.
     """
 
     model_config = ConfigDict(json_schema_extra=describe)
@@ -110,7 +111,7 @@ def _is_temperature(value: Any, _: MegatronRequest) -> bool:
 
 
 _TOP_K_RANGE = "equal to or greater than 0 and less than or equal to 1000"
-# (field, rule, Megatron's message), in the order in which Megatron checks them. {} is the field.
+# (field, rule, Megatron's message), in Megatron's order. {} in a message stands for the field.
 _RULES: tuple[tuple[str, Holds, str], ...] = (
     ("prompts", _are_texts, "{} is not a list of strings"),
     ("prompts", lambda v, _: len(v) > 0, "{} is empty"),
@@ -158,7 +159,7 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
         f"{{}} must be a float from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
     ),
 )
-# Fields whose rules are checked for the default, too.
+# Fields whose default values are checked too.
 _CHECKED_DEFAULTS = ("logprobs", "add_BOS")
 
 # (name, whether it must be present, message), checked before anything else.
@@ -170,10 +171,13 @@ _NAMES = (
 
 
 def read_contract(body: Mapping[str, Any]) -> MegatronRequest:
-    """Return the request in a body, ignoring fields that Megatron does not know, as it does.
+    """Return the request in a body. Unknown fields are ignored, as Megatron ignores them.
+
+    Args:
+        body: The JSON object that the client sent.
 
     Raises:
-        ApiError: A rule does not hold. The message is that of the first such rule.
+        ApiError: The request breaks a rule. The message is that of the first broken rule.
     """
     for name, is_required, message in _NAMES:
         if (name in body) != is_required:
@@ -205,8 +209,11 @@ class MegatronApi:
     async def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return {text, segments, logprobs}, or for a beam search {text, segments, scores}.
 
+        Args:
+            body: The JSON object that the client sent.
+
         Raises:
-            ApiError: The request has a mistake. The message is Megatron's.
+            ApiError: The request is invalid. The message is Megatron's.
         """
         service, request = self._service, read_contract(body)
         if not request.no_log:
@@ -260,7 +267,7 @@ class MegatronApi:
         return tuple(itertools.product(self._colon, self._newline)) if is_banned else ()
 
     def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], number: int) -> Sampling:
-        """Return the settings for the prompt with this number."""
+        """Return the settings for continuing the prompt with this number."""
         settings = self._service.settings  # the command line has defaults of its own
         top_k, top_p = settings.choose(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
@@ -316,7 +323,7 @@ def _beams(answer: TextAnswer, piece: TextPiece) -> Sequence[Beam]:
 
 
 def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
-    """Return the id of the token with exactly this text, if there is one.
+    """Return a set with the id of the token that has exactly this text, or an empty set.
 
     In GPT-2's vocabulary the end of a line is token 198, and the end of two lines 628.
     """

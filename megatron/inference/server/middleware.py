@@ -1,4 +1,4 @@
-"""The layers that every request passes: access control, and metrics for Prometheus."""
+"""Middleware that every request passes through: access control, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 @dataclass(frozen=True)
 class Guard:
-    """Access control: `Authorization: Bearer TOKEN`, or without a token a local Host header.
+    """Access control by a token, or if there is no token by the Host header.
 
-    Another site's page can make its own host name point here (DNS rebinding), but then the Host
-    header has that name.
+    With a token, clients must send `Authorization: Bearer TOKEN`. Without one, the Host header must
+    name this machine. Another site's page can make its own host name point here (DNS rebinding),
+    but then the Host header has that name.
 
     Attributes:
         app: The protected application.
@@ -69,7 +70,7 @@ class Metrics(Collector):
     """The server's metrics, in a registry of their own. docs/generation.md lists them."""
 
     def __init__(self, engine: EngineClient) -> None:
-        """Start at zero.
+        """Create the metrics.
 
         Args:
             engine: Client of the engine, which has statistics of its own.
@@ -91,11 +92,11 @@ class Metrics(Collector):
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the present metrics of the engine and its queue."""
+        """Yield the current metrics of the engine and its queue."""
         engine, stats = self._engine, self._engine.stats
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         yield gauge("megatron_sequences", "Sequences that run or wait.", engine.active)
@@ -120,7 +121,7 @@ class Measured:
 
     Attributes:
         app: The application.
-        metrics: Metrics to record to.
+        metrics: Metrics that count and time the requests.
         paths: Paths with a label of their own. All others count as "other", because clients can
             request any path.
     """

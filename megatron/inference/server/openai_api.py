@@ -29,12 +29,12 @@ Prompts = list[tuple[int, ...]]  # token ids
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """The form of an endpoint's answers.
+    """The format of an endpoint's answers.
 
     Attributes:
         prefix: Prefix of the answers' ids.
-        whole: Value of `object` in a whole answer.
-        part: Value of `object` in a chunk of a streamed answer.
+        whole: Value of "object" in a whole answer.
+        part: Value of "object" in a chunk of a streamed answer.
         choice: Function that returns a choice without its index. It takes the text, whether to
             report log probabilities, and whether the text is a part of a streamed answer.
         first: Chunk with which a stream begins, before any text.
@@ -48,7 +48,7 @@ class ResponseForm:
 
 
 def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
-    """Return the text, and its tokens in four lists. Whole texts and parts have the same form."""
+    """Return a text with its tokens in four lists. Parts have the same form as whole texts."""
     if not logprobs:
         return {"text": piece.text, "logprobs": None}
     lists = {
@@ -61,7 +61,7 @@ def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
 
 
 def _message(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
-    """Return a message or its next part, and the list of its tokens."""
+    """Return a message, or the next part of one, with the list of its tokens."""
     scored = {"logprobs": _token_objects(piece.tokens) if logprobs else None}
     if is_part:
         return {"delta": {"content": piece.text} if piece.text else {}, **scored}
@@ -106,14 +106,28 @@ class OpenAiApi:
     observe_first: Callable[[float], None]
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
-        """Answer `POST /v1/completions`."""
+        """Answer `POST /v1/completions`.
+
+        Args:
+            body: The JSON object that the client sent.
+
+        Raises:
+            ApiError: The request is invalid, or the server is busy or has failed.
+        """
         request = schema.read_request(schema.CompletionRequest, body)
         self._check_model(request.model)
         prompts = await self._read_prompts(request.prompt)
         return await self._answer(request, _COMPLETION, prompts, request.max_tokens)
 
     async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
-        """Answer `POST /v1/chat/completions`."""
+        """Answer `POST /v1/chat/completions`.
+
+        Args:
+            body: The JSON object that the client sent.
+
+        Raises:
+            ApiError: The request is invalid, or the server is busy or has failed.
+        """
         request = schema.read_request(schema.ChatRequest, body)
         self._check_model(request.model)
         prompt = await self._read_messages(request.messages)
@@ -128,6 +142,9 @@ class OpenAiApi:
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the answer to `GET /v1/models/NAME`.
+
+        Args:
+            name: Name of the model.
 
         Raises:
             ApiError: There is no such model (404).
@@ -154,7 +171,7 @@ class OpenAiApi:
         An empty text becomes the end-of-document token, after which texts begin.
 
         Raises:
-            ApiError: There are too few or too many prompts, or an id is outside the vocabulary
+            ApiError: There is no prompt, there are too many, or an id is outside the vocabulary
                 (400).
         """
         is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
@@ -197,10 +214,10 @@ class OpenAiApi:
     def _make_requests(
         self, request: schema.AnyRequest, prompts: Prompts, new_tokens: int
     ) -> list[TextRequest]:
-        """Return n sequences for each prompt, in the order of OpenAI's `choices`.
+        """Return n sequences for each prompt, in the order of OpenAI's "choices".
 
         Raises:
-            ApiError: The request is over the limits (400 or 422).
+            ApiError: The request exceeds a limit (400 or 422).
         """
         service, copies = self.service, request.n
         if len(prompts) * copies > MAX_PROMPTS:
@@ -221,7 +238,7 @@ class OpenAiApi:
             )
         service.check_total(prompts, new_tokens, copies)
         top_k, top_p = service.settings.choose(request.top_k, request.top_p)
-        if request.top_p == 0:  # for OpenAI 0 is the smallest possible set; our 0 is no limit
+        if request.top_p == 0:  # OpenAI's 0 keeps a single token; ours disables the limit
             top_k = 1
         temperature, default = request.temperature, service.settings.server.temperature
         echo = isinstance(request, schema.CompletionRequest) and request.echo

@@ -1,4 +1,4 @@
-"""The text generation server on every rank, from its command line to its end."""
+"""The text generation server on each rank, from its command line to its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     parsed = parse_generation(arguments, launch.world_size, program)
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)
-    # Mistakes are found before the model is loaded, which may take minutes.
+    # Mistakes are found before the model is loaded, because that may take minutes.
     token = find_token(server)
     tokenizer_model = parsed.config.tokenizer.tokenizer_model
     template = find_template(server.chat_template, tokenizer_model)
@@ -143,8 +143,11 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str
 def find_token(server: ServerConfig) -> str | None:
     """Return the token that clients must send, or `None` if only this machine can connect.
 
+    Args:
+        server: Flags of the server.
+
     Raises:
-        ConfigError: The token is missing, cannot be read or is easy to guess.
+        ConfigError: The token is missing, cannot be read, or is easy to guess.
     """
     path = server.auth_token_file
     if path is None:
@@ -168,6 +171,9 @@ def find_token(server: ServerConfig) -> str | None:
 
 def take_address(server: ServerConfig) -> socket.socket:
     """Return the socket that clients will connect to, bound and listening.
+
+    Args:
+        server: Flags of the server.
 
     Raises:
         ConfigError: The address is in use, or does not belong to this machine.
@@ -213,7 +219,7 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
         The socket to the process. Closing it ends the process.
 
     Raises:
-        UserError: The process failed, after it printed the error.
+        UserError: The process failed. It has printed the error.
     """
     ours, theirs = socket.socketpair()
     with listener, theirs:
@@ -238,7 +244,7 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 class SocketInbox:
-    """The `worker.Inbox` of a server. Two threads wait for the socket, so the engine never does.
+    """The `worker.Inbox` of a server. Its threads wait for the socket, so the engine never does.
 
     If the web server ends for any reason, the inbox returns a command to shut down.
     """
@@ -276,7 +282,7 @@ class SocketInbox:
             return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """Send events to the web server, with the engine's present statistics."""
+        """Send events to the web server, with the engine's current statistics."""
         self._reports.put(Report.of(events, self._stats()))
 
     def shut_down(self) -> None:

@@ -1,4 +1,4 @@
-"""Schemas of OpenAI's requests, which check requests and describe them in the OpenAPI document."""
+"""Models of OpenAI's requests, which check requests and describe them in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ _Prompt = Annotated[
 
 
 def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Describe a model and its properties in the OpenAPI document, as its docstring does."""
+    """Add the descriptions in a model's docstring to its schema in the OpenAPI document.
+
+    Args:
+        schema: JSON schema of the model, which is changed.
+        kind: The model. Its docstring describes the fields under `Attributes:`.
+    """
     schema["description"] = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
     for name, text in attribute_texts(kind).items():
         if name in schema["properties"]:
@@ -58,7 +63,7 @@ class StreamOptions(_Schema):
 
 
 class TextPart(_Schema):
-    """A part of a message."""
+    """A text that is part of a message."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["text"]
@@ -80,7 +85,7 @@ class Message(_Schema):
 
 
 class OpenAiRequest(_Schema):
-    """Fields that both endpoints have.
+    """The fields that both endpoints have.
 
     Attributes:
         model: Name of the model, as in /v1/models. The default is the served model.
@@ -90,13 +95,13 @@ class OpenAiRequest(_Schema):
         top_p: Sample from the most likely tokens that together have this probability. 1 disables
             the limit; 0 takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit. Not in OpenAI's API.
-        repetition_penalty: Weaken the scores of tokens that have occurred. 1 disables it. Not in
-            OpenAI's API.
-        seed: Seed of the random draws. The same seed gives the same answers.
-        stop: Texts that end an answer and are not part of it.
+        repetition_penalty: Weaken the scores of tokens that have already occurred. 1 disables it.
+            Not in OpenAI's API.
+        seed: Seed for sampling. The same seed gives the same answers.
+        stop: Stop sequences, which end an answer and are not part of it.
         stream: Send the answer as server-sent events while it is generated.
         stream_options: Options of a streamed answer.
-        user: Name of the user. It has no effect.
+        user: Accepted for compatibility; no effect.
     """
 
     model: str | None = None
@@ -112,13 +117,13 @@ class OpenAiRequest(_Schema):
     user: str | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Raise `ApiError` if fields do not go together."""
+        """Raise `ApiError` if a field is set without another that it requires."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires stream: true", "stream_options")
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
+        """The stop sequences."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -144,11 +149,11 @@ class CompletionRequest(OpenAiRequest):
 
     @property
     def tops(self) -> int | None:
-        """Number of most likely tokens to report with each, `None` without log probabilities."""
+        """Number of most likely tokens to report for each token, or `None` for no scores."""
         return self.logprobs
 
     def model_post_init(self, context: Any) -> None:
-        """Raise `ApiError` if fields do not go together."""
+        """Raise `ApiError` if a field is set without another that it requires."""
         super().model_post_init(context)
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
             message = "max_tokens 0 only scores the prompt: it requires echo: true and logprobs"
@@ -161,7 +166,7 @@ class ChatRequest(OpenAiRequest):
     Attributes:
         messages: The conversation so far.
         max_tokens: Largest number of new tokens in an answer. The default is as many as fit.
-        max_completion_tokens: Newer name of max_tokens, over which it has precedence.
+        max_completion_tokens: Newer name of max_tokens, which it takes precedence over.
         logprobs: Return the log probability of each token.
         top_logprobs: Return this many most likely tokens with each token. It requires logprobs.
     """
@@ -174,17 +179,17 @@ class ChatRequest(OpenAiRequest):
 
     @property
     def tops(self) -> int | None:
-        """Number of most likely tokens to report with each, `None` without log probabilities."""
+        """Number of most likely tokens to report for each token, or `None` for no scores."""
         return self.top_logprobs if self.logprobs else None
 
     def model_post_init(self, context: Any) -> None:
-        """Raise `ApiError` if fields do not go together."""
+        """Raise `ApiError` if a field is set without another that it requires."""
         super().model_post_init(context)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
 
 
-# Messages about fields whose value has more than one form.
+# Messages about fields that take values of more than one form.
 _FORMS = {
     "prompt": "prompt: give a text, a list of texts, a list of token ids, or a list of such lists",
     "messages": 'messages: give a list of objects like {"role": "user", "content": "text"}; '
@@ -205,7 +210,7 @@ _NO_FUNCTIONS = "the model cannot call functions: omit it"
 _TEXT_ONLY = "the model answers in text only: omit it"
 _NO_SETTING = "the model has no such setting: omit it"
 _NOT_KEPT = "the server does not store requests: omit it"
-# OpenAI's fields that are refused: the reason, and values that have no effect and are accepted.
+# OpenAI's unsupported fields: the reason, and values that are accepted because they do nothing.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
     "presence_penalty": ("use repetition_penalty", (0, 0.0)),
@@ -242,10 +247,14 @@ Kind = TypeVar("Kind", CompletionRequest, ChatRequest)
 
 
 def read_request(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
-    """Return the request in a body, checked against its schema.
+    """Return the request in a body, checked against its model.
+
+    Args:
+        kind: The model.
+        body: The JSON object that the client sent.
 
     Raises:
-        ApiError: The body has a mistake (400). The message is about the first one.
+        ApiError: The request is invalid (400). The message is about the first mistake.
     """
     refused = _REFUSED_BY[kind]
     for name, value in body.items():
@@ -266,7 +275,7 @@ def read_request(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
 
 
 def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
-    """Return a message about a field's mistake that says which values it takes."""
+    """Return a message about an invalid field, which says which values it takes."""
     if error["type"] == "missing" and len(error["loc"]) == 1:
         return f"{name} is required"
     if name == "messages" and error["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The service that all endpoints share: it tokenizes prompts, runs them, and returns texts."""
+"""The service behind all endpoints: it tokenizes prompts, asks the engine, and returns texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONG_TEXT = 4096  # characters
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A sequence that a client requests.
+    """One sequence of a client's request.
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
@@ -67,7 +67,7 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._most = most
-        self._queues: dict[str, asyncio.Queue[Event]] = {}  # by the names of requests
+        self._queues: dict[str, asyncio.Queue[Event]] = {}  # by request name
         self._numbers = itertools.count(1)
         self.stats = Stats()
         self.alive = True
@@ -105,7 +105,7 @@ class EngineClient:
         return names, events
 
     def cancel(self, name: str) -> None:
-        """End a request if it still runs. It keeps its place until the engine has ended it."""
+        """Cancel a running request. It stays active until the engine has ended it."""
         if name in self._queues:
             self._send(Cancel(name))
 
@@ -158,7 +158,7 @@ class Spelled:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that can be shown now, with the tokens that began in it or in released text."""
+    """Text that can be shown now, with the tokens that begin in it or before it."""
 
     text: str
     tokens: tuple[Spelled, ...]
@@ -197,7 +197,7 @@ class Speller:
         return shown, Spelled(token, own, offset, logprob, others)
 
     def rest(self) -> str:
-        """Return the text that is still held back at the end."""
+        """Return the text that is still held back, once no more tokens come."""
         return self._text.rest()
 
 
@@ -310,7 +310,7 @@ class TextAnswer:
 
 
 class Answers:
-    """The answers to the sequences of one client's request. They must be closed to free its places.
+    """The answers to all sequences of one client's request, which must be closed at the end.
 
     Attributes:
         each: The answers, in the order of the sequences.
@@ -372,11 +372,17 @@ class Answers:
                     yield index, piece
                 if answer.ended:
                     del self._unfinished[name]
-                    self._engine.cancel(name)  # it runs on if a stop string ended the answer
+                    self._engine.cancel(
+                        name
+                    )  # it is still running if a stop string ended the answer
                     yield index, None
 
     async def whole(self) -> list[TextPiece]:
-        """Return each answer as a single piece, once all are complete."""
+        """Return each answer as a single piece once all answers are complete.
+
+        Raises:
+            ApiError: The engine cannot answer the request (422), or it failed (500).
+        """
         pieces: list[list[TextPiece]] = [[] for _ in self.each]
         async for index, piece in self.pieces():
             if piece is not None:
@@ -390,7 +396,7 @@ class Answers:
         ]
 
     def close(self) -> None:
-        """End the sequences that still run."""
+        """Cancel the sequences that are still running."""
         for name in self._unfinished:
             self._engine.cancel(name)
 
@@ -399,7 +405,7 @@ class Service:
     """The tokenizer, the engine and the settings of a server."""
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, engine: EngineClient) -> None:
-        """Join the parts.
+        """Create the service.
 
         Args:
             settings: Settings of the server.
@@ -432,7 +438,10 @@ class Service:
         return tuple(await asyncio.to_thread(tokenize, text))
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the prompt, or if it is empty the end-of-document token, after which texts begin.
+        """Return the prompt, or the end-of-document token if it is empty, after which texts begin.
+
+        Args:
+            prompt: Token ids.
 
         Raises:
             ApiError: The prompt is empty, and the tokenizer has no such token (400).
@@ -447,7 +456,16 @@ class Service:
         return prompt or eod
 
     def check_total(self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int) -> None:
-        """Raise `ApiError` 422 if one request has too many tokens."""
+        """Check that a request does not have too many tokens.
+
+        Args:
+            prompts: Token ids of the prompts.
+            new_tokens: Largest number of new tokens in an answer.
+            copies: Number of answers to each prompt.
+
+        Raises:
+            ApiError: It has too many (422).
+        """
         total = copies * len(prompts) * (max(len(prompt) for prompt in prompts) + new_tokens)
         most = self.settings.server.max_tokens_to_oom
         if total > most:
@@ -456,8 +474,13 @@ class Service:
 
     @staticmethod
     def seed_of(seed: int | None, number: int) -> int | None:
-        """Return the seed of a request's n-th sequence, so that equal prompts get other answers.
+        """Return the seed of one of a request's sequences, so that equal prompts differ.
 
-        A seed of `None` or below 0 counts as not given, and the result is then `None`.
+        Args:
+            seed: Seed of the request. `None` or a number below 0 means that it has none.
+            number: Number of the sequence.
+
+        Returns:
+            The sequence's seed, or `None` if the request has none.
         """
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED

@@ -19,8 +19,8 @@ class ServerLimits:
     Attributes:
         read_seconds: Longest time for a request's headers to arrive, and then for its body. A
             slower request gets 408.
-        write_seconds: Longest time for a client to read what it is sent. A slower client counts as
-            gone.
+        write_seconds: Longest time for a client to read what it is sent. A slower client is
+            disconnected.
         connections: Largest number of open connections. Further ones are closed at once.
     """
 
@@ -42,7 +42,7 @@ class FrontSettings:
         stop_tokens: Ids that end an answer, besides the tokenizer's own.
         chat_template: Text of the chat template, or `None` if the model has none.
         token: Token that clients must send. `None` admits only clients on this machine.
-        created: When the server started, in seconds since 1970.
+        created: Start time of the server in seconds since 1970.
     """
 
     model: str
@@ -56,7 +56,16 @@ class FrontSettings:
     created: int = 0
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
-        """Return `top_k` and `top_p` for a request with these values, `None` if it sets none."""
+        """Return the `top_k` and `top_p` that a request gets.
+
+        Args:
+            top_k: Value in the request, or `None` if it sets none.
+            top_p: Value in the request, or `None` if it sets none.
+
+        Returns:
+            The request's values, with 0 for one that is not set, or the command line's if the
+            request sets neither.
+        """
         if top_k is None and top_p is None:
             return self.server.top_k, self.server.top_p
         return top_k or 0, top_p or 0.0
