@@ -129,10 +129,10 @@ def _llama2_shape(folder: Path, script: Path) -> Path:
     from megatron.checkpoint.entries import Entry
     from megatron.checkpoint.huggingface.families import families
     from megatron.checkpoint.huggingface.settings import Settings
-    from megatron.checkpoint.store import save
     from megatron.config.run import RunOptions
     from megatron.config.yaml_file import to_dict
     from megatron.parallel.layout import Layout
+    from tests.checkpoint.states import save
 
     hidden, ffn, layers, heads, kv_heads = {
         "7b": (4096, 11008, 32, 32, 32),

@@ -10,7 +10,7 @@ The native format, safetensors and JSON:
     manifest       manifest.json: every file and tensor of a checkpoint with digests
     plan           which process writes which part of which tensor
     exchange       JSON messages between processes
-    store          `save`: write a checkpoint collectively; convert any checkpoint to this format
+    store          write a checkpoint collectively; convert any checkpoint to this format
     background     save while training continues
     find           which checkpoints a folder holds
     lock           only one job at a time saves into a folder

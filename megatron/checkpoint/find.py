@@ -176,10 +176,8 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     """
     flag = f"--ckpt-step {iteration}: {root}"
     if checkpoint_at(root) is not None:
-        raise CheckpointError(
-            f"{flag} is a single checkpoint: give --load the folder that contains it, or drop "
-            "--ckpt-step"
-        )
+        remedy = "give --load the folder that contains it, or drop --ckpt-step"
+        raise CheckpointError(f"{flag} is a single checkpoint: {remedy}")
     if not root.is_dir():
         raise CheckpointError(f"{flag}: there is no such folder")
     found, problems = scan(root)
@@ -192,10 +190,8 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     if len(there) > _NAMED:
         there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]
     remedy = f"available iterations: {', '.join(there)}: give one of them"
-    raise CheckpointError(
-        f"{flag} holds no checkpoint of this iteration{why}: "
-        f"{remedy if there else 'the folder holds no checkpoints'}"
-    )
+    remedy = remedy if there else "the folder holds no checkpoints"
+    raise CheckpointError(f"{flag} holds no checkpoint of this iteration{why}: {remedy}")
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
@@ -206,8 +202,6 @@ def _classify(path: Path) -> tuple[str | None, str]:
     if is_native or is_legacy:
         return "native" if is_native else "legacy", ""
     if (path / ".metadata").exists():
-        return None, (
-            "is a torch.distributed.checkpoint folder, a format that runs code when it is read: "
-            "convert it with the program that wrote it"
-        )
+        kind = "a torch.distributed.checkpoint folder, a format that runs code when it is read"
+        return None, f"is {kind}: convert it with the program that wrote it"
     return None, f"has neither {MANIFEST} nor Megatron-LM's mp_rank folders"

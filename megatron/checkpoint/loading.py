@@ -63,10 +63,8 @@ def open_checkpoint(
     if not problems:
         return None
     if step is not None:  # the other checkpoints have not been examined
-        raise CheckpointError(
-            f"--ckpt-step {step}: {problems[0]}\n"
-            "restore it from a copy, give another iteration, or drop the flag to load the newest"
-        )
+        remedy = "restore it from a copy, give another iteration, or drop the flag for the newest"
+        raise CheckpointError(f"--ckpt-step {step}: {problems[0]}\n{remedy}")
     raise CheckpointError(
         f"{root}: none of its checkpoints can be used:\n  "
         + "\n  ".join(problems)
@@ -119,10 +117,8 @@ def open_root(
     if not is_model_folder(root):
         return open_checkpoint(root, step=step, verify=verify, layout=layout)
     if step is not None:
-        raise CheckpointError(
-            f"--ckpt-step {step}: {root} is a Hugging Face folder, which has no iterations: "
-            "drop --ckpt-step"
-        )
+        why = "is a Hugging Face folder, which has no iterations: drop --ckpt-step"
+        raise CheckpointError(f"--ckpt-step {step}: {root} {why}")
     opened: list[Reader] = []
     exchange = JsonExchange((layout or Layout.single()).world)
     exchange.together(lambda: opened.append(HFReader(root)))

@@ -69,10 +69,9 @@ class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
         who = "another job"
         if holder is not None:
             who = f"process {holder['pid']} on {holder['host']}"
-        return (
-            f"{self.path}: {who} is saving into this folder: wait for it to end, or give another "
-            "folder to --save. If that job is gone, delete the file"
-        )
+        remedy = "wait for it to end, or give another folder to --save"
+        told = f"{self.path}: {who} is saving into this folder: {remedy}"
+        return f"{told}. If that job is gone, delete the file"
 
     def release(self) -> None:
         """Release the lock. Calling it again does nothing."""

@@ -175,25 +175,20 @@ def parse(data: bytes) -> Manifest:
     if claimed != digest_of(_text(body)) or data != _sign(body):
         raise ManifestError("damaged: its digest does not match its content")
     # The digest rules out only accidents, so types are checked as well.
-    files = {
-        name: FileInfo(*(_get(info, key) for key in FileInfo._fields))
-        for name, info in _get(body, "files").items()
-    }
-    tensors = {
-        name: TensorInfo(
-            _get(tensor, "dtype"),
-            _get(tensor, "shape"),
-            tuple(
-                TensorPiece(*(_get(piece, key) for key in TensorPiece._fields))
-                for piece in _get(tensor, "pieces")
-            ),
-        )
-        for name, tensor in _get(body, "tensors").items()
-    }
-    others = {key: _get(body, key) for key in Manifest._fields[:-2]}
-    manifest = Manifest(**others, files=files, tensors=tensors)
+    files = {name: FileInfo(**_checked(FileInfo, one)) for name, one in _get(body, "files").items()}
+    tensors = {}
+    for name, one in _get(body, "tensors").items():
+        tensor = TensorInfo(**_checked(TensorInfo, one))
+        pieces = tuple(TensorPiece(**_checked(TensorPiece, piece)) for piece in tensor.pieces)
+        tensors[name] = tensor._replace(pieces=pieces)
+    manifest = Manifest(**_checked(Manifest, body))._replace(files=files, tensors=tensors)
     manifest.check()
     return manifest
+
+
+def _checked(kind: type[Any], record: Any) -> dict[str, Any]:
+    """Return the values of a record's fields, checked one by one."""
+    return {key: _get(record, key) for key in kind._fields}
 
 
 # The kinds of values by key.

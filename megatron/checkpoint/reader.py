@@ -106,11 +106,9 @@ class Reader(ABC):
         """
         held = self.global_shape(name)
         if global_shape not in (None, held):
-            raise CheckpointError(
-                f"{self.path}: {name} has shape {list(held)}, but this run needs "
-                f"{list(global_shape)}: give the checkpoint's network flags "
-                "(--use-checkpoint-args reads them from it)"
-            )
+            sizes = f"has shape {list(held)}, but this run needs {list(global_shape or ())}"
+            remedy = "give the checkpoint's network flags (--use-checkpoint-args reads them)"
+            raise CheckpointError(f"{self.path}: {name} {sizes}: {remedy}")
         part = wanted or Box.whole(held)
         assert part.fits(held), f"{name}: {part} outside {held}"
         return self._read(name, part)
@@ -121,7 +119,7 @@ class Reader(ABC):
 
 
 class NativeReader(Reader):
-    """A checkpoint that `store.save` wrote.
+    """A checkpoint that `store.write_checkpoint` wrote.
 
     Opening it checks the manifest and the file sizes; `verify` checks every byte. As long as the
     reader exists, `--keep-latest` of another job does not delete the checkpoint.

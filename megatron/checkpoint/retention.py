@@ -111,7 +111,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         if one.iteration <= newest
         and one.path.name == iteration_folder(one.iteration)
         and not one.path.is_symlink()
-        and _is_ours(one)
+        and (one.format == "native" or _is_as_written(one.path))
     ]
     gone = []
     for one in keep.going(candidates, newest, before):
@@ -131,11 +131,9 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
     return gone
 
 
-def _is_ours(found: FoundCheckpoint) -> bool:
-    if found.format == "native":
-        return (found.path / MANIFEST).is_file()
+def _is_as_written(folder: Path) -> bool:
     try:
-        return is_as_listed(found.path)
+        return is_as_listed(folder)
     except CheckpointError:  # partly overwritten
         return False
 

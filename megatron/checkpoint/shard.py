@@ -69,11 +69,8 @@ def plan_shard(
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     about = {} if metadata is None else {"__metadata__": dict(metadata)}
     text = json.dumps(about | entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -97,14 +94,10 @@ def parse_header(data: bytes) -> dict[str, Placement]:
     try:
         entries = json.loads(data[8:], object_pairs_hook=without_doubles)
         return {
-            name: Placement(
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                start=len(data) + entry["data_offsets"][0],
-                size=entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
+            name: Placement(entry["dtype"], tuple(entry["shape"]), len(data) + start, end - start)
             for name, entry in entries.items()
             if name != "__metadata__"
+            for start, end in [entry["data_offsets"]]
         }
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a safetensors header: {error}") from error

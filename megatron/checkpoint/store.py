@@ -72,32 +72,6 @@ class Snapshot:
         return cls(iteration, plan, share_of(plan, entries, layout.world.rank), meta, layout)
 
 
-def save(
-    root: Path | str,
-    iteration: int,
-    entries: State,
-    meta: Json,
-    layout: Layout,
-    *,
-    check: durable.Check | None = None,
-) -> Path:
-    """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
-
-    Args:
-        root: Folder of checkpoints, created if it is missing.
-        iteration: Training steps taken.
-        entries: This rank's tensors.
-        meta: A JSON value; rank 0's is saved.
-        layout: The ranks that take part.
-        check: Check that rank 0 runs on the checkpoint before publishing it.
-
-    Raises:
-        StorageError: Raised on every rank if any rank cannot write.
-        ValueError: The ranks' entries do not add up to whole tensors (an error in this program).
-    """
-    return write_checkpoint(root, Snapshot.take(iteration, entries, meta, layout), check=check)
-
-
 def agree(entries: State, layout: Layout) -> SavePlan:
     """Plan which rank writes which entries. Collective.
 
@@ -206,16 +180,13 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
         reap(root)
         is_ours = not owns_manifest or (final / MANIFEST).exists()
         if final.exists() and not is_ours and any(final.iterdir()):
-            raise CheckpointError(
-                f"{final} holds a checkpoint that this program did not write and will not "
-                "replace: give another folder to --save"
-            )
+            whose = "a checkpoint that this program did not write and will not replace"
+            raise CheckpointError(f"{final} holds {whose}: give another folder to --save")
         free = shutil.disk_usage(root).free
         if free < need + _SPARE:
-            raise StorageError(
-                f"{root}: the checkpoint needs {need:,} bytes and {_SPARE:,} to spare, but "
-                f"only {free:,} are free: make room, or give another folder to --save"
-            )
+            what = f"the checkpoint needs {need:,} bytes and {_SPARE:,} to spare"
+            remedy = "make room, or give another folder to --save"
+            raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
         temporary = durable.beside(final, durable.TEMPORARY)
         temporary.mkdir()
     return str(temporary)
@@ -272,9 +243,7 @@ def _manifest(snapshot: Snapshot, reports: list[Json]) -> Manifest:
     tensors = {}
     for name in plan.parts:
         pieces = (
-            TensorPiece(
-                part.file, part.box.offset, part.box.shape, *reports[part.rank]["tensors"][key]
-            )
+            TensorPiece(part.file, *part.box, *reports[part.rank]["tensors"][key])
             for key, part in plan.keyed(name)
         )
         tensors[name] = TensorInfo(plan.dtypes[name], plan.shapes[name], tuple(pieces))
@@ -364,5 +333,6 @@ def convert_to_native(
         **(extra or {}),
     }
     state = state_of(reader, keep_optimizer=keep_optimizer)
+    snapshot = Snapshot.take(reader.iteration, state, meta, Layout.single())
     with SaveLock(root):
-        return save(root, reader.iteration, state, meta, Layout.single(), check=check)
+        return write_checkpoint(root, snapshot, check=check)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.entries import Box, Entry, State
+from megatron.checkpoint.entries import Box, Entry, Json, State
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.store import save
+from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.parallel.layout import Layout
 
 
@@ -31,6 +31,11 @@ def make_state(seed: int, hidden: int = 8) -> State:
         "mask": Entry.whole(normal(3, 5) > 0),
         "empty": Entry.whole(torch.empty(0, 4)),
     }
+
+
+def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: Layout) -> Path:
+    """Save a state in the native format. Collective over all ranks of the layout."""
+    return write_checkpoint(root, Snapshot.take(iteration, entries, meta, layout))
 
 
 def save_state(root: Path, iteration: int, state: State | None = None) -> Path:

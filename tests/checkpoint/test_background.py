@@ -12,11 +12,10 @@ from megatron.checkpoint.background import BackgroundSaver, Saved
 from megatron.checkpoint.entries import Entry, flatten
 from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.manifest import MANIFEST, parse
-from megatron.checkpoint.store import save
 from megatron.device import Device
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import assert_loads, make_state, save_state
+from tests.checkpoint.states import assert_loads, make_state, save, save_state
 from tests.distributed import TIMEOUT, run_distributed
 
 

@@ -11,7 +11,7 @@ from megatron.checkpoint import plan
 from megatron.checkpoint.find import TRACKER, list_checkpoints
 from megatron.checkpoint.reader import NativeReader
 from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
-from tests.checkpoint.states import assert_holds, assert_loads, make_state, save_state
+from tests.checkpoint.states import assert_holds, assert_loads, make_state, save, save_state
 
 
 @pytest.mark.parametrize("files", [1, 4])
@@ -102,7 +102,7 @@ def _two_ranks(rank, store_file, root):
             os.kill(os.getpid(), signal.SIGKILL)
 
         store.write_shard = doomed
-    store.save(root, 20, state, {}, layout)
+    save(root, 20, state, {}, layout)
 
 
 def test_a_rank_killed_while_saving_publishes_nothing(tmp_path):

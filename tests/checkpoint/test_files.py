@@ -14,10 +14,9 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.plan import describe, files_of, make_plan, share_of
 from megatron.checkpoint.reader import NativeReader
-from megatron.checkpoint.store import save
 from megatron.errors import StorageError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import assert_holds, make_state, read_whole, save_state
+from tests.checkpoint.states import assert_holds, make_state, read_whole, save, save_state
 from tests.distributed import run_distributed
 
 FILES = [f"rank_00000{number}.safetensors" for number in ("", "_1", "_2", "_3")]

@@ -10,10 +10,9 @@ import torch
 
 from megatron.checkpoint import inspection
 from megatron.checkpoint.entries import Entry
-from megatron.checkpoint.store import save
 from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
-from tests.checkpoint.states import make_state, save_state
+from tests.checkpoint.states import make_state, save, save_state
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "checkpoint" / "inspect.py"
 

@@ -6,8 +6,7 @@ from safetensors.torch import load_file
 from megatron.checkpoint.entries import Box, Entry, boxes_of_range
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import NativeReader, find_problems, restore
-from megatron.checkpoint.store import save
-from tests.checkpoint.states import read_whole
+from tests.checkpoint.states import read_whole, save
 from tests.distributed import run_distributed
 
 WHOLE = torch.arange(5.0 * 4 * 3).reshape(5, 4, 3)

@@ -16,10 +16,16 @@ from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.plan import make_plan
 from megatron.checkpoint.reader import NativeReader
-from megatron.checkpoint.store import save
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import assert_holds, assert_loads, make_state, read_whole, save_state
+from tests.checkpoint.states import (
+    assert_holds,
+    assert_loads,
+    make_state,
+    read_whole,
+    save,
+    save_state,
+)
 from tests.distributed import run_distributed
 
 

@@ -11,9 +11,9 @@ import torch
 from megatron.checkpoint import shard
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry
-from megatron.checkpoint.store import save
 from megatron.device import Device, Ferry, gpu_count
 from megatron.parallel.layout import Layout
+from tests.checkpoint.states import save
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -102,7 +102,7 @@ from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import restore
-from megatron.checkpoint.store import save
+from tests.checkpoint.states import save
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import restore
-from megatron.checkpoint.store import save
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import (
     count_parameters,
@@ -25,6 +24,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import Costs, Pipeline
+from tests.checkpoint.states import save
 from tests.models.small import SEQUENCE, batch, config, plan
 from tests.models.toy_mixer import RunningMean, RunningMeanPlan
 from tests.models.toy_mlp import Square, SquarePlan

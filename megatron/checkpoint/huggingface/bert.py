@@ -36,11 +36,10 @@ _LAYER = {
     "mlp.up": ("intermediate.dense",),
     "mlp.down": ("output.dense",),
 }
+_TABLES = {"position_embedding_type": "absolute", "type_vocab_size": 2}
 _FIXED = {
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "position_embedding_type": "absolute",
-    "type_vocab_size": 2,
+    **_TABLES,
+    **dict.fromkeys(("is_decoder", "add_cross_attention"), False),
     "tie_word_embeddings": True,
     "directionality": "bidi",
     "pruned_heads": {},
@@ -93,7 +92,7 @@ class Bert(rules.Family):
         return {
             **super().write(model, vocab),
             "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
-            **{key: _FIXED[key] for key in ("position_embedding_type", "type_vocab_size")},
+            **_TABLES,
         }
 
     def names(self, model: ModelConfig) -> rules.Names:

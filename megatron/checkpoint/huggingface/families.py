@@ -20,9 +20,7 @@ FAMILIES: list[Family] = [
     LlamaLike("mistral", "MistralForCausalLM", window=True),
     LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
     LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
-    GPT2(),
-    Bert(),
-    T5(),
+    *(GPT2(), Bert(), T5()),
 ]
 
 

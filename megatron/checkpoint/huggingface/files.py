@@ -86,10 +86,9 @@ def find_shards(folder: Path) -> dict[str, Path]:
         return {"": inside(folder, SINGLE)}
     pickled = [name for name in _PICKLED if (folder / name).exists()]
     if pickled:
-        raise CheckpointError(
-            f"{folder}: {pickled[0]} is a pickle, which can run code when it is read; only "
-            "safetensors is read: save the model again with save_pretrained"
-        )
+        why = "is a pickle, which can run code when it is read; only safetensors is read"
+        remedy = "save the model again with save_pretrained"
+        raise CheckpointError(f"{folder}: {pickled[0]} {why}: {remedy}")
     if (folder / ADAPTER).exists():
         raise CheckpointError(
             f"{folder}: {ADAPTER} changes another model's weights: merge both first "

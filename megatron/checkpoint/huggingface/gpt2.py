@@ -19,14 +19,10 @@ _KEYS = (
     rules.Key("attn_pdrop", "attention_dropout", "share", 0.1),
     rules.Key("resid_pdrop", "hidden_dropout", "share", 0.1),
 )
-_FIXED = {
-    "scale_attn_weights": True,
-    "add_cross_attention": False,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "n_special": 0,
-    "pruned_heads": {},
-}
+_OFF = ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
+_FIXED: dict[str, Any] = {"scale_attn_weights": True, "n_special": 0, "pruned_heads": {}}
+_FIXED |= dict.fromkeys(_OFF, False)
+_MASKS = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # causal ones, in older files
 _LAYER = {
     "attention_norm": ("ln_1",),
     "attention.qkv": ("attn.c_attn",),
@@ -42,14 +38,8 @@ class GPT2(rules.Family):
 
     def __init__(self) -> None:
         """State the family's names and keys."""
-        super().__init__(
-            "gpt2",
-            "GPT2LMHeadModel",
-            prefix="transformer.",
-            keys=_KEYS,
-            fixed=_FIXED,
-            derived=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # causal masks
-        )
+        names = ("gpt2", "GPT2LMHeadModel", "transformer.")
+        super().__init__(*names, keys=_KEYS, fixed=_FIXED, derived=_MASKS)
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""

@@ -101,17 +101,15 @@ class HFReader(Reader):
                     f"{path}: {name} differs from the word embeddings, although config.json "
                     "says tie_word_embeddings: set that to false in a copy, or remove the tensor"
                 )
+        family, bare = self.family.name, self.bare_names
+        origin = {"family": family, "bare_names": bare, "window": described.window}
         self.meta = {
             "iteration": self.iteration,
             "consumed_train_samples": 0,
             "padded_vocab_size": self.vocab,
             "config": to_dict(RunOptions(model=model)),
             "notices": list(self.notices),
-            "huggingface": {
-                "family": self.family.name,
-                "bare_names": self.bare_names,
-                "window": described.window,
-            },
+            "huggingface": origin,
         }
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:

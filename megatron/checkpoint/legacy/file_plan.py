@@ -9,11 +9,12 @@ unless it is the stage on which the decoder begins.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.legacy import names
+from megatron.config.parallel import ParallelOptions
 from megatron.config.stages import ModelPart, megatron_misfit, parts_of_stage
 from megatron.errors import CheckpointError
 
@@ -68,7 +69,7 @@ class FilePlan:
 
 
 def plan_files(
-    shapes: Shapes, parts: Sequence[ModelPart], *, tensor: int, stages: int, gated: bool
+    shapes: Shapes, parts: list[ModelPart], split: ParallelOptions, order: names.Arrangement
 ) -> list[FilePlan]:
     """Plan the files of a checkpoint, ordered by stage and tensor rank.
 
@@ -76,46 +77,42 @@ def plan_files(
         shapes: The shapes of all parameters, by our names without "model.".
         parts: The model's parts, first to last. Each stage has the same number of parts, and all
             parts have the same number of layers.
-        tensor: The number of tensor-parallel ranks.
-        stages: The number of pipeline stages.
-        gated: Whether the up projections hold gate and up.
+        split: The numbers of tensor-parallel ranks and pipeline stages.
+        order: The files' order of rows.
 
     Raises:
         CheckpointError: Megatron's model lacks a parameter, or a parameter cannot be split this
             way.
     """
+    tensor, stages = split.tensor_model_parallel_size, split.pipeline_model_parallel_size
     encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0: not a T5
     _check(shapes, parts, stages, encoder)
-    arrangement = names.Arrangement(VERSION, heads=0, gated=gated)
     plans = []
     for stage in range(stages):
         for rank in range(tensor):
             chunks = tuple(
                 tuple(
-                    FileParameter(path, name, _box(name, shapes[name], arrangement, rank, tensor))
+                    FileParameter(path, name, _box(name, shapes[name], order, rank, tensor))
                     for name, path in _places(shapes, part, encoder)
                     if name in shapes
                 )
-                for part in parts_of_stage(list(parts), stage, stages)
+                for part in parts_of_stage(parts, stage, stages)
             )
             folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
             plans.append(FilePlan(folder, rank, stage, chunks))
     return plans
 
 
-def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int, encoder: int) -> None:
+def _check(shapes: Shapes, parts: list[ModelPart], stages: int, encoder: int) -> None:
     placed = {name for part in parts for name, _ in _places(shapes, part, encoder)}
     extra = sorted(shapes.keys() - placed)
     if extra:
-        raise CheckpointError(
-            f"{extra[0]} does not exist in Megatron-LM 23.08: use the native format"
-        )
+        missing = f"{extra[0]} does not exist in Megatron-LM 23.08"
+        raise CheckpointError(f"{missing}: use the native format")
     if "layers.0.attention.qkv.bias" in shapes and "layers.0.mlp.up.bias" not in shapes:
-        raise CheckpointError(
-            "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in none: use the "
-            "native format"
-        )
-    misfit = megatron_misfit(list(parts), stages, encoder or None)
+        why = "Megatron-LM 23.08 has biases in all linear layers or in none"
+        raise CheckpointError(f"--add-qkv-bias: {why}: use the native format")
+    misfit = megatron_misfit(parts, stages, encoder or None)
     if misfit:
         remedy = "use the native format"
         if encoder:

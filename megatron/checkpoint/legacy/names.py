@@ -81,22 +81,16 @@ _LAYER_NUMBER = re.compile(r"(?:decoder\.)?layers\.(\d+)\.")
 _LAYER_PREFIX = re.compile(r"(?:(?:encoder|decoder)\.)?layers\.\d+\.")
 _OURS = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
 _SPLIT_OUTPUTS = {
-    "embedding.word",
-    "output",
-    "attention.qkv",
-    "cross_attention.query",
-    "cross_attention.key_value",
-    "mlp.up",
+    *("embedding.word", "output", "attention.qkv", "mlp.up"),
+    *("cross_attention.query", "cross_attention.key_value"),
 }
 _SPLIT_INPUTS = {"attention.output", "cross_attention.output", "mlp.down"}
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
 
 
-_ONLY_KIND = {theirs[0]: "weight" for theirs in EMBEDDINGS.values()} | {
-    "output_layer": "weight",
-    "lm_head": "bias",
-}
+_ONLY_KIND = {"output_layer": "weight", "lm_head": "bias"}
+_ONLY_KIND |= {theirs[0]: "weight" for theirs in EMBEDDINGS.values()}
 
 
 def parameters_of(modules: Modules) -> dict[str, list[str]]:

@@ -80,10 +80,8 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     by_decay = [[one for one in parameters if one.is_decayed is decays] for decays in (True, False)]
     expected = [group for group in by_decay if group]
     if not isinstance(groups, list) or len(groups) != len(expected):
-        raise CheckpointError(
-            "the optimizer's parameter groups are not (decayed, not decayed): groups with "
-            "their own learning rate are not supported"
-        )
+        why = "groups with their own learning rate are not supported"
+        raise CheckpointError(f"the optimizer's groups are not (decayed, not decayed): {why}")
     members: dict[int, Parameter] = {}
     for group, wanted in zip(groups, expected, strict=True):
         numbers = group.get("params") if isinstance(group, dict) else None

@@ -184,10 +184,8 @@ class LegacyWriter:
         """
         refused = ", ".join(not_computed(config.model))
         if refused:
-            raise CheckpointError(
-                f"{refused}: Megatron-LM 23.08 does not support it: write the native format "
-                "(--saver native), or Hugging Face's (--saver hf)"
-            )
+            remedy = "write the native format (--saver native), or Hugging Face's (--saver hf)"
+            raise CheckpointError(f"{refused}: Megatron-LM 23.08 does not support it: {remedy}")
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
         if self._keeps_optimizer and "decoupled_lr" in (reader.meta.get("schedule") or {}):
@@ -199,15 +197,9 @@ class LegacyWriter:
         self._held = frozenset(reader.names())
         weights = (name for name in reader.names() if name.startswith(WEIGHTS))
         shapes = {n.removeprefix(WEIGHTS): reader.global_shape(n) for n in weights}
-        parallel, gated = config.parallel, config.model.swiglu
-        self._arrangement = Arrangement(VERSION, heads=0, gated=gated)
-        self.files = plan_files(
-            shapes,
-            plan_model(config.model, parallel),
-            tensor=parallel.tensor_model_parallel_size,
-            stages=parallel.pipeline_model_parallel_size,
-            gated=gated,
-        )
+        self._arrangement = Arrangement(VERSION, heads=0, gated=config.model.swiglu)
+        parts = plan_model(config.model, config.parallel)
+        self.files = plan_files(shapes, parts, config.parallel, self._arrangement)
 
     @property
     def total_bytes(self) -> int:

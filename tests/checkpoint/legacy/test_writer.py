@@ -11,7 +11,6 @@ from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
 from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.checkpoint.retention import Keep, is_as_listed, prune
-from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
 from megatron.device import Device
@@ -20,7 +19,7 @@ from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from tests.checkpoint.legacy.test_golden import trees_of
-from tests.checkpoint.states import read_whole
+from tests.checkpoint.states import read_whole, save
 from tests.distributed import run_distributed
 from tests.parity.golden import continue_run
 from tests.training.toy import train_toy

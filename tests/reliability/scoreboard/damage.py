@@ -13,10 +13,9 @@ from megatron.checkpoint.entries import Entry, State, flatten
 from megatron.checkpoint.find import TRACKER, FoundCheckpoint
 from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.checkpoint.reader import restore
-from megatron.checkpoint.store import save
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import make_state
+from tests.checkpoint.states import make_state, save
 from tests.distributed import run_distributed
 from tests.reliability.scoreboard.commands import run_training
 from tests.reliability.scoreboard.score import Trials, expect

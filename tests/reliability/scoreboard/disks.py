@@ -17,11 +17,10 @@ from megatron.checkpoint import store
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry, State
 from megatron.checkpoint.find import TRACKER
-from megatron.checkpoint.store import save
 from megatron.device import Device
 from megatron.errors import EXIT_SAVED_ON_SIGNAL, CheckpointError, StorageError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import make_state
+from tests.checkpoint.states import make_state, save
 from tests.distributed import TIMEOUT, run_distributed
 from tests.reliability.scoreboard.commands import Command, run_training, train_command
 from tests.reliability.scoreboard.score import Trials, expect

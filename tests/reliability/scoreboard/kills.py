@@ -25,11 +25,11 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.retention import Keep
-from megatron.checkpoint.store import Snapshot, save, write_checkpoint
+from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
-from tests.checkpoint.states import assert_holds, make_state, save_state
+from tests.checkpoint.states import assert_holds, make_state, save, save_state
 from tests.reliability.scoreboard.score import Trials, expect
 
 _RANKS = 2
