@@ -344,7 +344,7 @@ def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path
     words = training_flags(imported, tmp_path / "out")
     parsed = parse_config(words, world_size=1, read_checkpoint=network_of)
     run = build_run(parsed.config, GPTRecipe(), Device.cpu(), Layout.single())
-    assert run.padded_vocab_size == 70  # the model's own rows: its softmax is over these
+    assert run.plan.embedding.vocabulary == 70  # the model's own rows: its softmax is over these
     tokens = torch.arange(32).view(2, 16)
     case = CASES["llama"]
     expected = logits(case, tensors_of(case), tokens).float()
