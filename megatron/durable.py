@@ -15,8 +15,8 @@ from megatron.errors import ConfigError, StorageError, warn
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
 
-Check = Callable[[Path], None]
-"""A check of a complete folder before it gets its final name. It raises to reject the folder."""
+Check = Callable[[Path], None] | None
+"""A check of a complete folder before it gets its final name, which raises to reject the folder."""
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None:
+def check_unpublished(check: Check, temporary: Path, final: Path) -> None:
     """Check a folder before it gets its name.
 
     If the check fails or does not finish, the folder is kept as `final` with `.unverified-<unique>`

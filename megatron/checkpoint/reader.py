@@ -15,18 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import shard
+from megatron.checkpoint import manifest, shard
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, flatten
-from megatron.checkpoint.manifest import (
-    MANIFEST,
-    MAX_BYTES,
-    Manifest,
-    ManifestError,
-    TensorPiece,
-    describe,
-    keys_in_files,
-    parse,
-)
+from megatron.checkpoint.manifest import MANIFEST, ManifestError, TensorPiece
 from megatron.checkpoint.retention import hold_for_reading
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
@@ -44,7 +35,7 @@ class HeldTensor(NamedTuple):
 
     def __str__(self) -> str:
         """Return a description such as "float32 [5120, 64]"."""
-        return describe(str(self.dtype).removeprefix("torch."), self.shape)
+        return manifest.describe(str(self.dtype).removeprefix("torch."), self.shape)
 
 
 class Reader(ABC):
@@ -161,7 +152,10 @@ class NativeReader(Reader):
         files, tensors = self.manifest.files, self.manifest.tensors
         placed: dict[str, dict[str, shard.Placement]] = {file: {} for file in files}
         spans = [  # all ranges of bytes that have a digest
-            ("the header", TensorPiece(file, (), (), 0, info.header_bytes, info.header_sha256))
+            (
+                "the header",
+                TensorPiece(file, (), (), 0, info.header_bytes, info.header_sha256),
+            )
             for file, info in files.items()
         ]
         for name, tensor in tensors.items():
@@ -205,7 +199,7 @@ class NativeReader(Reader):
             raise CheckpointError(f"{file}: {error}") from error
 
         def in_words(place: shard.Placement) -> str:
-            return f"{describe(place.dtype, place.shape)} at byte {place.start}"
+            return f"{manifest.describe(place.dtype, place.shape)} at byte {place.start}"
 
         for key, place in placed.items():
             if held.get(key) != place:
@@ -220,7 +214,9 @@ class NativeReader(Reader):
     def _keyed(self, name: str) -> Iterator[tuple[str, TensorPiece]]:
         """Yield each piece of a tensor with its key in its file."""
         pieces = self.manifest.tensors[name].pieces
-        return zip(keys_in_files(name, [piece.file for piece in pieces]), pieces, strict=True)
+        return zip(
+            manifest.keys_in_files(name, [piece.file for piece in pieces]), pieces, strict=True
+        )
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
         keyed = list(self._keyed(name))
@@ -249,12 +245,12 @@ class NativeReader(Reader):
         return self._files[file]
 
 
-def _load_manifest(path: Path) -> Manifest:
+def _load_manifest(path: Path) -> manifest.Manifest:
     file = path / MANIFEST
     try:
-        if file.is_symlink() or file.stat().st_size > MAX_BYTES:
+        if file.is_symlink() or file.stat().st_size > manifest.MAX_BYTES:
             raise CheckpointError(f"{MANIFEST}: not a plain file of reasonable size")
-        return parse(file.read_bytes())
+        return manifest.parse(file.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
     except ManifestError as error:

@@ -168,15 +168,12 @@ def is_as_listed(folder: Path) -> bool:
         CheckpointError: Another program has written some of the files: they belong to two saves.
         OSError: A file cannot be read.
     """
-    listed: dict[str, str] = {}
     try:
         with (folder / COMPLETE).open("rb") as file:
-            files = json.loads(file.read(_MAX_LIST_BYTES))["files"]
-        if isinstance(files, dict) and all(type(value) is str for value in files.values()):
-            listed = files
+            listed = dict(json.loads(file.read(_MAX_LIST_BYTES))["files"])
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        pass
-    if not listed:
+        return False
+    if not listed or not all(type(value) is str for value in listed.values()):
         return False
     found = _digests(folder)
     if found == listed:

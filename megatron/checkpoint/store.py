@@ -35,6 +35,7 @@ from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
 from megatron.config.run import ModelRun
 from megatron.config.yaml_file import to_dict
+from megatron.durable import Check
 from megatron.errors import CheckpointError, StorageError, warn
 from megatron.parallel.layout import AXES, Layout
 
@@ -82,11 +83,7 @@ def agree(entries: State, layout: Layout) -> SavePlan:
 
 
 def write_checkpoint(
-    root: Path | str,
-    snapshot: Snapshot,
-    *,
-    keep: Keep | None = None,
-    check: durable.Check | None = None,
+    root: Path | str, snapshot: Snapshot, *, keep: Keep | None = None, check: Check = None
 ) -> Path:
     """Write and publish a checkpoint, and return its folder. Collective over the layout's ranks.
 
@@ -123,7 +120,7 @@ def write_folder(
     fill: Callable[[Path], None],
     last: tuple[str, Callable[[Path], bytes]],
     keep: Keep | None,
-    check: durable.Check | None,
+    check: Check,
 ) -> Path:
     """Write a checkpoint's folder, of any format, by the protocol above. Collective.
 
@@ -252,7 +249,7 @@ def _manifest(snapshot: Snapshot, reports: list[Json]) -> Manifest:
     return Manifest(snapshot.iteration, created, sizes, snapshot.meta, files, tensors)
 
 
-def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | None) -> None:
+def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
     """Give a complete folder its name, then update the tracker. Each step is flushed to disk.
 
     If a step fails, the checkpoint that had the name before gets it back.
@@ -277,7 +274,7 @@ def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | No
             durable.remove_tree(replaced)
 
 
-def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
+def state_of(reader: Reader, *, keep_optimizer: bool) -> State:
     """Return a checkpoint's parameters. Each is read only when it is written.
 
     Args:
@@ -293,13 +290,7 @@ def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
 
 
 def convert_to_native(
-    reader: Reader,
-    root: Path,
-    config: ModelRun,
-    extra: Json | None = None,
-    *,
-    keep_optimizer: bool = False,
-    check: durable.Check | None = None,
+    reader: Reader, root: Path, config: ModelRun, extra: Json, *, keep_optimizer: bool, check: Check
 ) -> Path:
     """Convert an opened checkpoint to the native format, a few tensors at a time.
 
@@ -330,7 +321,7 @@ def convert_to_native(
         **{key: training.get(key) for key in ("optimizer", "schedule", "rng", "corpus")},
         "tokenizer": None,
         "config": to_dict(config),
-        **(extra or {}),
+        **extra,
     }
     state = state_of(reader, keep_optimizer=keep_optimizer)
     snapshot = Snapshot.take(reader.iteration, state, meta, Layout.single())

@@ -182,7 +182,7 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
     return replace(run, precision=precision, data=data)
 
 
-def save_native(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
+def save_native(source: Source, options: argparse.Namespace, check: Check) -> Path:
     """Write a native checkpoint and the model's small files."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
@@ -211,7 +211,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
     )
 
 
-def save_megatron(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
+def save_megatron(source: Source, options: argparse.Namespace, check: Check) -> Path:
     """Write files for Megatron-LM 23.08, split as the flags ask or as the source was split."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
@@ -385,7 +385,7 @@ def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerCo
     return given
 
 
-def save_hf(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
+def save_hf(source: Source, options: argparse.Namespace, check: Check) -> Path:
     """Write a folder that `transformers` opens."""
     companions = dict(files.companions(source.companions)) if source.companions else {}
     template = None
@@ -497,7 +497,7 @@ LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
     "hf": load_hf,
     "llama2_hf": load_hf,
 }
-SAVERS: Mapping[str, Callable[[Source, argparse.Namespace, Check | None], Path]] = {
+SAVERS: Mapping[str, Callable[[Source, argparse.Namespace, Check], Path]] = {
     "native": save_native,
     "megatron": save_megatron,
     "hf": save_hf,

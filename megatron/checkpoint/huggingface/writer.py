@@ -103,7 +103,7 @@ def write_folder(
     companions: Mapping[str, bytes],
     *,
     max_shard_bytes: int,
-    check: durable.Check | None = None,
+    check: durable.Check = None,
 ) -> None:
     """Write a new folder, which gets its name only when it is complete.
 

@@ -118,17 +118,12 @@ class Parameter:
     Attributes:
         name: Our name; None for the copy of tied word embeddings that the last stage holds.
         tensor: Reference to the values.
-        is_bias: Whether Megatron's name ends in `.bias`.
+        is_decayed: Whether Megatron applies weight decay to the parameter.
     """
 
     name: str | None
     tensor: TensorRef
-    is_bias: bool
-
-    @property
-    def is_decayed(self) -> bool:
-        """Whether Megatron applies weight decay to the parameter."""
-        return not self.is_bias and len(self.tensor.shape) > 1
+    is_decayed: bool
 
 
 def is_core(model: Any) -> bool:
@@ -182,7 +177,8 @@ def list_parameters(
             raise CheckpointError(
                 f"parameter {path} does not exist in our {architecture}"
             ) from None
-        parameters.append(Parameter(name, value, is_bias=path.endswith("bias")))
+        is_decayed = not path.endswith("bias") and len(value.shape) > 1
+        parameters.append(Parameter(name, value, is_decayed))
     return parameters
 
 

@@ -127,12 +127,7 @@ class LegacySaver:
 
 
 def convert_to_legacy(
-    reader: Reader,
-    root: Path | str,
-    config: ModelRun,
-    *,
-    keep_optimizer: bool,
-    check: Check | None = None,
+    reader: Reader, root: Path, config: ModelRun, *, keep_optimizer: bool, check: Check
 ) -> Path:
     """Save an opened checkpoint as Megatron's files and return the new checkpoint's folder.
 
@@ -162,12 +157,7 @@ class LegacyWriter:
     """A writer that turns a checkpoint into Megatron's files."""
 
     def __init__(
-        self,
-        reader: Reader,
-        config: ModelRun,
-        *,
-        data_parallel: int = 1,
-        keep_optimizer: bool = True,
+        self, reader: Reader, config: ModelRun, data_parallel: int = 1, keep_optimizer: bool = True
     ) -> None:
         """Plan the files.
 
