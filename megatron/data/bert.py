@@ -115,14 +115,14 @@ def _segments(
 
 
 def truncate(
-    a: Tokens, b: Tokens, most: int, random: np.random.RandomState
+    a: Tokens, b: Tokens, limit: int, random: np.random.RandomState
 ) -> tuple[Tokens, Tokens]:
-    """Remove tokens until `most` are left.
+    """Remove tokens until at most `limit` are left.
 
     Each token is taken from the longer segment, or from B if both are equally long. A random draw
     decides whether the segment's first or last token is removed.
     """
-    excess = len(a) + len(b) - most
+    excess = len(a) + len(b) - limit
     if excess <= 0:
         return a, b
     lead = len(a) - len(b)
@@ -142,7 +142,7 @@ def build_bert_datasets(
     """Build the BERT datasets that the flags name. Every process calls this function.
 
     Args:
-        request: The run's requirements for its data.
+        request: The data that the run needs.
         seq_length: The number of tokens in a sample, [CLS] and [SEP] included.
         tokenizer: The tokenizer, which supplies the special ids.
         binary_head: Whether samples have two segments, in order or swapped.

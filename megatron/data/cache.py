@@ -27,7 +27,7 @@ Arrays = tuple[NDArray[Any], ...]
 
 
 class ArraySpec(NamedTuple):
-    """The type and shape that a cached array must have; `suffix` ends its file name."""
+    """The required type and shape of a cached array, and the end of its file name."""
 
     suffix: str
     dtype: np.dtype[Any]
@@ -96,11 +96,13 @@ class IndexCache(NamedTuple):
 
 @contextlib.contextmanager
 def saving(what: str, *, warns: bool) -> Iterator[None]:
-    """End the body at an OSError. The warning names the consequence and the remedy.
+    """Run the body, and replace an OSError in it by a warning.
+
+    The warning names the consequence and the remedy.
 
     Args:
         what: The index and its place, for the warning.
-        warns: Whether to warn.
+        warns: Whether this process prints the warning.
     """
     try:
         yield
@@ -121,7 +123,7 @@ def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[Non
     Args:
         is_builder: True in exactly one process.
         barrier: A function that waits until every process has called it. It is called once per
-            process, even after an error, so that the other processes meet the error themselves
+            process, even after an error, so that the other processes run into the same error
             instead of waiting forever.
     """
     if not is_builder:
@@ -145,7 +147,7 @@ def open_array(path: Path, source: Path | None) -> np.memmap[Any, Any] | None:
 
 
 def _load(stem: Path, specs: Sequence[ArraySpec], source: Path | None) -> Arrays | None:
-    """Map the arrays; return `None` if one is missing, stale, damaged or unlike its spec."""
+    """Map the arrays; return `None` if one is missing, stale, damaged or does not match."""
     arrays = []
     for spec in specs:
         array = open_array(Path(f"{stem}_{spec.suffix}.npy"), source)

@@ -36,7 +36,7 @@ _MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in 
 
 
 class DataRequest(NamedTuple):
-    """A run's requirements for its data, for any kind of sample.
+    """The data that a run needs, for any kind of sample.
 
     Attributes:
         data: The flags that name datasets, splits and caches.
@@ -89,7 +89,7 @@ class Datasets(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """One dataset of a split's blend; `documents` is the count of the whole dataset."""
+    """One dataset of a split's blend; `documents` counts the whole dataset's documents."""
 
     weight: float
     data: IndexedDataset
@@ -109,7 +109,7 @@ def build_datasets(
     Every process calls this function.
 
     Args:
-        request: The run's requirements for its data.
+        request: The data that the run needs.
         build_part: A function that makes the samples of one part of one dataset.
         build_mock: A function that makes the samples of --mock-data, from the number of samples
             and the number of the split.
@@ -129,7 +129,7 @@ def build_datasets(
 
 
 def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, str]]:
-    """Return weights and prefixes from `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+    """Parse weights and prefixes from `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
     Raises:
         ConfigError: A weight is missing or not a positive number.
@@ -223,7 +223,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
 def _open_members(
     data: DataConfig, count_documents: Callable[[IndexedDataset], int]
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
-    """Open the datasets of training, validation and test, and divide those of --data-path."""
+    """Open the datasets of training, validation and test, and split those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_path is None and not any(paths):
         raise ConfigError(
@@ -253,7 +253,7 @@ def _open_members(
 def _build_split(
     number: int, members: Sequence[_Member], request: DataRequest, build_part: BuildPart
 ) -> SampleDataset | None:
-    """Build the dataset of the split of that number, a blend if it has several members."""
+    """Build the dataset of split `number`, as a blend if it has several members."""
     split, num_samples, flag = SPLIT_NAMES[number], request.samples[number], request.data.split
     kept = [member for member in members if member.bounds[0] < member.bounds[1]]
     if num_samples == 0 or not members:
@@ -281,9 +281,11 @@ def _build_split(
 
 
 class BlendIndex(NamedTuple):
-    """The dataset of each sample, `[n]` uint8 (int16 from 255 datasets on), and its number there.
+    """The origin of each sample of a blend.
 
-    `samples` holds the number of each sample within its dataset.
+    Attributes:
+        datasets: The dataset of each sample, `[n]` uint8 (int16 from 255 datasets on).
+        samples: The number of each sample within its dataset, `[n]`.
     """
 
     datasets: NDArray[Any]
@@ -342,7 +344,7 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return whole numbers that add up to each total, nearest to the shares, `[blocks, d]`."""
+    """Return the whole numbers nearest to the shares that add up to each total, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     missing = totals - counts.sum(axis=1)
@@ -403,7 +405,7 @@ class BlendedDataset:
 def blend(
     datasets: Sequence[DescribedDataset], weights: Sequence[float], size: int, cache: IndexCache
 ) -> BlendedDataset:
-    """Blend datasets.
+    """Blend datasets in fixed proportions.
 
     Args:
         datasets: The datasets to draw from. Their descriptions are part of the index's name.

@@ -38,7 +38,7 @@ _CHUNK = 1 << 16  # places per step: the work fits a processor's cache, and memo
 
 
 class GPTIndex(NamedTuple):
-    """The three arrays described at the top of this file."""
+    """The three arrays of a GPT index; the top of this file describes them."""
 
     documents: NDArray[np.int32]
     samples: NDArray[np.int32]
@@ -46,13 +46,13 @@ class GPTIndex(NamedTuple):
 
 
 class GPTIndexPlan(NamedTuple):
-    """The sizes of the arrays and the shuffling of the last epoch, known before building.
+    """The sizes of an index's arrays, and the shuffling of its last epoch.
 
     Attributes:
         num_documents: The number of documents in the split.
         seq_length: The sequence length S, in tokens.
         epochs: The number of passes over the split's documents.
-        samples: The rows of the sample index, at least as many as requested.
+        samples: The number of rows in the sample index, at least as many as requested.
         samples_before_last_epoch: The row at which the separately shuffled last epoch starts. It
             equals `samples` if the last epoch is not shuffled separately.
     """
@@ -113,13 +113,13 @@ def plan_gpt_index(
 def build_gpt_index(
     plan: GPTIndexPlan, lengths: NDArray[np.int32], first_document: int, seed: int
 ) -> GPTIndex:
-    """Build the three arrays.
+    """Build the three arrays of the index.
 
     Args:
         plan: The plan of the split that starts at `first_document`.
         lengths: The number of tokens in each sequence of the dataset, `[sequences]`.
         first_document: The first document of the split.
-        seed: The seed of the single stream from which both shuffles draw, documents first.
+        seed: The seed of the random stream from which both shuffles draw, documents first.
     """
     random = np.random.RandomState(seed)
     once = np.arange(first_document, first_document + plan.num_documents, dtype=np.int32)
@@ -135,7 +135,7 @@ def build_gpt_index(
 def build_sample_index(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int, seq_length: int
 ) -> NDArray[np.int32]:
-    """Return the start of each row: place in `documents` and offset in that document, `[N + 1, 2]`.
+    """Return where each row starts: place in `documents` and offset in it, `[N + 1, 2]`.
 
     Row k starts at token `k * S` of the documents laid end to end. A document that covers the
     tokens `[a, b)` therefore holds the starts of rows `ceil(a / S)` to `ceil(b / S)`: no search is
@@ -187,9 +187,9 @@ class GPTDataset:
 
     Attributes:
         data: The indexed dataset that holds the tokens.
-        index: The index that says which tokens make up each sample.
+        index: The index, which determines the tokens of each sample.
         seq_length: The number of tokens in a sample without the last label, s.
-        description: The text by which Megatron names the index.
+        description: The text from which Megatron derives the index's file names.
         vocab_size: The size of the vocabulary. Token ids of this value or above are refused.
     """
 
@@ -278,9 +278,9 @@ def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int
     """Build the GPT datasets that the flags name. Every process calls this function.
 
     Args:
-        request: The run's requirements for its data.
+        request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
-        vocab_size: The number of entries of the tokenizer. Larger ids in the data are refused.
+        vocab_size: The number of entries of the tokenizer. Ids of this value or above are refused.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.

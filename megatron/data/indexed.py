@@ -7,9 +7,9 @@ sequences. The bytes are those of Megatron-LM's MMIDIDX format, little-endian:
     i32 [N] tokens of each sequence | i64 [N] byte offset of each in .bin | i64 [D] first sequence
 
 The format has no checksum. The values that it holds twice (file sizes, and offsets against lengths)
-are compared at open, so a truncated file or a damaged header, length or offset is refused before
-training starts. The values that it holds once cannot be checked: a flipped bit in a token id or a
-moved document boundary goes unnoticed.
+are compared when a dataset is opened, so a truncated file or a damaged header, length or offset is
+refused before training starts. The values that it holds once cannot be checked: a flipped bit in a
+token id or a moved document boundary goes unnoticed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the file of the token ids."""
+    """Return the path of the file that holds the token ids."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the file of the lengths and offsets."""
+    """Return the path of the file that holds the lengths, offsets and document bounds."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -57,14 +57,13 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
 class IndexedDataset:
     """Read access to one `.bin`/`.idx` pair.
 
-    It is cheap to send to another process, which opens the files again.
+    It is cheap to send to another process, because only the prefix is sent.
 
     Args:
         prefix: The path without `.bin` and `.idx`.
 
     Raises:
-        DataError: A file is missing, of another format, truncated or inconsistent. All values that
-            the format holds twice are compared, in one pass over the .idx.
+        DataError: A file is missing, of another format, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -80,11 +79,11 @@ class IndexedDataset:
         self._tokens = _map(bin_path(prefix), self.dtype)
 
     def __getstate__(self) -> dict[str, str]:
-        """Return the prefix alone."""
+        """Return the prefix, which is all that another process needs."""
         return {"prefix": self.prefix}
 
     def __setstate__(self, state: dict[str, str]) -> None:
-        """Open the files again, without the comparison that was already made."""
+        """Open the files again, without repeating the comparison."""
         self._open(state["prefix"])
 
     def __len__(self) -> int:
@@ -97,7 +96,7 @@ class IndexedDataset:
         return len(self._tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return the tokens `[length]` of sequence `i` from `offset` on; by default to its end.
+        """Return `length` tokens of sequence `i` from `offset` on, by default up to its end.
 
         Raises:
             DataError: A token id is negative, so the file is damaged or has another dtype.
@@ -227,7 +226,7 @@ def _read_index(
 def _refuse_first(
     where: str, start: int, values: NDArray[Any], wrong: NDArray[np.bool_], expected: Any
 ) -> None:
-    """Raise for the first position where `wrong` is set; `start` is the chunk's first position."""
+    """Raise an error for the first wrong value of a chunk that begins at position `start`."""
     if wrong.any():
         at = int(wrong.argmax())
         want = expected if isinstance(expected, str) else int(expected[at])
@@ -277,7 +276,7 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Write the index and give both files their names; after an exception, remove them.
+        """Write the index and name both files, or remove them after an exception.
 
         Raises:
             StorageError: The disk is full; the temporary files are removed.
@@ -341,7 +340,7 @@ class IndexedDatasetBuilder:
         self.num_tokens += other.num_tokens
 
     def _start_writing(self) -> None:
-        """Let the disk begin to write, so that the fsync at the end takes little time.
+        """Start writing to the disk, so that the fsync at the end takes little time.
 
         This is only a hint: Linux starts to write a range of a file that it is told not to cache,
         and keeps the pages that are not written yet. The fsync still reports disk errors.
@@ -356,7 +355,7 @@ class IndexedDatasetBuilder:
         self._started += count
 
     def _append(self, lengths: NDArray[np.int32], bounds: NDArray[np.int64]) -> None:
-        """Spill sequence lengths and absolute document bounds."""
+        """Append sequence lengths and absolute document bounds to their temporary files."""
         with writing_to("dataset", self.prefix):
             self._lengths.write(np.ascontiguousarray(lengths).data)
             self._documents.write(np.ascontiguousarray(bounds).data)
@@ -388,7 +387,7 @@ class IndexedDatasetBuilder:
 
 
 def _cast(values: ArrayLike, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Return a contiguous array of `dtype`; refuse a value that would wrap around."""
+    """Convert to a contiguous array of `dtype`, and refuse a value that would wrap around."""
     array = np.asarray(values)
     if array.dtype != dtype and array.size:
         limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
@@ -401,7 +400,7 @@ def _cast(values: ArrayLike, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
 
 
 def _chunks(file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Yield a spilled file from its start, `_CHUNK` elements at a time."""
+    """Yield the content of a temporary file, `_CHUNK` elements at a time."""
     file.seek(0)
     while data := file.read(_CHUNK * dtype.itemsize):
         yield np.frombuffer(data, dtype)

@@ -33,7 +33,7 @@ _broken: list[object] = []  # loaders that lost a worker, kept for the reason in
 
 @dataclass(frozen=True)
 class _Sampler:
-    """The counts that both samplers work with.
+    """The counts that both samplers are based on.
 
     Attributes:
         total_samples: The number of samples in the dataset.
@@ -66,7 +66,7 @@ class _Sampler:
 
 @dataclass(frozen=True)
 class SingleSampler(_Sampler):
-    """The dataset's samples in order, once: process r takes `[r * m, (r + 1) * m)` of each block.
+    """One pass over the samples in order: process r takes `[r * m, (r + 1) * m)` of each block.
 
     The samples of a step start at the consumed count, for any number of processes and any
     micro-batch size. Samples at the end that do not fill a block are dropped.
@@ -81,7 +81,7 @@ class SingleSampler(_Sampler):
 
 @dataclass(frozen=True)
 class CyclicSampler(_Sampler):
-    """The dataset's samples in a new random order each epoch, without end.
+    """Endless passes over the samples, in a new random order each epoch.
 
     As in Megatron, the order is drawn from the epoch's number alone, not from --seed.
 
@@ -137,7 +137,7 @@ def build_loader(
     seed: int,
     pin_memory: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Iterate over micro-batches: the parts of a sample by name, stacked, int64.
+    """Iterate over micro-batches: dictionaries of the stacked parts of their samples.
 
     The sampler alone decides the order, and nothing is drawn from a global random state, so that a
     resumed run continues bit for bit.
@@ -177,7 +177,7 @@ def build_loader(
 def lost_workers() -> Iterator[None]:
     """Report a killed worker as a `UserError`.
 
-    PyTorch raises its error wherever the main thread is at that moment.
+    PyTorch raises its error at whatever point the main thread has reached.
 
     Raises:
         UserError: A worker has ended. It replaces PyTorch's RuntimeError.
@@ -196,7 +196,7 @@ def lost_workers() -> Iterator[None]:
 
 
 class _ByValue:
-    """A micro-batch in the form in which a worker sends it.
+    """A micro-batch that a worker sends by value.
 
     Plain tensors would be sent as handles of shared memory, and for each one the training process
     would connect to the worker. This takes 0.5 ms for a micro-batch of two parts and 2 ms for one
@@ -241,7 +241,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Make a worker ignore the signals that tell the whole job to stop.
+    """Make a worker ignore signals that are sent to stop the whole job.
 
     The training process saves a checkpoint first and needs its data until then. A worker ends only
     when the training process closes the loader, which sends a SIGTERM, or when that process ends.

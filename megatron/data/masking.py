@@ -1,4 +1,4 @@
-"""The choice of the tokens that a BERT or T5 sample masks: whole words, in runs of several.
+"""The choice of the tokens that a BERT or T5 sample masks: runs of whole words.
 
 Both models choose in the same way. They differ in the length of a run and in its replacement. A
 word is a token with the `##` pieces that continue it, and is masked whole or not at all. The order
@@ -60,7 +60,7 @@ class SpecialIds(NamedTuple):
 
     @staticmethod
     def of_t5(tokenizer: Tokenizer) -> SpecialIds:
-        """Find the special ids of `tokenizer` for T5 samples: T5's own if it has them.
+        """Find the special ids of `tokenizer` for T5 samples, preferably T5's own.
 
         Raises:
             ConfigError: The tokenizer has no sentinels, or lacks another special token.
@@ -82,7 +82,7 @@ class SpecialIds(NamedTuple):
 
     @staticmethod
     def generated(vocab_size: int) -> SpecialIds:
-        """Use the first ids of any vocabulary as special ids, for generated tokens.
+        """Return special ids for generated tokens: the first ids of any vocabulary.
 
         Raises:
             ConfigError: The vocabulary has too few ids.
@@ -114,14 +114,14 @@ def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
 
 
 def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
-    """Return how many of a sample's `tokens` may be masked, fractions rounded as in Megatron."""
+    """Return how many of a sample's `tokens` may be masked, rounded as in Megatron."""
     return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
 
 
 def choose_runs(
     words: Words, budget: float, draw_words: Callable[[], int], random: np.random.RandomState
 ) -> Iterator[list[int]]:
-    """Yield the positions of one run of words after another, until `budget` positions are chosen.
+    """Yield the positions of each run of words to mask, until `budget` positions are chosen.
 
     Words are tried in random order as starts of a run. A run that would exceed the budget is
     shortened. A run that still exceeds it, or contains a chosen word, is left out.

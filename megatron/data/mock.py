@@ -24,7 +24,7 @@ class MockDataset:
     two. Sample `i` depends only on the seed, the split and `i`.
 
     Attributes:
-        num_samples: The length of the dataset.
+        num_samples: The number of samples.
         seq_length: The sequence length s, in tokens.
         vocab_size: The size of the vocabulary. Ids stay below it, and below 256.
         seed: The seed of the draws.
@@ -50,7 +50,7 @@ class MockDataset:
 
 @dataclass(eq=False)
 class MockSentences:
-    """Sentences for BERT and T5 samples; a sample counts up like those of `MockDataset`.
+    """Generated sentences for BERT and T5; a sample counts up like those of `MockDataset`.
 
     A model can predict masked tokens from their neighbors, and the order of two segments from
     their ends.
@@ -73,7 +73,7 @@ class MockSentences:
         return self.num_samples
 
     def __getitem__(self, i: int) -> tuple[list[NDArray[np.int64]], int]:
-        """Return the sentences of sample `i`, at least two, and its length in tokens."""
+        """Return at least two sentences for sample `i`, and its length in tokens."""
         random = _generator(self.num_samples, self.plan.seed, self.split, i)
         is_short = random.random() < self.plan.short_seq_prob
         longest = self.plan.max_length
@@ -85,7 +85,7 @@ class MockSentences:
 
 
 def _generator(num_samples: int, seed: int, split: int, i: int) -> np.random.Generator:
-    """Return the generator of sample `i`.
+    """Return the random generator of sample `i`.
 
     Raises:
         IndexError: There is no such sample.
@@ -96,7 +96,7 @@ def _generator(num_samples: int, seed: int, split: int, i: int) -> np.random.Gen
 
 
 def _count_up(random: np.random.Generator, length: int, vocabulary: int) -> NDArray[np.int64]:
-    """Return `[length]` ids below `vocabulary` and 256: a random start and a random step."""
+    """Return `[length]` ids that count up from a random start by a random step."""
     vocabulary = min(vocabulary, _LARGEST_VOCABULARY)
     start = random.integers(vocabulary)
     step = random.integers(1, _LARGEST_STEP + 1)

@@ -101,13 +101,13 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
 
 
 class EncodingOptions(NamedTuple):
-    """The settings that decide a document's ids.
+    """The settings that determine a document's ids.
 
     Attributes:
         tokenizer: The tokenizer's flags.
         keys: The keys of a JSON line to encode, one dataset each.
         append_eod: Whether each document ends with the end-of-document id.
-        splitter: The splitter of documents into sentences. If it is `None`, a document is one
+        splitter: The splitter of documents into sentences. Without one, a document is a single
             sequence.
     """
 
@@ -118,7 +118,7 @@ class EncodingOptions(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The documents of one key.
+    """The encoded documents of one key.
 
     Attributes:
         tokens: The ids of all documents, back to back, `[tokens]`.
@@ -142,7 +142,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass
 class Counts:
-    """The work done so far; the tokens of each key are counted at the end."""
+    """The amount of work done so far. The tokens of each key are known at the end."""
 
     documents: int = 0
     bad_lines: int = 0
@@ -151,17 +151,17 @@ class Counts:
 
 
 class BlockEncoder:
-    """An encoder of blocks, which reads, parses and encodes them.
+    """A callable that reads, parses and encodes a block of lines.
 
-    When it is sent to another process, it is built again there.
+    If it is sent to another process, it is built again there.
 
     Args:
-        options: The settings that decide the ids.
+        options: The settings that determine the ids.
         tokenizer: The tokenizer of `options`. It is built from its flags if it is not given.
     """
 
     def __init__(self, options: EncodingOptions, tokenizer: Tokenizer | None = None) -> None:
-        """Build the tokenizer if needed, and find out how documents end."""
+        """Build the tokenizer if needed, and determine how documents end."""
         self.options = options
         self.tokenizer = tokenizer or build_tokenizer(options.tokenizer)
         self.dtype = best_dtype(self.tokenizer.vocab_size)
@@ -171,7 +171,7 @@ class BlockEncoder:
         self._ends_texts = options.append_eod and list(self.tokenizer.appended_ids[-1:]) == eod
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send the options alone."""
+        """Return the options, from which another process builds the encoder."""
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
@@ -237,7 +237,7 @@ def preprocess(
     on_block: Callable[[Counts, TextBlock], None],
     on_bad_line: Callable[[str], None] | None,
 ) -> Counts:
-    """Write one dataset for each key.
+    """Encode text files and write one dataset for each key.
 
     Args:
         paths: The input files in order.
@@ -281,7 +281,7 @@ def preprocess(
 
 
 def choose_workers(paths: Sequence[str]) -> int:
-    """Return the number of usable cores, or fewer for small inputs."""
+    """Return the number of workers: one per usable core, or fewer for small inputs."""
     size = sum(os.path.getsize(path) for path in paths)
     return max(1, min(usable_cores(), size // _BYTES_PER_WORKER))
 
@@ -375,7 +375,7 @@ def map_in_order(
 def _serve(
     connection: Connection, function: Callable[[Any], Any], inherited: list[Connection]
 ) -> None:
-    """Process tasks until none is left or the other end closes."""
+    """Process tasks until there are none left or the other end of the pipe closes."""
     # Ctrl-C reaches every process of the terminal; the parent decides how to react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

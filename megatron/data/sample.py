@@ -1,4 +1,4 @@
-"""The form of samples and datasets, the same for all models."""
+"""The common form of samples and datasets of all models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DescribedDataset(SampleDataset, Protocol):
 
 
 def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
-    """Return `values` followed by `filler`, `[length]` int64."""
+    """Return `values` padded with `filler` to `[length]` int64."""
     filled = np.full(length, filler, np.int64)
     given = np.asarray(values)
     filled[: len(given)] = given

@@ -34,7 +34,7 @@ _WORDS, _MIDDLE = 312, 156
 
 
 class SentenceMapPlan(NamedTuple):
-    """Everything that decides a map except the lengths.
+    """Everything that determines a map except the lengths.
 
     Attributes:
         num_samples: The number of rows that are needed. Whole passes over the documents give more.
@@ -76,7 +76,7 @@ class DocumentSentences(NamedTuple):
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return whether each document has several sentences, one above 512 tokens, `[D]`."""
+        """Return whether each document has several sentences, any above 512 tokens, `[D]`."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]
@@ -93,12 +93,12 @@ class _Places(NamedTuple):
 
 
 def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArray[Any]:
-    """Return the map, `[n, 3]` uint32, or uint64 from 2^32 sentences on.
+    """Build the map, `[n, 3]` uint32, or uint64 from 2^32 sentences on.
 
-    n is at least `plan.num_samples`.
+    It has at least `plan.num_samples` rows.
 
     Args:
-        plan: Everything that decides the map except the lengths.
+        plan: Everything that determines the map except the lengths.
         text: The documents, of which at least one must be usable.
     """
     rows = _rows_in_order(plan, _places(plan, text))
@@ -108,7 +108,7 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
 
 
 def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
-    """Number the sentences and ends of the usable documents."""
+    """Number the places in the usable documents, and find the longest hop from each."""
     usable = text.usable(plan.min_sentences)
     assert usable.any(), "without a usable document there is no map"
     starts, counts = text.documents[:-1][usable], np.diff(text.documents)[usable]
@@ -131,7 +131,7 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
 
 
 def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
-    """Yield rows `[some, 3]`, whole passes over the documents until there are enough."""
+    """Yield rows `[some, 3]` of whole passes over the documents, until there are enough."""
     place = found = 0
     for draws in mt19937(plan.seed, _DRAWS):
         targets = np.full(len(draws), plan.max_length, np.int64)
@@ -155,7 +155,7 @@ def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[n
 def _walk(
     place: int, targets: NDArray[np.int64], plan: SentenceMapPlan, places: _Places
 ) -> tuple[list[int], int]:
-    """Hop once for each target, from `place` on.
+    """Hop once for each target, starting from `place`.
 
     Returns:
         The visited places, and the place reached at the end.
@@ -184,7 +184,7 @@ def _walk(
 
 
 def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
-    """Return the numbers below `count` after C++'s Fisher-Yates shuffle from the end."""
+    """Return the numbers below `count`, shuffled by Megatron's Fisher-Yates loop in C++."""
     order = list(range(count))
     blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)
     draws = np.concatenate([*blocks])[: count - 1]
@@ -217,14 +217,14 @@ def is_sound_sentence_map(
 
 
 def mt19937(seed: int, block: int) -> Iterator[NDArray[np.uint32]]:
-    """Yield the draws of `std::mt19937(seed)` without end, in arrays of `block`."""
+    """Yield the endless draws of `std::mt19937(seed)`, in arrays of `block`."""
     random = np.random.RandomState(seed % 2**32)
     while True:
         yield random.randint(0, 2**32, block, dtype=np.uint32)  # one unchanged draw each
 
 
 def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
-    """Yield the draws of `std::mt19937_64(seed)` without end, in arrays of one size."""
+    """Yield the endless draws of `std::mt19937_64(seed)`, in arrays of equal size."""
     words = [seed % 2**64]
     for i in range(1, _WORDS):
         words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) % 2**64)

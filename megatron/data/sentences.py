@@ -4,11 +4,11 @@ Sentence maps are kept on disk under Megatron-LM's names:
 
     <prefix>_<split>_indexmap_<samples>mns_<longest>msl_<short share>ssp_<seed>s.npy
 
-The name does not cover everything that decides a map: --split, whether two segments are needed, and
-the data itself are missing. We write these as text after the array, where numpy does not look, so
-that one map is never mistaken for another. If a second map would have a name that is already in
-use, the digest of its text is added to its name. Maps that Megatron wrote have no such text. They
-are used if their rows match the requested map.
+The name does not cover everything that determines a map: --split, whether two segments are needed,
+and the data itself are missing. We write these as text after the array, where numpy does not look,
+so that one map is never mistaken for another. If the name of a second map is already in use, the
+digest of its text is added to the name. Maps that Megatron wrote have no such text. They are used
+if their rows match the requested map.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class SentenceSource(DescribedDataset, Protocol):
     """The sentences and the target length of each sample."""
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
-        """Return the sentences of sample `i`, and the number of their tokens that it may hold."""
+        """Return the sentences of sample `i`, and how many of their tokens it may hold."""
 
 
 @dataclasses.dataclass(eq=False)
 class MappedSentences:
-    """The sentences that a map names, from an indexed dataset.
+    """The runs of sentences of an indexed dataset that a map lists.
 
     Attributes:
         data: The dataset.
@@ -88,7 +88,7 @@ class MappedSentences:
 
 @dataclasses.dataclass(eq=False)
 class SentenceSamples(ABC):
-    """Samples made from runs of sentences. The draws of sample i are seeded with seed + i.
+    """A dataset of samples that are made from runs of sentences.
 
     Attributes:
         source: The runs of sentences.
@@ -112,7 +112,7 @@ class SentenceSamples(ABC):
         return len(self.source)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`.
+        """Return sample `i`, whose random draws are seeded with `seed + i`.
 
         Raises:
             DataError: A token id is outside the vocabulary.
@@ -124,12 +124,12 @@ class SentenceSamples(ABC):
 
     @abstractmethod
     def _make(self, sentences: list[Tokens], target: int, random: np.random.RandomState) -> Sample:
-        """Make a sample without its `id` from sentences, with at most `target` of their tokens."""
+        """Make a sample, except for its `id`, from at most `target` tokens of the sentences."""
 
     def _choose_runs(
         self, text: NDArray[np.int64], target: int, draw_words: Callable[[], int]
     ) -> Iterator[list[int]]:
-        """Yield the positions in `text` of one run to mask after another (`choose_runs`)."""
+        """Yield the positions in `text` of each run of words to mask."""
         budget = masking_budget(self.options.mask_prob, len(text), target)
         return choose_runs(whole_words(text, self.ids), budget, draw_words, self._random)
 
@@ -144,8 +144,8 @@ def build_sentence_datasets(
     """Build the datasets that `build` makes from sentences. Every process calls this function.
 
     Args:
-        request: The run's requirements for its data.
-        plan: The requirements of the kind of sample for its sentences (`plan_sentences`).
+        request: The data that the run needs.
+        plan: The plan of the sentences, from `plan_sentences`.
         tokenizer: The tokenizer, which supplies the special ids.
         find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
         build: A function that makes the samples from sentences and special ids.
@@ -176,10 +176,10 @@ def build_sentence_datasets(
 def plan_sentences(
     request: DataRequest, flag: str, length: int, reserved: int, min_sentences: int = 1
 ) -> SentenceMapPlan:
-    """Plan the sentences of samples, whose number is not known yet.
+    """Plan the sentences of samples; the number of samples is filled in later.
 
     Args:
-        request: The run's requirements for its data.
+        request: The data that the run needs.
         flag: The flag that sets the length, for messages.
         length: The number of tokens in a sample, special tokens included.
         reserved: The number of special tokens in a sample.
@@ -260,7 +260,7 @@ def map_sentences(
 
 
 def _load(path: Path, description: str, source: Path) -> NDArray[Any] | None:
-    """Return the rows in `path` if they are `[n, 3]` and no text says that they are another map."""
+    """Return the rows `[n, 3]` in `path`, or `None` if it holds no map or one of another text."""
     rows = open_array(path, source)
     if rows is None or rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype.kind != "u":
         return None

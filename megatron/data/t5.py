@@ -118,7 +118,7 @@ def build_t5_datasets(
     """Build the T5 datasets that the flags name. Every process calls this function.
 
     Args:
-        request: The run's requirements for its data.
+        request: The data that the run needs.
         encoder_seq_length: The number of tokens that the encoder reads.
         decoder_seq_length: The number of tokens that the decoder reads.
         tokenizer: The tokenizer, which supplies the special ids.

@@ -50,7 +50,7 @@ class TextBlock(NamedTuple):
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Return the lines.
+        """Return the bytes of the lines, reading them from the file if necessary.
 
         Raises:
             DataError: The file has become shorter since it was listed.
@@ -68,7 +68,7 @@ class TextBlock(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line without a document: its number (from 0), its byte offset in the block, the reason."""
+    """A line without a document: its number in the block, its byte offset, and the reason."""
 
     line: int
     offset: int
@@ -152,9 +152,10 @@ def _value(record: Any, key: str) -> Value:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Return the files that `--input` names: files, globs, and all readable files in directories.
+    """Return the files that the files, globs and folders of `--input` name.
 
-    Files are in the order of the patterns, and within a glob or directory in the order of names.
+    A folder names all files below it with a known ending. Files are in the order of the patterns,
+    and within a glob or folder in the order of their names.
 
     Raises:
         DataError: A pattern matches no file, a file is named twice, so that its text would count
@@ -236,7 +237,7 @@ def _plain_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
 
 
 def _streamed_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
-    """Read a file that can only be read from front to back: a packed file or a pipe."""
+    """Yield the blocks of a packed file or a pipe, which can only be read sequentially."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):
@@ -250,7 +251,7 @@ def _streamed_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
 
 
 def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
-    """Return a stream of the unpacked bytes of `raw`, chosen by the ending of its name."""
+    """Return a stream of the unpacked bytes of `raw`, according to the ending of `path`."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if path.lower().endswith(".zst"):
@@ -262,7 +263,7 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
 
 
 def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
-    """Read rows as JSON lines, one line per row."""
+    """Yield the rows of a parquet file as JSON lines, one line per row."""
     import pyarrow
     from pyarrow import parquet
 
@@ -290,7 +291,7 @@ def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
 
 
 def _text_block(path: str, key: str) -> TextBlock:
-    """Read a whole text file as one document."""
+    """Return a whole text file as a block with a single document."""
     with open(path, "rb") as raw:
         data = _unpack(path, raw).read()
     try:

@@ -31,7 +31,7 @@ class Tokenizer(ABC):
 
     Args:
         kind: The `--tokenizer-type` that it was built as.
-        digest: The digest of everything that decides the ids (files and options).
+        digest: The digest of everything that determines the ids (files and options).
         special_ids: The ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad` and `mask`, if the
             tokenizer has them.
         vocab_size: The number of entries, including appended ones.
@@ -69,7 +69,7 @@ class Tokenizer(ABC):
         vocab_size: int,
         sentinels: Sequence[int] = (),
     ) -> None:
-        """Keep the name, the digest, the special ids and the size."""
+        """Store the name, the digest, the special ids and the size."""
         self.kind = kind
         self.vocab_size = self.text_vocab_size = vocab_size
         self.additional_special_tokens_ids = list(sentinels)
@@ -100,7 +100,7 @@ class Tokenizer(ABC):
         return ids[: len(ids) - len(self.appended_ids)]
 
     def tokenize_spelled(self, text: str) -> list[int]:
-        """Return the ids of a text that contains its special tokens, so that none are added."""
+        """Return the ids of a text that already has its special tokens; none are added."""
         return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -110,7 +110,7 @@ class Tokenizer(ABC):
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many parts of a text, with no special tokens around each."""
+        """Return the ids of many parts of a text, without special tokens around each."""
         return self.tokenize_batch(texts)
 
     @property
@@ -124,7 +124,7 @@ class Tokenizer(ABC):
         return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
-        """Return a text that names everything that decides the ids, to compare checkpoints."""
+        """Return a text that identifies the files and options, for comparing checkpoints."""
         return f"{self.kind}:{self._digest}"
 
     def special_ids(self, *names: str) -> frozenset[int]:

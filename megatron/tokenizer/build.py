@@ -1,4 +1,4 @@
-"""Building a tokenizer from the flags, and the simplest one, for text that consists of ids."""
+"""Construction of tokenizers from the flags, and the simplest one, for texts of ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLASSES = {
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
-    """Return the config fields that name the files of the chosen kind; none without a kind."""
+    """Return the config fields that name the files of the chosen kind, if one is chosen."""
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
 
@@ -56,7 +56,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def padded_vocabulary(config: RunConfig) -> int:
-    """Return the number of rows of a run's word embedding: the tokenizer's entries and padding.
+    """Return the number of rows of a run's word embedding, including padding.
 
     Raises:
         ConfigError: The tokenizer's flags contradict each other.
@@ -87,7 +87,7 @@ class NullTokenizer(Tokenizer):
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        """Check the flag."""
+        """Check the size and store it."""
         size = config.vocab_size
         if size is None or size < 1:
             raise ConfigError(

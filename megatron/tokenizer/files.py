@@ -11,7 +11,7 @@ from megatron.errors import DataError
 
 
 class VocabularyFile(NamedTuple):
-    """A file of a tokenizer. As text, it is the flag and the path, for messages.
+    """A file that a tokenizer is built from. Messages show it as its flag and path.
 
     Attributes:
         flag: The flag that names the file.

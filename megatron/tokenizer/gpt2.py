@@ -49,7 +49,7 @@ class GPT2Tokenizer(Tokenizer):
     def vocab(self) -> dict[str, int]:
         """The map from entries, in GPT-2's printable spelling of bytes, to ids.
 
-        It is parsed at first use, which saves 15 ms if a compiled vocabulary only encodes.
+        It is parsed on first use, which saves 15 ms if a compiled encoder is all that is needed.
         """
         vocab: dict[str, int] = self._file.json()
         return vocab
@@ -75,7 +75,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def _parse_merges(file: VocabularyFile) -> list[str]:
-    """Return the lines `left right`, without the version line."""
+    """Return the merges, as lines `left right`, without the version line."""
     merges = [line.rstrip("\r") for line in file.text().split("\n")]
     if merges[0].startswith("#version"):
         del merges[0]
@@ -93,7 +93,7 @@ def _parse_merges(file: VocabularyFile) -> list[str]:
 def _check(
     vocab_file: VocabularyFile, vocab: Any, merge_file: VocabularyFile, merges: list[str]
 ) -> None:
-    """Check that the vocabulary has ids in one piece, an end, and an entry for each merge."""
+    """Check the vocabulary's ids, and that it has every entry that is needed."""
     file = vocab_file
     if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
         raise DataError(f"{file}: expected a JSON object of entries and ids (GPT-2's vocab.json)")

@@ -20,7 +20,7 @@ _COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder that holds one.
+    """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
 
     A tokenizer_config.json in the same folder names the special tokens. The file's own
     post-processing applies, so a model that begins texts with a special token gets it here too.

@@ -63,13 +63,13 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return {name: index for name, index in ids.items() if index >= 0}
 
     def _append(self, entries: list[str]) -> None:
-        """Append the entries that the model lacks; all entries are found in text."""
+        """Append the entries that the model lacks, and recognize all of them in text."""
         for entry in entries:
             self._vocab.setdefault(entry, len(self._vocab))
         self._entry_of = {self._vocab[entry]: entry for entry in entries}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text; appended special tokens in it become their ids."""
+        """Return the ids of one text, in which appended special tokens are recognized."""
         if not self._entry_of:
             return self._model.encode_as_ids(text)
         ids: list[int] = []
@@ -79,7 +79,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without padding ids outside the vocabulary.
+        """Return the text of ids; padding ids outside the vocabulary are left out.
 
         Appended special tokens are included, with spaces around them.
         """
@@ -121,7 +121,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     """SentencePieceTokenizer: the model's pieces and Megatron's tokens for BERT and T5.
 
     `<CLS> <SEP> <EOD> <MASK>` and the padding, begin and end tokens are appended if the model lacks
-    them, followed by the `--vocab-extra-ids` sentinels in order. All of them are found in text.
+    them, followed by the `--vocab-extra-ids` sentinels in order. All are recognized in text.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:

@@ -87,12 +87,12 @@ class TikTokenizer(Tokenizer):
         return self._encoding.encode_ordinary(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without unused ids."""
+        """Return the text of ids; unused ids are left out."""
         return self._encoding.decode([int(i) for i in ids if int(i) in self._used_ids])
 
 
 def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
-    """Read lines `base64 rank`."""
+    """Read a rank file, which has a line `base64 rank` for each piece."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.data.splitlines()):
         try:
@@ -114,7 +114,7 @@ def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
 
 
 def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
-    """Read a list of {rank, token_bytes, token_str}, or an object that holds it as `vocab`."""
+    """Read a list of {rank, token_bytes, token_str}, or an object with the list as `vocab`."""
     entries = file.json()
     entries = entries.get("vocab") if isinstance(entries, dict) else entries
     size = config.vocab_size or _TEKKEN_VOCAB_SIZE
