@@ -19,6 +19,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import end_on_interrupt
+from megatron.config.generation import SamplesConfig
+from megatron.config.parser import help_if_asked
 
 PROGRAM = "generate_samples_gpt.py"
 
@@ -26,12 +28,7 @@ PROGRAM = "generate_samples_gpt.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        from megatron.config.generation import SamplesConfig
-        from megatron.config.parser import show_help
-
-        show_help(PROGRAM, (SamplesConfig,), trains=False, everything="--help-all" in arguments)
-        return 0
+    help_if_asked(PROGRAM, (SamplesConfig,), trains=False, argv=arguments)
     from megatron.inference.samples import main as run
 
     return run(PROGRAM, arguments)

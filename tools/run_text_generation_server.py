@@ -17,22 +17,14 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import end_on_interrupt
+from megatron.config.generation import ServerConfig
+from megatron.config.parser import help_if_asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of the server, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        from megatron.config.generation import ServerConfig
-        from megatron.config.parser import show_help
-
-        show_help(
-            "run_text_generation_server.py",
-            (ServerConfig,),
-            trains=False,
-            everything="--help-all" in arguments,
-        )
-        return 0
+    help_if_asked("run_text_generation_server.py", (ServerConfig,), trains=False, argv=arguments)
     from megatron.inference.server.run import main as run
 
     return run(arguments)

@@ -116,7 +116,7 @@ class _CommandLine(Findings):
 
 
 def parse_config(
-    argv: Sequence[str] | None = None,
+    words: Sequence[str],
     *,
     world_size: int,
     architecture: str = "gpt",
@@ -126,7 +126,7 @@ def parse_config(
     """Read, resolve and check everything a user asked for.
 
     Args:
-        argv: The words after the program's name, or `None` for this process's own.
+        words: The command line, without the program's name.
         world_size: The number of launched processes.
         architecture: The kind of network that the program trains.
         program: What the program takes, reads and checks.
@@ -137,7 +137,6 @@ def parse_config(
         ConfigError: The command line, the YAML file or the resulting run is mistaken. The error
             lists all mistakes.
     """
-    words = sys.argv[1:] if argv is None else argv
     find_start = program.find_start
     help_if_asked(program.name, program.extra, trains=find_start is None, argv=words)
     line = _read_command_line(words, program)
@@ -185,7 +184,7 @@ def help_if_asked(
 ) -> None:
     """Print help and end the process if the command line asks for help.
 
-    Training scripts call this before they import torch, which takes a second.
+    Programs call this before they import torch, which takes a second.
 
     Args:
         program: The program's file.
@@ -241,13 +240,13 @@ def show_help(
     parser.print_help()
 
 
-def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
+def asks_for_mpi(words: Sequence[str]) -> bool:
     """Return whether the command line or its YAML file asks for --use-mpi.
 
     The world size must be known before `parse_config`, and this flag says where to read it.
     `parse_config` reports mistakes.
     """
-    given = split(sys.argv[1:] if argv is None else argv)
+    given = split(words)
     switches = [flag.name for flag in given if flag.name in ("--use-mpi", "--no-use-mpi")]
     if switches:
         return switches[-1] == "--use-mpi"

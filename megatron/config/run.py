@@ -6,6 +6,7 @@ section of a `RunConfig` is a subclass of that of `RunOptions`, with narrower ty
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
@@ -105,7 +106,8 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
     return into(**parts)
 
 
-def sections() -> dict[str, type]:
+@functools.cache
+def sections() -> Mapping[str, type]:
     """Return the dataclass of each section by name, in the order of `--help-all`."""
     hints = get_type_hints(RunOptions)
     return {entry.name: hints[entry.name] for entry in fields(RunOptions)}
