@@ -1,6 +1,7 @@
 """Networks. Docstrings state the shape of every tensor.
 
     plan                  a network as data: one record per layer, which everything else reads
+    network               what all models share: the embedding, positions, the part held here
     gpt, bert, t5         models, whole or the part that a pipeline stage holds
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     norm, position_bias   normalizations; T5's relative positions

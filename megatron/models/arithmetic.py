@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.stages import ModelPart, whole_model
-from megatron.models.bert import Classifier, MaskedTokenHead, Pooler
+from megatron.models.bert import Classifier, MaskedTokenHead
 from megatron.models.block import Block, class_of
 from megatron.models.embedding import Embedding
 from megatron.models.head import Output
-from megatron.models.norm import norm_parameters
+from megatron.models.norm import Norm
 from megatron.models.plan import HeadPlan, MicroBatch, ModelPlan
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
@@ -20,7 +20,7 @@ from megatron.models.recompute import RecomputePlan
 HEADS: dict[str, Any] = {
     "output": Output,
     "masked_token": MaskedTokenHead,
-    "pooler": Pooler,
+    "pooler": Classifier,
     "binary_head": Classifier,
     "task_head": Classifier,
 }
@@ -44,7 +44,7 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> i
     the word embedding. Every part with layers of a stack holds a copy of the stack's table of
     relative positions.
     """
-    norm = norm_parameters(plan.final_norm, plan.hidden)
+    norm = Norm.parameter_count(plan.final_norm, plan.hidden)
     count = sum(Block.parameter_count(plan.layers[i], tensor) for i in part.layers)
     if part.embedding:
         count += Embedding.parameter_count(plan.embedding, tensor)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
 from megatron.kernels.rope import Rotation, rotate
-from megatron.models.norm import Stream, new_head_norm, norm_parameters
+from megatron.models.norm import Norm, Stream, new_head_norm
 from megatron.models.plan import AttentionPlan, MicroBatch, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
@@ -75,9 +75,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.axis = context.layout.tensor
         self.attend = context.kernels.attention.function
-        self.causal = plan.causal
-        self.dropout = plan.dropout
-        self.scale = plan.scale
+        self.plan = plan
         self.layer_number = layer_number
         self.recompute = recompute
         self.site = site
@@ -100,8 +98,8 @@ class AttentionCore(nn.Module):
         return self._attend(query, key, value, mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        options = AttentionOptions(mask, self.causal, dropout, self.layer_number, self.scale)
+        plan, dropout = self.plan, self.plan.dropout if self.training else 0.0
+        options = AttentionOptions(mask, plan.causal, dropout, self.layer_number, plan.scale)
         if dropout == 0:
             return self.attend(query, key, value, options)
         with split_region(self.axis, query.device, self.layer_number, self.site):
@@ -138,14 +136,7 @@ class SelfAttention(nn.Module):
         self.axis = context.layout.tensor
         self.layer_number = layer_number
         self.split_rotate = context.kernels.split_rotate
-        self.qkv = Linear(
-            plan.hidden,
-            plan.qkv,
-            context,
-            split="column",
-            init=plan.init.weight(plan.hidden, plan.qkv),
-            bias=plan.bias or plan.qkv_bias,
-        )
+        self.qkv = _projection(plan, plan.qkv, context, bias=plan.bias or plan.qkv_bias)
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="attention"
         )
@@ -169,7 +160,7 @@ class SelfAttention(nn.Module):
         count = plan.qkv // tensor if plan.bias or plan.qkv_bias else 0
         count += plan.hidden if plan.bias else 0
         norm = plan.head_norm
-        return count + (0 if norm is None else 2 * norm_parameters(norm, plan.head_size))
+        return count + (0 if norm is None else 2 * Norm.parameter_count(norm, plan.head_size))
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
@@ -280,22 +271,8 @@ class CrossAttention(nn.Module):
         """Allocate the projections."""
         super().__init__()
         self.head_size = plan.head_size
-        self.query = Linear(
-            plan.hidden,
-            plan.query,
-            context,
-            split="column",
-            init=plan.init.weight(plan.hidden, plan.query),
-            bias=plan.bias,
-        )
-        self.key_value = Linear(
-            plan.hidden,
-            2 * plan.query,
-            context,
-            split="column",
-            init=plan.init.weight(plan.hidden, 2 * plan.query),
-            bias=plan.bias,
-        )
+        self.query = _projection(plan, plan.query, context, bias=plan.bias)
+        self.key_value = _projection(plan, 2 * plan.query, context, bias=plan.bias)
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="cross attention"
         )
@@ -348,6 +325,12 @@ class CrossAttention(nn.Module):
     def bias_to_add(self) -> Tensor | None:
         """Bias [h] that the residual sum still has to add; `None` if there is none."""
         return self.output.bias_to_add
+
+
+def _projection(plan: AttentionPlan, width: int, context: BuildContext, *, bias: bool) -> Linear:
+    """Build a layer from hidden states to this rank's heads."""
+    init = plan.init.weight(plan.hidden, width)
+    return Linear(plan.hidden, width, context, split="column", init=init, bias=bias)
 
 
 def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:

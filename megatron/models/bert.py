@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.stages import ModelPart, whole_model
+from megatron.config.stages import ModelPart
 from megatron.kernels.attention import Mask, Segments, flash_misfit
 from megatron.models.block import LayerStack
-from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
 from megatron.models.head import Output
-from megatron.models.norm import Stream, new_norm, norm_parameters
+from megatron.models.network import Network
+from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import (
     AttentionPlan,
     ClassifierPlan,
-    HeadPlan,
     MaskedTokenPlan,
     MicroBatch,
     ModelPlan,
@@ -50,7 +49,7 @@ class BertResult(NamedTuple):
     order: Tensor | None
 
 
-class BertModel(nn.Module):
+class BertModel(Network):
     """A BERT: embedding, layers, final normalization, heads.
 
     Parameters are those of a GPT and
@@ -80,13 +79,8 @@ class BertModel(nn.Module):
         recompute: RecomputePlan | None = None,
     ) -> None:
         """Build the modules of the part that this process holds."""
-        super().__init__()
-        self.plan = plan
-        self.part = part or whole_model(len(plan.layers))
-        self.attention_choice = context.kernels.attention
+        super().__init__(plan, context, part)
         self.shortest_in_one = SHORTEST_IN_ONE if _may_join_samples(plan, context) else None
-        self.embedding = new_embedding(plan, context, self.part)
-        self.rotary = new_rotary_table(plan, context)
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
         self.final_norm = self.head = self.output = self.pooler = self.binary_head = None
         if not self.part.head:
@@ -100,7 +94,7 @@ class BertModel(nn.Module):
                     self.head = MaskedTokenHead(head, context)
                 case ClassifierPlan(kind="binary_head"):
                     self.binary_head = Classifier(head, context)
-                case HeadPlan(kind="pooler"):
+                case ClassifierPlan(kind="pooler"):
                     self.pooler = Pooler(head, context)
 
     def forward(
@@ -128,21 +122,17 @@ class BertModel(nn.Module):
             last part normalizes.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rotation = None if self.rotary is None else self.rotary(positions)
         if hidden is None:
-            assert isinstance(self.embedding, Embedding), "this part takes hidden states"
-            hidden = self.embedding(tokens, positions.expand_as(tokens), token_types)
+            hidden = self.embed(tokens, positions, token_types)
         shortest = self.shortest_in_one
         in_one = self.training and shortest is not None and tokens.shape[1] >= shortest
         if in_one:
             hidden = hidden.transpose(0, 1).flatten(0, 1).unsqueeze(1)  # [b s, 1, h]
         mask: Mask = Segments.of_padded(padding) if in_one else padding_mask(padding)
-        stream = self.layers.run(Stream(hidden), mask, rotation)
+        stream = self.layers.run(Stream(hidden), mask, self.rotation(positions))
         x: Tensor = stream.join() if self.final_norm is None else self.final_norm(stream)[1]
         if in_one:
             x = x.squeeze(1).unflatten(0, (len(tokens), -1)).transpose(0, 1).contiguous()
-        if self.final_norm is None:
-            return x
         if self.head is None or self.output is None:
             return x
         order = None
@@ -211,26 +201,11 @@ class Classifier(Linear):
 class Pooler(nn.Module):
     """A vector for the whole sample: tanh of a linear layer over its first token."""
 
-    def __init__(self, plan: HeadPlan, context: BuildContext) -> None:
+    def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
         """Allocate the layer over the first token."""
         super().__init__()
         self.sequence = context.layout.sequence
-        self.dense = Classifier(_square(plan), context)
-
-    @staticmethod
-    def parameter_count(plan: HeadPlan, tensor: int) -> int:
-        """Count weight and bias."""
-        return Classifier.parameter_count(_square(plan), tensor)
-
-    @staticmethod
-    def flops(plan: HeadPlan, length: int) -> int:
-        """Count the operations of forward and backward for one vector per sequence."""
-        return Classifier.flops(_square(plan), length)
-
-    @staticmethod
-    def activation_bytes(plan: HeadPlan, batch: MicroBatch) -> int:
-        """Return 0: a few vectors per sequence are negligible beside the layers' activations."""
-        return 0
+        self.dense = Classifier(plan, context)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to [b, h] on every rank."""
@@ -239,13 +214,6 @@ class Pooler(nn.Module):
             # Other ranks multiply theirs by 0, so that backward passes through x on every rank.
             first = reduce_from(first * int(self.sequence.is_first), self.sequence)
         return torch.tanh(self.dense(first)).squeeze(0)
-
-
-def _square(plan: HeadPlan) -> ClassifierPlan:
-    """Return the plan of a pooler's layer, as wide as the residual stream."""
-    return ClassifierPlan(
-        kind="pooler.dense", hidden=plan.hidden, init=plan.init, outputs=plan.hidden
-    )
 
 
 class MaskedTokenHead(nn.Module):
@@ -267,7 +235,7 @@ class MaskedTokenHead(nn.Module):
     @staticmethod
     def parameter_count(plan: MaskedTokenPlan, tensor: int) -> int:
         """Count the dense layer and the normalization."""
-        return plan.hidden * (plan.hidden + 1) + norm_parameters(plan.norm, plan.hidden)
+        return plan.hidden * (plan.hidden + 1) + Norm.parameter_count(plan.norm, plan.hidden)
 
     @staticmethod
     def flops(plan: MaskedTokenPlan, length: int) -> int:

@@ -23,7 +23,7 @@ from megatron.models.attention import (
     SelfAttention,
 )
 from megatron.models.mlp import MLP
-from megatron.models.norm import Stream, new_norm, norm_parameters
+from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LayerPlan, MicroBatch, SublayerPlan, Work
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.parallel.build import BuildContext
@@ -124,7 +124,7 @@ class Block(nn.Module):
     @staticmethod
     def parameter_count(plan: LayerPlan, tensor: int) -> int:
         """Count the parameters that one of `tensor` ranks holds."""
-        each = norm_parameters(plan.norm, plan.mixer.hidden)
+        each = Norm.parameter_count(plan.norm, plan.mixer.hidden)
         vectors = sum(class_of(part).vectors(part, tensor) + each for part in plan.sublayers)
         return Block.matrix_parameters(plan) // tensor + vectors
 

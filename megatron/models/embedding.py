@@ -161,8 +161,3 @@ class RotaryTable(nn.Module):
         """Return the rotation of positions [s]: cosines and sines, [s, 1, 1, r] each."""
         cosine, sine = self.table[:, positions]
         return cosine, sine
-
-
-def new_rotary_table(plan: ModelPlan, context: BuildContext) -> RotaryTable | None:
-    """Build the table of a model with rotary positions, or return `None` for other models."""
-    return None if plan.rotary is None else RotaryTable(plan.rotary, context.device)

@@ -5,14 +5,14 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.config.stages import ModelPart, whole_model
+from megatron.config.stages import ModelPart
 from megatron.kernels.attention import Mask
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
-from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
 from megatron.models.head import Output
+from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
 from megatron.models.plan import ModelPlan
 from megatron.models.recompute import RecomputePlan
@@ -20,11 +20,8 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions
 
 
-class GPTModel(nn.Module):
+class GPTModel(Network):
     """A GPT: embedding, layers, final normalization, output layer.
-
-    Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their
-    names are global: layer i is `layers.i` whatever part of the model this process holds.
 
     Args:
         plan: The whole network.
@@ -42,13 +39,7 @@ class GPTModel(nn.Module):
         recompute: RecomputePlan | None = None,
     ) -> None:
         """Build the modules of the part that this process holds."""
-        super().__init__()
-        self.plan = plan
-        self.part = part or whole_model(len(plan.layers))
-        self.layout = context.layout
-        self.attention_choice = context.kernels.attention
-        self.embedding = new_embedding(plan, context, self.part)
-        self.rotary = new_rotary_table(plan, context)
+        super().__init__(plan, context, part)
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
         self.final_norm = self.output = None
         if self.part.head:
@@ -92,13 +83,9 @@ class GPTModel(nn.Module):
             positions = local_positions(sequence, self.layout.context, tokens.device)
         else:
             positions = cache.positions
-        if position_ids is None:
-            position_ids = positions.expand_as(tokens)
-        rotation = None if self.rotary is None else self.rotary(positions)
         if hidden is None:
-            assert isinstance(self.embedding, Embedding), "this part takes hidden states"
-            hidden = self.embedding(tokens, position_ids)
-        stream = self.layers.run(Stream(hidden), mask, rotation, cache)
+            hidden = self.embed(tokens, positions if position_ids is None else position_ids)
+        stream = self.layers.run(Stream(hidden), mask, self.rotation(positions), cache)
         if self.final_norm is None or self.output is None:
             return stream.join()
         _, x = self.final_norm(stream)  # [s, b, h]

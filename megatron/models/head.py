@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 
-from megatron.config.precision import PrecisionConfig
-from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
-from megatron.kernels.library import find_library
+from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
 from megatron.models.plan import MicroBatch, OutputPlan
 from megatron.parallel.build import BuildContext
@@ -19,76 +14,9 @@ from megatron.parallel.cross_entropy import (
     linear_cross_entropy,
     vocabulary_cross_entropy,
 )
-from megatron.parallel.linear import WeightSlot, around, parallel_linear
+from megatron.parallel.linear import around, parallel_linear
 from megatron.parallel.parameter import ZEROS
-from megatron.parallel.products import LinearCall
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The computation of each token's loss, chosen when a model is built.
-
-    Attributes:
-        form: Implementation of the cross entropy.
-        is_chunked: Whether it works in chunks and never holds all logits (`linear_cross_entropy`).
-    """
-
-    form: CrossEntropy
-    is_chunked: bool
-
-    @classmethod
-    def from_config(cls, precision: PrecisionConfig, device: torch.device) -> TokenLoss:
-        """Choose the loss that the flags ask for, with kernels if the device has them."""
-        fuses = precision.cross_entropy_loss_fusion
-        library = find_library(device).library if fuses else None
-        return cls(
-            choose_cross_entropy(library, in_16_bits=precision.fp16_lm_cross_entropy),
-            is_chunked=fuses and precision.cross_entropy_fusion_impl == "linear",
-        )
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: nn.Parameter,
-        labels: Tensor,
-        communication: Communication,
-        *,
-        loss_mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        slot: WeightSlot | None = None,
-    ) -> Tensor:
-        """Return the loss of each token, or their weighted sum.
-
-        Args:
-            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            weight: [v/t, h], this rank's rows of the output matrix.
-            labels: [b, s].
-            communication: Tensor-parallel communication before and after the product.
-            loss_mask: [b, s], the weight of each token's loss.
-            bias: [v/t].
-            slot: Destination of the weight's gradient; `None` leaves it to autograd.
-
-        Returns:
-            The scalar sum(losses * loss_mask) if there is a mask; otherwise the losses, fp32
-            [b, s], which have no gradient if they are chunked.
-        """
-        if self.is_chunked:
-            chunked = linear_cross_entropy(
-                x,
-                weight,
-                labels.t(),
-                communication,
-                loss_mask=None if loss_mask is None else loss_mask.t(),
-                bias=bias,
-                form=self.form,
-                slot=slot,
-            )
-            return chunked.losses.t() if loss_mask is None else chunked.total
-        logits = parallel_linear(LinearCall(x, weight, bias), around(communication), slot=slot)
-        losses = vocabulary_cross_entropy(
-            logits, labels.t(), communication.axis, form=self.form, reuse_logits=True
-        ).t()
-        return losses if loss_mask is None else (losses * loss_mask).sum()
+from megatron.parallel.products import PLAIN, LinearCall
 
 
 class Output(nn.Module):
@@ -114,7 +42,13 @@ class Output(nn.Module):
         layout = context.layout
         self.communication = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
         self.scale = plan.scale
-        self.token_loss = TokenLoss.from_config(context.precision, context.device)
+        precision = context.precision
+        fuses = precision.cross_entropy_loss_fusion
+        self.form = choose_cross_entropy(
+            context.kernels.library if fuses else None, in_16_bits=precision.fp16_lm_cross_entropy
+        )
+        # Chunked, it never holds the logits of all tokens.
+        self.is_chunked = fuses and precision.cross_entropy_fusion_impl == "linear"
         self.products = context.kernels.output_products
         # A tuple hides it from this module's children, so that its parameter has a single name.
         self._tied: tuple[nn.Module, ...] = ()
@@ -165,20 +99,29 @@ class Output(nn.Module):
         """
         if self.scale is not None:
             x = x * self.scale
-        slot = self._gradient.slot
-        if labels is None:  # [s, b, v/t]
-            call, transport = LinearCall(x, self._matrix(), self.bias), around(self.communication)
-            logits = parallel_linear(call, transport, slot=slot, products=self.products)
+        matrix, slot = self._matrix(), self._gradient.slot
+        if labels is not None and self.is_chunked:
+            chunked = linear_cross_entropy(
+                x,
+                matrix,
+                labels.t(),
+                self.communication,
+                loss_mask=None if loss_mask is None else loss_mask.t(),
+                bias=self.bias,
+                form=self.form,
+                slot=slot,
+            )
+            return chunked.losses.t() if loss_mask is None else chunked.total
+        call, transport = LinearCall(x, matrix, self.bias), around(self.communication)
+        products = self.products if labels is None else PLAIN
+        logits = parallel_linear(call, transport, slot=slot, products=products)
+        if labels is None:
             return logits.transpose(0, 1)
-        return self.token_loss(
-            x,
-            self._matrix(),
-            labels,
-            self.communication,
-            loss_mask=loss_mask,
-            bias=self.bias,
-            slot=slot,
-        )
+        axis = self.communication.axis
+        losses = vocabulary_cross_entropy(
+            logits, labels.t(), axis, form=self.form, reuse_logits=True
+        ).t()
+        return losses if loss_mask is None else (losses * loss_mask).sum()
 
     def _matrix(self) -> nn.Parameter:
         owner = self._tied[0] if self._tied else self

@@ -10,7 +10,6 @@ record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,7 +128,7 @@ class NormPlan:
     """A normalization.
 
     Attributes:
-        kind: A key of `norm.NORMS`.
+        kind: "LayerNorm" or "RMSNorm".
         epsilon: Number added to the variance.
         offset: Whether the stored weight is the distance from one (LayerNorm-1p).
     """
@@ -586,7 +585,7 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
     heads: list[HeadPlan] = []
     if model.bert_binary_head:
-        heads.append(HeadPlan(kind="pooler", **options))
+        heads.append(ClassifierPlan(kind="pooler", outputs=model.hidden_size, **options))
     if head.outputs is not None:
         assert heads, "without a binary head there is no pooler"
         heads.append(
@@ -635,11 +634,7 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     )
 
 
-PLANS: dict[str, Callable[[ModelConfig, int, HeadSpec], ModelPlan]] = {
-    "gpt": gpt_plan,
-    "bert": bert_plan,
-    "t5": t5_plan,
-}
+PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan}
 
 
 def model_plan(

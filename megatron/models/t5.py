@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.stages import ModelPart, whole_model
-from megatron.kernels.rope import Rotation
+from megatron.config.stages import ModelPart
 from megatron.models.attention import EncoderOutput
 from megatron.models.bert import padding_mask
 from megatron.models.block import LayerStack
-from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
 from megatron.models.head import Output
+from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
 from megatron.models.plan import ModelPlan
 from megatron.models.position_bias import PositionBias
@@ -74,7 +73,7 @@ class T5Stack(nn.Module):
         return x
 
 
-class T5Model(nn.Module):
+class T5Model(Network):
     """A T5: shared embedding, encoder, decoder, output layer.
 
     Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their
@@ -107,13 +106,7 @@ class T5Model(nn.Module):
         recompute: RecomputePlan | None = None,
     ) -> None:
         """Build the modules of the part that this process holds."""
-        super().__init__()
-        self.plan = plan
-        self.part = part or whole_model(len(plan.layers))
-        self.layout = context.layout
-        self.attention_choice = context.kernels.attention
-        self.embedding = new_embedding(plan, context, self.part)
-        self.rotary = new_rotary_table(plan, context)
+        super().__init__(plan, context, part)
         first = plan.encoder_layers  # the decoder's
 
         def new_stack(layers: range, *, is_decoder: bool, ends: bool) -> T5Stack | None:
@@ -187,37 +180,20 @@ class T5Model(nn.Module):
         The arguments are those of `forward`. The shapes are [e, b, h] and [d, b, h]; with sequence
         parallelism each is this rank's part.
         """
-        states, x = self._inputs(tokens, decoder_tokens, hidden)
+        lengths = (tokens.shape[1], decoder_tokens.shape[1])
+        places = torch.arange(max(lengths), device=tokens.device)
+        of_encoder, of_decoder = (places[:length] for length in lengths)
+        if hidden is None:
+            states = self.embed(tokens, of_encoder)
+            x = self.embed(decoder_tokens, of_decoder, site="decoder embedding")
+        else:
+            parts = [length // self.layout.sequence.size for length in lengths]
+            states, x = hidden.split(parts)
         mask = padding_mask(padding)
         if self.encoder is not None:
-            states = self.encoder.run(states, tokens.shape[1], mask, self._rotation(tokens))
+            states = self.encoder.run(states, lengths[0], mask, self.rotation(of_encoder))
         if self.decoder is not None:
             encoder = EncoderOutput(states, mask)
-            rotation = self._rotation(decoder_tokens)
-            x = self.decoder.run(x, decoder_tokens.shape[1], None, rotation, None, encoder)
+            rotation = self.rotation(of_decoder)
+            x = self.decoder.run(x, lengths[1], None, rotation, None, encoder)
         return states, x
-
-    def _inputs(
-        self, tokens: Tensor, decoder_tokens: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the layers held here, [e, b, h] and [d, b, h].
-
-        With sequence parallelism each is this rank's part.
-        """
-        if hidden is not None:
-            lengths = [
-                ids.shape[1] // self.layout.sequence.size for ids in (tokens, decoder_tokens)
-            ]
-            states, x = hidden.split(lengths)
-            return states, x
-        assert isinstance(self.embedding, Embedding), "this part takes hidden states"
-        places = torch.arange(max(tokens.shape[1], decoder_tokens.shape[1]), device=tokens.device)
-        states = self.embedding(tokens, places[: tokens.shape[1]].expand_as(tokens))
-        positions = places[: decoder_tokens.shape[1]].expand_as(decoder_tokens)
-        return states, self.embedding(decoder_tokens, positions, site="decoder embedding")
-
-    def _rotation(self, tokens: Tensor) -> Rotation | None:
-        if self.rotary is None:
-            return None
-        rotation: Rotation = self.rotary(torch.arange(tokens.shape[1], device=tokens.device))
-        return rotation

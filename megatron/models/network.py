@@ -1,0 +1,47 @@
+"""What every model is: an embedding, positions, layers and heads, or the part of them held here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.config.stages import ModelPart, whole_model
+from megatron.kernels.rope import Rotation
+from megatron.models.embedding import Embedding, RotaryTable, new_embedding
+from megatron.models.plan import ModelPlan
+from megatron.parallel.build import BuildContext
+
+
+class Network(nn.Module):
+    """A model, or a part of one: its plan, its embedding and its rotary positions.
+
+    Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their names
+    are global: layer i is `layers.i` whatever part of the model this process holds.
+
+    Args:
+        plan: The whole network.
+        context: Layout, device, kernels and number formats.
+        part: The layers that this process holds, and whether it has the embedding and the heads;
+            `None` builds the whole model.
+    """
+
+    def __init__(self, plan: ModelPlan, context: BuildContext, part: ModelPart | None) -> None:
+        """Build the embedding and the rotary table if this part needs them."""
+        super().__init__()
+        self.plan = plan
+        self.part = part or whole_model(len(plan.layers))
+        self.layout = context.layout
+        self.attention_choice = context.kernels.attention
+        self.embedding = new_embedding(plan, context, self.part)
+        self.rotary = None if plan.rotary is None else RotaryTable(plan.rotary, context.device)
+
+    def embed(self, tokens: Tensor, positions: Tensor, *token_types: Any, **site: str) -> Tensor:
+        """Return the vectors of tokens [b, s]; the arguments are those of `Embedding`."""
+        assert isinstance(self.embedding, Embedding), "this part takes hidden states"
+        vectors: Tensor = self.embedding(tokens, positions.expand_as(tokens), *token_types, **site)
+        return vectors
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """Return the rotation of positions [s], or `None` if the model has no rotary ones."""
+        return None if self.rotary is None else self.rotary(positions)
