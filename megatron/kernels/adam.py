@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from megatron.kernels.tensor_sums import CHUNK, TensorTable
 ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd")
 
 
-@dataclass(frozen=True)
-class AdamTensors:
+class AdamTensors(NamedTuple):
     """The tensors that updates read and change, contiguous and never moving.
 
     Attributes:
@@ -66,14 +66,7 @@ def choose_adam(
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}
-    for weight, copy, gradient, first, second in zip(
-        tensors.weights,
-        tensors.copies,
-        tensors.gradients,
-        tensors.exp_avg,
-        tensors.exp_avg_sq,
-        strict=True,
-    ):
+    for weight, copy, gradient, first, second in zip(*tensors, strict=True):
         formats = (gradient.dtype, weight.dtype if copy is None else copy.dtype)
         row = (gradient.detach(), weight.detach(), first, second, copy)
         by_formats.setdefault(formats, []).append(row)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,23 +124,9 @@ class AttentionOptions(NamedTuple):
     scale: float | None = None
 
 
-class AttentionFunction(Protocol):
-    """One form of the attention core."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, /
-    ) -> Tensor:
-        """Compute attention.
-
-        Args:
-            query: The queries [s, b, n, d].
-            key: The keys [s, b, g, d].
-            value: The values [s, b, g, d].
-            options: Mask, dropout and scale.
-
-        Returns:
-            The result [s, b, n * d].
-        """
+# A form of the attention core. It takes queries [s, b, n, d], keys and values [s, b, g, d] and the
+# options, and returns the result [s, b, n * d].
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 
 @dataclass(frozen=True)
@@ -336,18 +322,16 @@ def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
-class FlashPackage:
-    """Attention by the package `flash-attn-4`."""
+class FlashPackage(NamedTuple):
+    """Attention by the package `flash-attn-4`.
 
-    def __init__(self, function: Callable[..., Any], release: str) -> None:
-        """Wrap the package.
+    Attributes:
+        function: Its `flash_attn_func`.
+        release: Its version.
+    """
 
-        Args:
-            function: Its `flash_attn_func`.
-            release: Its version.
-        """
-        self._function = function
-        self.release = release
+    function: Callable[..., Any]
+    release: str
 
     def takes(self, query: Tensor, mask: Mask | None, dropout: float) -> bool:
         """Return whether it has a fast kernel: 16 bits, one sample, no dropout and no mask."""
@@ -363,7 +347,7 @@ class FlashPackage:
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
     ) -> Tensor:
         """Attend; shapes and options are those of `AttentionFunction`."""
-        result = self._function(
+        result = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
             causal=causal,
             softmax_scale=scale,

@@ -265,8 +265,14 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
                 for i in [i for i, process in running.items() if process.poll() is not None]:
                     outputs[i].seek(0)
                     said[i] = outputs[i].read()
-                    _expect_made(commands[i][-1], running[i].returncode, said[i])
-                    del running[i]
+                    if code := running.pop(i).returncode:
+                        lines = said[i].splitlines()
+                        errors = [line for line in lines if "error" in line.lower()]
+                        reason = next(iter(errors + lines), f"exit code {code}")
+                        raise BuildError(f"nvcc failed: {reason.strip()}")
+                    if not Path(commands[i][-1]).is_file():
+                        made = commands[i][-1]
+                        raise BuildError(f"nvcc ended without an error and made no {made}")
                 clock.check([Path(commands[i][-1]).name for i in running])
                 time.sleep(0.02)
         except OSError as error:
@@ -277,16 +283,6 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return said
-
-
-def _expect_made(target: str, code: int, said: str) -> None:
-    """Raise `BuildError` with nvcc's first error unless it has made the file."""
-    if code:
-        lines = [line for line in said.splitlines() if "error" in line.lower()]
-        reason = next(iter([*lines, *said.splitlines()]), f"exit code {code}")
-        raise BuildError(f"nvcc failed: {reason.strip()}")
-    if not Path(target).is_file():
-        raise BuildError(f"nvcc ended without an error and made no {target}")
 
 
 @contextmanager

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.device import Device
-from megatron.kernels.library import (
-    DTYPE_CODES,
-    Kernel,
-    KernelLibrary,
-    aligned,
-    operator,
-)
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, aligned, operator
 
 FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii")
 BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii")
@@ -54,11 +48,7 @@ def bias_dropout_add(
 
 
 def fused_bias_dropout_add(
-    library: KernelLibrary,
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    probability: float,
+    library: KernelLibrary, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
     """Return residual + dropout(x + bias) by one kernel; another in backward draws the mask again.
 

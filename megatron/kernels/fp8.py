@@ -87,15 +87,20 @@ class Fp8Casts:
         into: Tensor | None = None,
     ) -> Fp8:
         """Cast x with one scale; m may be any number. The values go `into` [m, k] if given."""
-        largest = torch.finfo(fp8).max
+        values = torch.empty_like(x, dtype=fp8) if into is None else into
+        return Fp8(values, self._cast(x, amax, values, found))
+
+    def _cast(self, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
+        """Write x in 8 bits to `values`; return the inverse scale."""
+        largest = torch.finfo(values.dtype).max
         held = amax.float().clamp(min=SMALLEST)
         factor = torch.full_like(held, largest) / held  # a number / tensor would round twice
         scaled = (x.float() * factor).clamp(-largest, largest)
         if found is not None:
             found.copy_(torch.maximum(found, self.amax(x)))
             scaled = scaled.masked_fill(~x.isfinite(), math.nan)
-        values = scaled.to(fp8)
-        return Fp8(values if into is None else into.copy_(values), held / largest)
+        values.copy_(scaled)
+        return held / largest
 
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
@@ -137,19 +142,10 @@ class KernelCasts(Fp8Casts):
         fp8_amax(self.library, x, result)
         return result
 
-    def cast(
-        self,
-        x: Tensor,
-        amax: Tensor,
-        fp8: torch.dtype,
-        *,
-        found: Tensor | None = None,
-        into: Tensor | None = None,
-    ) -> Fp8:
-        """Cast x with one scale."""
+    def _cast(self, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
         _check(x)
-        values = torch.empty_like(x, dtype=fp8) if into is None else into
-        return Fp8(values, fp8_cast(self.library, x, amax, values, found))
+        inverse: Tensor = fp8_cast(self.library, x, amax, values, found)
+        return inverse
 
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None

@@ -42,12 +42,30 @@ class Fp8Product:
         Returns:
             [m, n]; `into` if given.
         """
+        if into is None or not accumulate:
+            return self._multiply(left, right, dtype, bias, into, fast=fast)
+        if self._add(left, right, into):
+            return into
+        return into.add_(self._multiply(left, right, into.dtype, bias, None, fast=fast))
+
+    def _multiply(
+        self,
+        left: Fp8,
+        right: Fp8,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        into: Tensor | None,
+        *,
+        fast: bool,
+    ) -> Tensor:
         out = left.values.float() @ right.values.float().t() * left.inverse
         out = out * _along_columns(right.inverse)
         out = (out if bias is None else out + bias).to(dtype)
-        if into is None:
-            return out
-        return into.add_(out) if accumulate else into.copy_(out)
+        return out if into is None else into.copy_(out)
+
+    def _add(self, left: Fp8, right: Fp8, into: Tensor) -> bool:
+        """Add the product to `into` while it is computed, and return whether this is possible."""
+        return False
 
 
 reference_product = Fp8Product()
@@ -62,35 +80,28 @@ class LibraryProduct(Fp8Product):
     """Products by `torch._scaled_mm`, and by cuBLASLt itself to add to fp32 sums.
 
     Adding then costs no pass over memory of its own: 58 of the 2131 ms of a step of Llama 3 8B
-    (docs/benchmarks.md). The sum is taken apart if rows have their own scales, and without
-    cuBLASLt (another vendor's GPU).
+    (docs/benchmarks.md). The sum is computed separately if rows have their own scales, for which
+    cuBLASLt has no such product, and without cuBLASLt (another vendor's GPU).
     """
 
     def __init__(self) -> None:
-        """Find cuBLASLt."""
+        """Load cuBLASLt."""
+        self._plans: dict[tuple[Any, ...], tuple[Problem, Algorithm]] = {}
         try:
-            self._adding: AddingProduct | None = AddingProduct()
+            self._library: CublasLt | None = CublasLt()
         except OSError:
-            self._adding = None
+            self._library = None
 
-    def __call__(
+    def _multiply(
         self,
         left: Fp8,
         right: Fp8,
         dtype: torch.dtype,
+        bias: Tensor | None,
+        into: Tensor | None,
         *,
-        bias: Tensor | None = None,
-        fast: bool = False,
-        into: Tensor | None = None,
-        accumulate: bool = False,
+        fast: bool,
     ) -> Tensor:
-        """Multiply; the arguments are those of `Fp8Product`."""
-        if into is not None and accumulate:
-            one_scale = left.inverse.numel() == right.inverse.numel() == 1
-            if self._adding is not None and one_scale and into.dtype == torch.float32:
-                self._adding(left, right, into)
-                return into
-            return into.add_(self(left, right, into.dtype, bias=bias, fast=fast))
         return torch._scaled_mm(
             left.values,
             right.values.t(),
@@ -102,49 +113,25 @@ class LibraryProduct(Fp8Product):
             **({} if into is None else {"out": into}),
         )
 
-
-class AddingProduct:
-    """Adds left right^T to an fp32 matrix, summed in fp32 without shortcuts.
-
-    It keeps a plan for each shape.
-    """
-
-    def __init__(self) -> None:
-        """Load cuBLASLt.
-
-        Raises:
-            OSError: There is none.
-        """
-        self._library = CublasLt()
-        self._plans: dict[tuple[Any, ...], tuple[Problem, Algorithm]] = {}
-
-    def __call__(self, left: Fp8, right: Fp8, into: Tensor) -> None:
-        """Add left right^T.
-
-        Args:
-            left: [m, k] with one scale: the library has no such product for scales of rows.
-            right: [n, k], likewise.
-            into: [m, n], fp32, contiguous.
-        """
-        gpu = into.get_device()
-        shapes = (left.values.shape, right.values.shape)
-        key = (gpu, *shapes, left.values.dtype, right.values.dtype)
+    def _add(self, left: Fp8, right: Fp8, into: Tensor) -> bool:
+        library, one_scale = self._library, left.inverse.numel() == right.inverse.numel() == 1
+        if library is None or not one_scale or into.dtype != torch.float32:
+            return False
+        gpu, matrices = into.get_device(), (left.values, right.values, into)
+        key = (gpu, *(x.shape for x in matrices), left.values.dtype, right.values.dtype)
         with Device(into.device).as_current():
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = self._plan(gpu, left, right, into)
-            problem, algorithm = plan
-            self._library.set_pointer(problem, SCALE_A, right.inverse)
-            self._library.set_pointer(problem, SCALE_B, left.inverse)
-            matrices = (left.values, right.values, into)
-            self._library.multiply(problem, algorithm, *matrices, accumulate=True)
-
-    def _plan(self, gpu: int, left: Fp8, right: Fp8, into: Tensor) -> tuple[Problem, Algorithm]:
-        problem = self._library.problem(left.values, right.values, into)
-        found = self._library.choices(problem, gpu, 1, workspace=_WORKSPACE_BYTES)
-        if not found:
-            raise CublasLtError(f"cuBLASLt knows no way to multiply {list(left.values.shape)}")
-        return problem, found[0]
+            if key not in self._plans:
+                problem = library.problem(*matrices)
+                found = library.choices(problem, gpu, 1, workspace=_WORKSPACE_BYTES)
+                if not found:
+                    shape = list(left.values.shape)
+                    raise CublasLtError(f"cuBLASLt knows no way to multiply {shape}")
+                self._plans[key] = problem, found[0]
+            problem, algorithm = self._plans[key]
+            library.set_pointer(problem, SCALE_A, right.inverse)
+            library.set_pointer(problem, SCALE_B, left.inverse)
+            library.multiply(problem, algorithm, *matrices, accumulate=True)
+        return True
 
 
 def _along_columns(inverse: Tensor) -> Tensor:

@@ -27,14 +27,7 @@ from torch import Tensor
 from megatron.device import Device, current_gpu, stream_handle
 from megatron.environment import cache_folder, local_rank
 from megatron.errors import say_on_stderr
-from megatron.kernels.build import (
-    PREBUILT,
-    BuildError,
-    build,
-    find_built,
-    name_of,
-    say_nothing,
-)
+from megatron.kernels.build import PREBUILT, BuildError, build, find_built, name_of, say_nothing
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # common.cuh has the same

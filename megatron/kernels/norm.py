@@ -1,6 +1,6 @@
 """Normalization over the last dimension, with statistics in fp32 and results in the weight's type.
 
-`layer_norm` and `rms_norm` normalize. `add_norm` also adds a layer's output to the residual
+`normalize` is LayerNorm or RMSNorm. `add_norm` also adds a layer's output to the residual
 stream, which the CUDA kernel does in one pass over memory.
 """
 
@@ -39,36 +39,27 @@ def choose_add_norm(library: KernelLibrary | None) -> AddNorm:
     return add_norm if library is None else partial(fused_add_norm, library)
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Return (x - mean) / sqrt(var + epsilon) * weight + bias, over the last dimension."""
+def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Return the LayerNorm of x over the last dimension, or without a bias the RMSNorm.
+
+    LayerNorm is (x - mean) / sqrt(variance + epsilon) * weight + bias; RMSNorm takes the mean as 0
+    and has no bias.
+    """
     x = x.float()
-    centred = x - x.mean(dim=-1, keepdim=True)
+    centred = x if bias is None else x - x.mean(dim=-1, keepdim=True)
     variance = centred.square().mean(dim=-1, keepdim=True)
-    normal = centred * (variance + epsilon).rsqrt()
-    return (normal * weight.float() + bias.float()).to(weight.dtype)
+    normal = centred * (variance + epsilon).rsqrt() * weight.float()
+    return (normal if bias is None else normal + bias.float()).to(weight.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Compute `layer_norm_reference` by PyTorch's fused kernel."""
-    if x.dtype == weight.dtype:
-        return F.layer_norm(x, weight.shape, weight, bias, epsilon)
-    # An fp32 residual stream enters a layer of 16-bit weights.
-    out = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), epsilon)
-    return out.to(weight.dtype)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
-    x = x.float()
-    normal = x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
-    return (normal * weight.float()).to(weight.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Compute `rms_norm_reference` by PyTorch's fused kernel."""
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, epsilon)
-    return F.rms_norm(x.float(), weight.shape, weight.float(), epsilon).to(weight.dtype)
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Compute `normalize_reference` by PyTorch's fused kernels."""
+    dtype = weight.dtype
+    if x.dtype != dtype:  # an fp32 residual stream enters a layer of 16-bit weights
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, epsilon).to(dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon).to(dtype)
 
 
 def add_norm(
@@ -94,9 +85,7 @@ def add_norm(
         residual + delta in the residual's type, and its normalization in the weights'.
     """
     total = residual if delta is None else residual + delta
-    if bias is None:
-        return total, rms_norm(total, weight, epsilon)
-    return total, layer_norm(total, weight, bias, epsilon)
+    return total, normalize(total, weight, bias, epsilon)
 
 
 def fused_add_norm(

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
-from megatron.models.attention import (
-    CrossAttention,
-    EncoderOutput,
-    KeyValueCache,
-    SelfAttention,
-)
+from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LayerPlan, MicroBatch, SublayerPlan, Work

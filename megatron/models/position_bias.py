@@ -65,20 +65,13 @@ class PositionBias(SharedTable):
     """
 
     def __init__(
-        self,
-        plan: PositionBiasPlan,
-        context: BuildContext,
-        *,
-        both_ways: bool,
-        is_copy: bool,
+        self, plan: PositionBiasPlan, context: BuildContext, *, both_ways: bool, is_copy: bool
     ) -> None:
         """Allocate the table and compute the bucket of every distance."""
         super().__init__()
         self.both_ways = both_ways
         self.weight = context.new_parameter(
-            (plan.buckets, plan.heads),
-            init=plan.init.weight(plan.buckets, plan.heads),
-            split_dim=1,
+            (plan.buckets, plan.heads), init=plan.init.weight(plan.buckets, plan.heads), split_dim=1
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]

@@ -60,9 +60,7 @@ def add_norm(
         residual: Tensor, delta: Tensor, weight: Tensor, b: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         total = residual + delta
-        if b is None:
-            return total, norm.rms_norm_reference(total, weight, EPSILON)
-        return total, norm.layer_norm_reference(total, weight, b, EPSILON)
+        return total, norm.normalize_reference(total, weight, b, EPSILON)
 
     wide, size = stream.itemsize, rows * hidden
     extra = 0 if stream == BF16 else 2  # the gradient of the delta is then another tensor
