@@ -6,9 +6,9 @@ adds the bias and applies the non-linearity, and computes both again from its in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ from megatron.kernels.library import (
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
-    aligned,
     operator,
+    takes,
 )
 
 ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii")
@@ -31,11 +31,9 @@ KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # activatio
 PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 
-class Activation(Protocol):
-    """One form of an activation."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply it to x [..., f] (gated: [..., 2 f]) plus a bias like x's last dimension."""
+# A form of an activation. It takes x [..., f] (gated: [..., 2 f]) and, if there is one, a bias like
+# the last dimension of x, which it adds first.
+Activation = Callable[..., Tensor]
 
 
 def choose_activation(
@@ -54,9 +52,7 @@ def choose_activation(
         fuses_gelu: False keeps GeLU off the fused kernels (--no-bias-gelu-fusion).
     """
     plain = _FORMULAS[name]
-    gated_or_squared = plain in (swiglu, squared_relu)
-    has_kernel = gated_or_squared or (plain in (gelu, gelu_tanh) and fuses_gelu)
-    if library is None or not has_kernel:
+    if library is None or name not in KINDS or (plain in (gelu, gelu_tanh) and not fuses_gelu):
         return plain
     return partial(fused_activation, library, plain, handovers=handovers)
 
@@ -93,14 +89,7 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-_FORMULAS: Mapping[str, Activation] = {
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": relu,
-    "squared_relu": squared_relu,
-    "swiglu": swiglu,
-    "geglu": geglu,
-}
+_FORMULAS = {f.__name__: f for f in (gelu, gelu_tanh, relu, squared_relu, swiglu, geglu)}
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -127,17 +116,9 @@ def fused_activation(
         handovers: For the amaxes of the result and of the gradient of x.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
-    fits = (
-        x.dtype in DTYPE_CODES
-        and columns % (VECTOR_BYTES // x.element_size()) == 0
-        and x.numel() > 0
-        and (bias is None or bias.dtype == x.dtype)
-        and aligned(x, bias)
-    )
-    if not fits:
+    if not takes(x, bias) or columns * x.element_size() % VECTOR_BYTES:
         return plain(x, bias)
-    kind = KINDS[plain.__name__]  # type: ignore[attr-defined]
-    out: Tensor = _apply(library, x, bias, kind, handovers)
+    out: Tensor = _apply(library, x, bias, KINDS[plain.__name__], handovers)
     return out
 
 

@@ -11,8 +11,7 @@ matrices are column-major: right is its A, transposed, and left its B.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,13 +52,19 @@ class Algorithm(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A product of matrices of one shape and format, which lives as long as the process."""
+class Problem(NamedTuple):
+    """A product of matrices of one shape and format, which lives as long as the process.
+
+    Attributes:
+        operation: The description of the operation.
+        right: The layout of the right matrix.
+        left: The layout of the left matrix.
+        out: The layout of the result.
+    """
 
     operation: ctypes.c_void_p
-    left: ctypes.c_void_p
     right: ctypes.c_void_p
+    left: ctypes.c_void_p
     out: ctypes.c_void_p
 
 
@@ -89,7 +94,7 @@ class CublasLt:
         self._set("cublasLtMatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
         if bias:
             self._set("cublasLtMatmulDesc", operation, _EPILOGUE, ctypes.c_int32(_WITH_BIAS))
-        return Problem(operation, self._layout(left), self._layout(right), self._layout(out))
+        return Problem(operation, *(self._layout(matrix) for matrix in (right, left, out)))
 
     def choices(
         self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
@@ -113,8 +118,8 @@ class CublasLt:
         found, results = ctypes.c_int(), (Algorithm * count)()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
-            *(self._handle(gpu), problem.operation, problem.right, problem.left, problem.out),
-            *(problem.out, preference, count, results, ctypes.byref(found)),
+            *(self._handle(gpu), *problem, problem.out),
+            *(preference, count, results, ctypes.byref(found)),
         )
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         return [result for result in results[: found.value] if not result.state]
@@ -135,9 +140,9 @@ class CublasLt:
         reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32
         for attribute, value in ((_CUT, cut), (_REDUCTION, reduction)):
             self._set("cublasLtMatmulAlgoConfig", ctypes.byref(changed), attribute, value)
+        results = (ctypes.byref(changed), ctypes.byref(checked))
         status = self._library.cublasLtMatmulAlgoCheck(
-            *(self._handle(gpu), problem.operation, problem.right, problem.left, problem.out),
-            *(problem.out, ctypes.byref(changed), ctypes.byref(checked)),
+            self._handle(gpu), *problem, problem.out, *results
         )
         if status or checked.workspace > workspace:
             return None

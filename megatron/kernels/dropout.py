@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.device import Device
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, aligned, operator
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator, takes
 
 FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii")
 BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii")
@@ -58,14 +58,12 @@ def fused_bias_dropout_add(
     """
     drop = round(probability * 65536)
     fits = (
-        x.dtype in DTYPE_CODES
+        takes(x, bias)
+        and takes(residual)
         and residual.dtype in (x.dtype, torch.float32)
-        and (bias is None or bias.dtype == x.dtype)
         and residual.shape == x.shape
         and x.shape[-1] % GROUP == 0
-        and x.numel() > 0
         and 0 <= drop < 65536
-        and aligned(x, bias, residual)
     )
     if not fits:
         return bias_dropout_add(x, bias, residual, probability)

@@ -172,20 +172,23 @@ class _ShapesOnly(KernelLibrary):
 _SHAPES_ONLY = _ShapesOnly()
 
 _REGISTRY = torch.library.Library("megatron", "FRAGMENT")
-_SCHEMA_TYPES = {
-    "Tensor": "Tensor",
-    "Tensor | None": "Tensor?",
-    "torch.dtype": "ScalarType",
-    "int": "int",
-    "float": "float",
-    "bool": "bool",
-}
+_SCHEMA_TYPES = {"Tensor | None": "Tensor?", "torch.dtype": "ScalarType"}  # others are the same
 _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_traced(x: Tensor) -> bool:
     """Return whether a compiler or exporter traces x, instead of computing with it."""
     return torch.compiler.is_compiling() or type(x) not in _REAL_TYPES
+
+
+def takes(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether kernels take these tensors: not empty, aligned, and of one type they know."""
+    return (
+        x.dtype in DTYPE_CODES
+        and x.numel() > 0
+        and all(y is None or y.dtype == x.dtype for y in others)
+        and aligned(x, *others)
+    )
 
 
 def aligned(x: Tensor, *others: Tensor | None) -> bool:
@@ -305,7 +308,7 @@ def _schema(function: Callable[..., Any], changes: Sequence[str]) -> str:
     needed = list(types.items())[1 : len(types) - len(function.__defaults__ or ())]
     arguments = ["str library"]
     for place, (name, annotation) in enumerate(needed):
-        kind = _SCHEMA_TYPES[annotation]
+        kind = _SCHEMA_TYPES.get(annotation, annotation)
         if name in changes:
             kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + place)}!)")
         arguments.append(f"{kind} {name}")

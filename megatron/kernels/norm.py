@@ -21,8 +21,8 @@ from megatron.kernels.library import (
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
-    aligned,
     operator,
+    takes,
 )
 
 ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid")
@@ -113,14 +113,11 @@ def fused_add_norm(
 def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> bool:
     hidden, kind = weight.numel(), weight.dtype
     return (
-        kind in DTYPE_CODES
+        takes(weight, delta, bias)
+        and takes(residual)
         and residual.dtype in (kind, torch.float32)
-        and (delta is None or delta.dtype == kind)
-        and (bias is None or bias.dtype == kind)
         and hidden % (VECTOR_BYTES // kind.itemsize) == 0
         and hidden <= LONGEST_ROW[kind.itemsize]
-        and residual.numel() > 0
-        and aligned(residual, delta, weight, bias)
     )
 
 

@@ -7,9 +7,9 @@ by position / base^(2i/r). The other channels stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megatron.kernels.library import (
     KernelLibrary,
     aligned,
     operator,
+    takes,
 )
 
 SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
@@ -90,29 +91,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
 
 
-class SplitRotate(Protocol):
-    """One form of splitting and rotating."""
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        groups: int,
-        head_size: int,
-        rotation: Rotation | None,
-        handover: Handover | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a fused projection into heads, and rotate queries and keys.
-
-        Args:
-            qkv: [s, b, (n + 2g) d], by group: the group's n/g query heads, its key, its value.
-            groups: g, key-value heads.
-            head_size: d.
-            rotation: Cosines and sines; None rotates nothing.
-            handover: For the amax of the projection's gradient. Only the kernel finds it.
-
-        Returns:
-            Queries [s, b, n, d], keys and values [s, b, g, d].
-        """
+# A form of splitting and rotating, which takes the arguments of `split_rotate`.
+SplitRotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def choose_split_rotate(model: ModelConfig, library: KernelLibrary | None) -> SplitRotate:
@@ -134,13 +114,21 @@ def split_rotate(
     rotation: Rotation | None,
     handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into views, and rotated copies, in PyTorch."""
+    """Split a fused projection into heads, and rotate queries and keys, in PyTorch.
+
+    Args:
+        qkv: [s, b, (n + 2g) d], by group: the group's n/g query heads, its key, its value.
+        groups: g, key-value heads.
+        head_size: d.
+        rotation: Cosines and sines; `None` rotates nothing.
+        handover: For the amax of the projection's gradient. Only the kernel finds it.
+
+    Returns:
+        Queries [s, b, n, d], keys and values [s, b, g, d]: views, or rotated copies.
+    """
     by_group = qkv.unflatten(2, (groups, -1, head_size))
-    query, key, value = (
-        by_group[:, :, :, :-2].flatten(2, 3),
-        by_group[..., -2, :],
-        by_group[..., -1, :],
-    )
+    query = by_group[:, :, :, :-2].flatten(2, 3)
+    key, value = by_group[..., -2, :], by_group[..., -1, :]
     if rotation is None:
         return query, key, value
     return rotate(query, rotation), rotate(key, rotation), value
@@ -168,20 +156,16 @@ def fused_split_rotate(
 
 
 def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
-    if qkv.dtype not in DTYPE_CODES or qkv.numel() == 0 or not aligned(qkv):
-        return False
     pair = 2 * VECTOR_BYTES // qkv.element_size()
-    if head_size % pair or head_size // pair > LARGEST_PAIRS:
+    if not takes(qkv) or head_size % pair or head_size // pair > LARGEST_PAIRS:
         return False
-    if rotation is None:
-        return True
-    size = rotation[0].shape[-1]
-    return size % pair == 0 and all(
-        x.dtype == torch.float32
-        and x.numel() == qkv.shape[0] * size  # one angle a position, whatever the sample
+    return all(
+        takes(x)
+        and x.dtype == torch.float32
+        and x.shape[-1] % pair == 0
+        and x.numel() == qkv.shape[0] * x.shape[-1]  # one angle a position, whatever the sample
         and x.is_contiguous()
-        and aligned(x)
-        for x in rotation
+        for x in rotation or ()
     )
 
 
