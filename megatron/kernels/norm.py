@@ -103,22 +103,19 @@ def fused_add_norm(
     weight and the bias (the same bits every time). Sizes that the kernels do not take run on
     PyTorch's operations.
     """
-    if not _fits(residual, delta, weight, bias):
+    hidden, dtype = weight.numel(), weight.dtype
+    fits = (
+        takes(weight, delta, bias)
+        and takes(residual)
+        and residual.dtype in (dtype, torch.float32)
+        and hidden % (VECTOR_BYTES // dtype.itemsize) == 0
+        and hidden <= LONGEST_ROW[dtype.itemsize]
+    )
+    if not fits:
         return add_norm(residual, delta, weight, bias, epsilon)
     total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, handovers)
     # Traced without a delta, the operator returns no sum: results may not be arguments.
     return total if total.numel() else residual, normal
-
-
-def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> bool:
-    hidden, kind = weight.numel(), weight.dtype
-    return (
-        takes(weight, delta, bias)
-        and takes(residual)
-        and residual.dtype in (kind, torch.float32)
-        and hidden % (VECTOR_BYTES // kind.itemsize) == 0
-        and hidden <= LONGEST_ROW[kind.itemsize]
-    )
 
 
 @operator()

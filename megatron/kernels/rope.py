@@ -148,25 +148,17 @@ def fused_split_rotate(
     projection's. Heads that do not rotate are views of the projection if each has its own key.
     Sizes that the kernel does not take run on PyTorch's operations.
     """
-    if not _fits(qkv, head_size, rotation):
+    pair = 2 * VECTOR_BYTES // qkv.element_size()
+    fits = takes(qkv) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
+    for x in rotation or ():
+        one_each = x.numel() == qkv.shape[0] * x.shape[-1]  # an angle a position, for all samples
+        is_whole = x.is_contiguous() and x.shape[-1] % pair == 0
+        fits = fits and takes(x) and x.dtype == torch.float32 and one_each and is_whole
+    if not fits:
         return split_rotate(qkv, groups, head_size, rotation)
-    cosine, sine = (None, None) if rotation is None else rotation
+    cosine, sine = rotation or (None, None)
     query, key, value = _apply(library, qkv, cosine, sine, groups, head_size, handover)
     return query, key, value
-
-
-def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
-    pair = 2 * VECTOR_BYTES // qkv.element_size()
-    if not takes(qkv) or head_size % pair or head_size // pair > LARGEST_PAIRS:
-        return False
-    return all(
-        takes(x)
-        and x.dtype == torch.float32
-        and x.shape[-1] % pair == 0
-        and x.numel() == qkv.shape[0] * x.shape[-1]  # one angle a position, whatever the sample
-        and x.is_contiguous()
-        for x in rotation or ()
-    )
 
 
 @operator()
