@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.kernels.cross_entropy import choose_cross_entropy
+from megatron.kernels.library import find_library
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
 from megatron.models.plan import MicroBatch, OutputPlan
 from megatron.parallel.build import BuildContext
@@ -44,9 +45,8 @@ class Output(nn.Module):
         self.scale = plan.scale
         precision = context.precision
         fuses = precision.cross_entropy_loss_fusion
-        self.form = choose_cross_entropy(
-            context.kernels.library if fuses else None, in_16_bits=precision.fp16_lm_cross_entropy
-        )
+        library = find_library(context.device).library if fuses else None
+        self.form = choose_cross_entropy(library, in_16_bits=precision.fp16_lm_cross_entropy)
         # Chunked, it never holds the logits of all tokens.
         self.is_chunked = fuses and precision.cross_entropy_fusion_impl == "linear"
         self.products = context.kernels.output_products

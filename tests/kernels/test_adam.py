@@ -87,10 +87,10 @@ def test_kernel_at_odd_starts(kernels, offset):
     """Shards of a sharded update may begin anywhere."""
     library, device = kernels
     whole = problem(torch.float32, torch.bfloat16, device)
-    parts = AdamTensors(*([x[offset:] for x in row[2:]] for row in vars(whole).values()))
-    before = [row[-1][:offset].clone() for row in vars(whole).values()]
+    parts = AdamTensors(*([x[offset:] for x in row[2:]] for row in whole))
+    before = [row[-1][:offset].clone() for row in whole]
     check(parts, numbers(device), library)
-    for kept, row in zip(before, vars(whole).values(), strict=True):
+    for kept, row in zip(before, whole, strict=True):
         assert torch.equal(kept, row[-1][:offset])
 
 
@@ -109,10 +109,10 @@ def test_nothing_changes_where_gradients_are_not_finite(kernels):
 def test_kernel_gives_the_same_bits_twice(kernels):
     library, device = kernels
     first = problem(torch.float32, torch.bfloat16, device)
-    second = AdamTensors(*([x.clone() for x in row] for row in vars(first).values()))
+    second = AdamTensors(*([x.clone() for x in row] for row in first))
     for tensors in (first, second):
         choose_adam(tensors, library)(numbers(device))
-    for ours, theirs in zip(vars(first).values(), vars(second).values(), strict=True):
+    for ours, theirs in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

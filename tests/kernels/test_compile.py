@@ -31,7 +31,8 @@ def launched(emulated, monkeypatch):
 
     monkeypatch.setattr(KernelLibrary, "launch", noting)
     choice = LibraryChoice(emulated, "emulated")
-    monkeypatch.setattr("megatron.parallel.build.find_library", lambda _: choice)
+    for module in ("parallel.build", "models.head"):
+        monkeypatch.setattr(f"megatron.{module}.find_library", lambda _: choice)
     return names
 
 

@@ -293,9 +293,8 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
             case plans.MaskedTokenPlan():
                 modules |= {"head.dense": square, "head.norm": norm_shapes(head.norm, hidden)}
             case plans.ClassifierPlan():
-                modules[head.kind] = linear_shapes((head.outputs,), hidden)
-            case _:
-                modules[f"{head.kind}.dense"] = square
+                name = "pooler.dense" if head.kind == "pooler" else head.kind
+                modules[name] = linear_shapes((head.outputs,), hidden)
     return {f"{m}.{kind}": shape for m, shapes in modules.items() for kind, shape in shapes.items()}
 
 
