@@ -117,7 +117,7 @@ class ToolParser(argparse.ArgumentParser):
         names = [given.name for given in split(flags)]
         problems = []
         for name in names:
-            # A name with a space is a text, for argparse too.
+            # With a space it is text, for argparse too.
             if not name or " " in name or name in self._spellings:
                 continue
             hint = suggestion(name, self._spellings) or ": --help lists all flags"

@@ -23,7 +23,7 @@ def _written_format(text: str) -> str:
     return text
 
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 

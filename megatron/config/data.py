@@ -40,7 +40,7 @@ MAY_HAVE_SENTINELS = (
 SPLIT_NAMES = ("train", "valid", "test")
 
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _TIKTOKEN = Need(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
     "--tokenizer-type TikTokenizer",

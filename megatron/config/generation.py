@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.fields import fields_of, flag
 
-MOST_SEQUENCES = 1 << 16  # per step: steps are planned and recorded for each such number
+MOST_SEQUENCES = 1 << 16  # the limit per step, because steps are recorded for each number
 
 _MOST_SAMPLES = 10_000_000  # per file, because a file that is continued is read whole
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _RECORDS = Need(
     lambda run: (
         run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.metrics_jsonl

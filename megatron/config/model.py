@@ -10,7 +10,7 @@ ARCHITECTURES = ("gpt", "bert", "t5")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _GROUPED = Need(lambda run: run.model.group_query_attention, "--group-query-attention")
 _ROTARY = Need(
     lambda run: run.model.position_embedding_type == "rope",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _ADAM = Need(lambda run: run.optimizer.optimizer == "adam", "--optimizer adam")
 _SGD = Need(lambda run: run.optimizer.optimizer == "sgd", "--optimizer sgd")
 _WARMS_UP = Need(

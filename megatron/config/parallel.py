@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import MAX_LAYERS, Need, flag
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _SHARES_SEQUENCES = Need(
     lambda run: run.parallel.context_parallel_size > 1,
     "--context-parallel-size: no process shares a sequence",

@@ -359,7 +359,7 @@ def _from_checkpoint(
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}
-    if read is None and has_model:  # such a program does so anyway
+    if read is None and has_model:  # such a program always takes the network from its checkpoint
         line.notices.append("--use-checkpoint-args: the network is the checkpoint's in any case")
         return {"checkpoint.use_checkpoint_args": False}
     if read is None:

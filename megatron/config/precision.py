@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _DYNAMIC_SCALE = Need(
     lambda run: run.precision.fp16 and run.precision.loss_scale is None,
     "--fp16 and its dynamic loss scale",

@@ -47,7 +47,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     batch = micro_batch * data_parallel_size(config, world_size) if micro_batch else None
     has_no_length = training.skip_train and training.train_samples is None
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None
-    # Each of Megatron's scripts has a tokenizer of its own, which its examples do not name.
+    # Each of Megatron's scripts has its own kind of tokenizer, which the examples do not name.
     own = "GPT2BPETokenizer" if model.architecture == "gpt" else "BertWordPieceLowerCase"
     return {
         "model.decoder_num_layers": model.num_layers if model.architecture == "t5" else None,

@@ -34,7 +34,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             "network: use --ckpt-format native"
         )
     misfit = tensor_misfit(model, config.parallel.tensor_model_parallel_size)
-    if misfit and model.group_query_attention:  # no run splits heads, in whatever format
+    if misfit and model.group_query_attention:  # without groups, other rules refuse the split
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}, or use --ckpt-format native"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (

@@ -225,7 +225,7 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
     if data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
         sharded = parallel.use_distributed_optimizer
         stage = "--use-distributed-optimizer" if sharded else f"--zero-stage {parallel.zero_stage}"
-        # With this flag Megatron-LM's files differ, for any number of processes.
+        # Megatron-LM's files differ with this flag, on any number of processes.
         is_kept = sharded and config.checkpoint.ckpt_format == "legacy"
         flags = {
             stage: parallel.zero_stage and not is_kept,
@@ -249,7 +249,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield what cannot be combined with --tp-comm-overlap."""
     parallel, shown = config.parallel, "--tp-comm-overlap"
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
-        return  # with a single process there is a notice
+        return  # a notice says so for a single process
     if not parallel.sequence_parallel:
         yield f"{shown} requires --sequence-parallel: add it, or drop {shown}"
     yield from _excluded(config, shown, _NOT_WITH_OVERLAP)

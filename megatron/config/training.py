@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_WIDTH, Need, flag
 
-# What some flags need to have an effect, or require.
+# Conditions that flags need or require.
 _COUNTED = Need(
     lambda run: run.model.architecture != "gpt" or run.data.eod_mask_loss,
     "--eod-mask-loss: every token counts",
