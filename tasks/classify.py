@@ -14,6 +14,7 @@ from megatron.data.sample import Sample, SampleDataset, filled_up
 from megatron.data.text_input import load_line
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
+from tasks.target import Target
 from tasks.texts import read_text
 
 _MOST_WRONG = 0.01  # share of lines that may be broken, because QQP's own file has some
@@ -51,37 +52,24 @@ class Columns:
     label: int
 
 
-@dataclass(frozen=True)
-class GlueTask:
-    """A task whose data is in tab-separated files.
-
-    Attributes:
-        labels: The labels as the files spell them, in the order of the classes.
-        columns: The columns of labels and texts.
-        scores: The measures that GLUE uses for the task. Their mean decides which checkpoint is
-            best.
-        span: The lowest and highest label, if labels are values instead of classes.
-    """
-
-    labels: tuple[str, ...]
-    columns: Columns
-    scores: tuple[str, ...] = ("accuracy",)
-    span: tuple[int, int] | None = None
-
-
 _YES_NO = ("0", "1")
 _ENTAILS = ("entailment", "not_entailment")
+_NLI = ("contradiction", "entailment", "neutral")
 _TWO_SCORES = ("accuracy", "F1")
-GLUE: dict[str, GlueTask] = {
-    "MNLI": GlueTask(("contradiction", "entailment", "neutral"), Columns((12, 16), 8, 9, -1)),
-    "QQP": GlueTask(_YES_NO, Columns((6,), 3, 4, 5), _TWO_SCORES),
-    "SST-2": GlueTask(_YES_NO, Columns((2,), 0, None, 1)),
-    "CoLA": GlueTask(_YES_NO, Columns((4,), 3, None, 1), ("matthews",)),
-    "MRPC": GlueTask(_YES_NO, Columns((5,), 3, 4, 0), _TWO_SCORES),
-    "STS-B": GlueTask((), Columns((10,), 7, 8, 9), ("pearson", "spearman"), span=(0, 5)),
-    "QNLI": GlueTask(_ENTAILS, Columns((4,), 1, 2, 3)),
-    "RTE": GlueTask(_ENTAILS, Columns((4,), 1, 2, 3)),
-    "WNLI": GlueTask(_YES_NO, Columns((4,), 1, 2, 3)),
+# Each task's target, with the labels as its files spell them, and the columns of these files.
+GLUE = {
+    target.task: (target, columns)
+    for target, columns in (
+        (Target("MNLI", _NLI), Columns((12, 16), 8, 9, -1)),
+        (Target("QQP", _YES_NO, scores=_TWO_SCORES), Columns((6,), 3, 4, 5)),
+        (Target("SST-2", _YES_NO), Columns((2,), 0, None, 1)),
+        (Target("CoLA", _YES_NO, scores=("matthews",)), Columns((4,), 3, None, 1)),
+        (Target("MRPC", _YES_NO, scores=_TWO_SCORES), Columns((5,), 3, 4, 0)),
+        (Target("STS-B", span=(0, 5), scores=("pearson", "spearman")), Columns((10,), 7, 8, 9)),
+        (Target("QNLI", _ENTAILS), Columns((4,), 1, 2, 3)),
+        (Target("RTE", _ENTAILS), Columns((4,), 1, 2, 3)),
+        (Target("WNLI", _YES_NO), Columns((4,), 1, 2, 3)),
+    )
 }
 
 
@@ -93,16 +81,16 @@ def read_glue(task: str, path: str) -> list[Example]:
     Raises:
         DataError: A line does not have the columns or labels of the task. The message names it.
     """
-    spec = GLUE[task]
+    target, columns = GLUE[task]
     examples: list[Example] = []
     wrong: list[str] = []
     for index, (number, line) in enumerate(_lines(path)):
         cells = line.rstrip("\r").split("\t")
-        problem = _problem(cells, spec)
+        problem = _problem(cells, target, columns)
         if problem is None:
-            examples.append(_example(cells, spec))
+            examples.append(_example(cells, target, columns))
         elif index or not (
-            len(cells) in spec.columns.counts and any(map(str.isalpha, cells[spec.columns.label]))
+            len(cells) in columns.counts and any(map(str.isalpha, cells[columns.label]))
         ):
             wrong.append(f"{path}, line {number}: {problem}")
     if wrong and len(wrong) > _MOST_WRONG * len(examples):
@@ -123,27 +111,25 @@ def _lines(path: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in lines if line.strip()]
 
 
-def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
+def _problem(cells: Sequence[str], target: Target, columns: Columns) -> str | None:
     """Return a description of the error in a line's cells, or `None` if there is none."""
-    columns = spec.columns
     if len(cells) not in columns.counts:
         wanted = " or ".join(map(str, columns.counts))
         return f"{len(cells)} columns between tabs, where {wanted} are expected"
     label = cells[columns.label]
-    if spec.span is not None and not _lies_in(label, spec.span):
-        low, high = spec.span
+    if target.span is not None and not _lies_in(label, target.span):
+        low, high = target.span
         return f"label {label!r}, where a number from {low} to {high} is expected"
-    if spec.span is None and label not in spec.labels:
-        return f"label {label!r}, where one of {', '.join(spec.labels)} is expected"
+    if target.span is None and label not in target.classes:
+        return f"label {label!r}, where one of {', '.join(target.classes)} is expected"
     texts = [columns.first] if columns.second is None else [columns.first, columns.second]
     return None if all(cells[column].strip() for column in texts) else "an empty text"
 
 
-def _example(cells: Sequence[str], spec: GlueTask) -> Example:
-    columns = spec.columns
+def _example(cells: Sequence[str], target: Target, columns: Columns) -> Example:
     second = None if columns.second is None else _tidy(cells[columns.second])
     label = cells[columns.label]
-    value = float(label) if spec.span is not None else spec.labels.index(label)
+    value = float(label) if target.span is not None else target.classes.index(label)
     return Example(((_tidy(cells[columns.first]), second),), value)
 
 

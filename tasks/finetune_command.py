@@ -193,7 +193,7 @@ def parse(
     options, own = parsed.extra
     if own.epochs and parsed.config.training.skip_train:
         raise ConfigError(
-            f"--skip-train and --epochs {own.epochs} contradict each other: to evaluate only, give "
+            f"--skip-train cannot be combined with --epochs {own.epochs}: to evaluate only, give "
             "--epochs 0"
         )
     batches = parsed.config.evaluation.eval_iters
@@ -220,11 +220,7 @@ def _reads(given: Mapping[str, Any]) -> set[str] | None:
 
 def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
     """Return the task's target, and the function that reads one of its files."""
-    if task == "RACE":
-        return RACE, read_race
-    spec = GLUE[task]
-    target = Target(task, spec.labels, span=spec.span, scores=spec.scores)
-    return target, partial(read_glue, task)
+    return (RACE, read_race) if task == "RACE" else (GLUE[task][0], partial(read_glue, task))
 
 
 def with_length(

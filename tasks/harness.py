@@ -130,12 +130,7 @@ class Backend:
         """Return the text that follows each prompt, given as the fields of a `Wish`."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
-        return self._generator.generate(
-            [
-                Wish(**{**one, "prompt": tuple(one["prompt"]), "until": tuple(one["until"])})
-                for one in wishes
-            ]
-        )
+        return self._generator.generate([Wish(**one) for one in wishes])
 
 
 def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
@@ -217,9 +212,9 @@ class Wish:
         top_p: Sample from the most likely tokens with this total probability. 0 disables it.
     """
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     max_new_tokens: int
-    until: tuple[str, ...] = ()
+    until: Sequence[str] = ()
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 0.0
@@ -290,7 +285,7 @@ class Generator:
             top_p=wish.top_p,
             stop_tokens=(self._tokenizer.eod,),
         )
-        return Request(name, wish.prompt[new - self._window :], sampling)
+        return Request(name, tuple(wish.prompt[new - self._window :]), sampling)
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str | None:

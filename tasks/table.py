@@ -92,7 +92,7 @@ def find_task(arguments: Sequence[str]) -> str:
         raise ConfigError([*misspelt, f"--task is required: give one of {', '.join(TASKS)}"])
     shown, names = zip(*asked.values(), strict=True)
     if len(set(names)) > 1:
-        raise ConfigError(f"{' and '.join(shown)} contradict each other: keep one")
+        raise ConfigError(f"{' and '.join(shown)} name different tasks: give only one of them")
     name: str = names[0]
     if name in _RETRIEVAL:
         raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is not supported: drop it")

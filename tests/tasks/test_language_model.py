@@ -203,7 +203,7 @@ def test_flags_of_megatron_without_a_field_belong_to_no_task(toy, tmp_path):
     [["--cloze-eval", "--webtext-eval"], ["--task", "WIKITEXT103", "--cloze-eval"]],
 )
 def test_a_flag_of_2019_contradicts_another_task(flags):
-    with pytest.raises(ConfigError, match=r"--cloze-eval.* contradict each other: keep one"):
+    with pytest.raises(ConfigError, match=r"--cloze-eval.* name different tasks: give only one of"):
         find_task(flags)
 
 
