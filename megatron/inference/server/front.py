@@ -24,10 +24,9 @@ from megatron.inference.server.app import build_app
 from megatron.inference.server.chat import ChatTemplate, special_tokens
 from megatron.inference.server.middleware import Metrics
 from megatron.inference.server.service import EngineClient, Service
-from megatron.inference.server.settings import FrontSettings, ServerLimits
+from megatron.inference.server.settings import CHUNK, FrontSettings, ServerLimits
 from megatron.tokenizer import build_tokenizer
 
-_CHUNK = 1 << 16
 _SPARE_FILES = 64  # file descriptors for other purposes than clients
 _LAST_ANSWERS = 5  # seconds that running requests get when the server ends
 
@@ -51,7 +50,7 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     unpacker = Unpacker[FrontSettings](FrontSettings)
     settings: FrontSettings | None = None
     while settings is None:
-        data = await reader.read(_CHUNK)
+        data = await reader.read(CHUNK)
         if not data:  # rank 0 ended before it had loaded a model, and printed the reason
             return
         settings = next(unpacker.feed(data), None)  # rank 0 sends nothing more before a request

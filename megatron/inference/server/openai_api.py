@@ -253,9 +253,10 @@ class OpenAiApi:
             top_logprobs=request.tops or 0,
             prompt_logprobs=echo and request.tops is not None,
         )
+        stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
         seeds = [service.seed_of(request.seed, copy) for copy in range(copies)]
         return [
-            TextRequest(prompt, replace(sampling, seed=seed), request.stops, service.ends, echo)
+            TextRequest(prompt, replace(sampling, seed=seed), stops, service.ends, echo)
             for prompt in prompts
             for seed in seeds
         ]
@@ -281,7 +282,9 @@ class OpenAiApi:
         self, request: schema.AnyRequest, form: ResponseForm, answers: Answers
     ) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(form.prefix, form.part)
-        tail = {"usage": None} if request.include_usage else {}
+        options = request.stream_options
+        counts = options is not None and options.include_usage
+        tail = {"usage": None} if counts else {}
         if form.first is not None:
             for index in range(len(answers.each)):
                 choice = {"index": index, **form.first, "finish_reason": None}
@@ -292,7 +295,7 @@ class OpenAiApi:
             part = form.choice(piece or TextPiece("", ()), logprobs, True)
             choice = {"index": index, **part, "finish_reason": end}
             yield {**head, "choices": [choice], **tail}
-        if request.include_usage:
+        if counts:
             yield {**head, "choices": [], "usage": _usage(answers.each, request.n)}
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:

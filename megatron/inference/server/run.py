@@ -28,7 +28,7 @@ from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
-from megatron.inference.server.settings import LOOPBACK, FrontSettings
+from megatron.inference.server.settings import CHUNK, LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
@@ -38,7 +38,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MIN_TOKEN = 16  # characters
 _BACKLOG = 2048  # connections that wait to be accepted
 _LEAVE = 15.0  # seconds that the web server has to finish its last answers
-_CHUNK = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -298,7 +297,7 @@ class SocketInbox:
     def _receive(self) -> None:
         try:
             unpacker = Unpacker[Command](Command)
-            while data := self._connection.recv(_CHUNK):
+            while data := self._connection.recv(CHUNK):
                 for command in unpacker.feed(data):
                     self._commands.put(command)
         except (OSError, MessageError, RequestError):

@@ -121,16 +121,6 @@ class OpenAiRequest(_Schema):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires stream: true", "stream_options")
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop sequences."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
 
 class CompletionRequest(OpenAiRequest):
     """The body of `POST /v1/completions`.

@@ -22,11 +22,10 @@ from megatron.inference.request import (
     TopLogprobs,
 )
 from megatron.inference.server.endpoint import ApiError
-from megatron.inference.server.settings import FrontSettings
+from megatron.inference.server.settings import CHUNK, FrontSettings
 from megatron.inference.text import Detokenizer, StopStrings
 from megatron.tokenizer import Tokenizer
 
-_CHUNK = 1 << 16
 _GONE = "the engine has stopped; the server's log has the reason"
 # Shorter texts are tokenized at once, because handing them to a thread takes longer.
 _LONG_TEXT = 4096  # characters
@@ -113,7 +112,7 @@ class EngineClient:
         """Pass events to their queues until rank 0 is gone, then end all requests."""
         unpacker = Unpacker[Report](Report)
         try:
-            while data := await self._reader.read(_CHUNK):
+            while data := await self._reader.read(CHUNK):
                 for report in unpacker.feed(data):
                     for event in report.events:
                         self._hand_on(event)
@@ -372,9 +371,7 @@ class Answers:
                     yield index, piece
                 if answer.ended:
                     del self._unfinished[name]
-                    self._engine.cancel(
-                        name
-                    )  # it is still running if a stop string ended the answer
+                    self._engine.cancel(name)  # after a stop string it is still running
                     yield index, None
 
     async def whole(self) -> list[TextPiece]:

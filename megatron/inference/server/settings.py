@@ -8,6 +8,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.generation import ServerConfig
 from megatron.inference.request import EngineLimits
 
+CHUNK = 1 << 16  # bytes to read from the socket between web server and rank 0 at a time
 MAX_PROMPTS = 128  # Megatron's own limit for one request
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names that only this machine can connect to
 
