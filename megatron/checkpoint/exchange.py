@@ -43,7 +43,7 @@ class JsonExchange:
         ]
 
     def together(self, step: Callable[[], Json]) -> list[Json]:
-        """Run `step` on every rank and return the results of all. Collective.
+        """Run `step` on every rank and return all results, in rank order. Collective.
 
         Raises:
             Exception: Raised on every rank if any rank's step failed. The failing rank raises its

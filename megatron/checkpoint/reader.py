@@ -336,7 +336,7 @@ class PaddedReader(Reader):
 
 
 def is_vocabulary_table(name: str) -> bool:
-    """Return whether a name is that of a vocabulary table or of its optimizer state."""
+    """Return whether a tensor is a vocabulary table or an optimizer state of one."""
     return name.partition(".")[2].startswith(_TABLES)
 
 

@@ -43,8 +43,9 @@ class Keep:
     Attributes:
         latest: Number of newest checkpoints to keep (--keep-latest). None keeps all, except as
             `every` says.
-        every: Keep the checkpoints of multiples of this iteration (--save-retain-interval). Without
-            `latest`, only the one before the newest may be deleted, as in Megatron Core.
+        every: Keep the checkpoints whose iteration is a multiple of this number
+            (--save-retain-interval). Without `latest`, only the one before the newest may be
+            deleted, as in Megatron Core.
     """
 
     latest: int | None = None

@@ -5,7 +5,7 @@ normalizes before each half of a layer and continues from the normalized values:
 normalizations are the same, but the layers begin at another point. So the normalization after the
 embeddings is the first of our layer 0, and the last one of their layer i is the first of our
 layer i + 1. One thing differs in training: they apply dropout to the embeddings after normalizing
-them, we before.
+them, whereas we do so before.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Bert(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with their modules."""
+        """Yield each of our modules with the Hugging Face modules that make it up."""
         for table in ("word", "position", "token_type"):
             yield f"embedding.{table}", [f"bert.embeddings.{table}_embeddings"]
         norm_before = "bert.embeddings.LayerNorm"

@@ -67,7 +67,7 @@ class GPT2(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with their modules."""
+        """Yield each of our modules with the Hugging Face modules that make it up."""
         yield "embedding.word", ["transformer.wte"]
         yield "embedding.position", ["transformer.wpe"]
         for layer in range(model.num_layers):

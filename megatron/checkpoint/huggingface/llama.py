@@ -134,7 +134,7 @@ class LlamaLike(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with their modules."""
+        """Yield each of our modules with the Hugging Face modules that make it up."""
         yield "embedding.word", ["model.embed_tokens"]
         for layer in range(model.num_layers):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)

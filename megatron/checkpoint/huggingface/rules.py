@@ -1,8 +1,10 @@
 """Rules for making our parameters from a Hugging Face folder's tensors, and what a family states.
 
-A family's module gives a table of names: which of their modules make up each of ours. The shapes
-follow from the network's layers, and the forms from the kind of parameter. Each form only moves
-values: `join` and `split` undo each other bit for bit.
+In this package, "they" are the authors of a Hugging Face folder: "their" tensors and names are
+those in the folder, "our" ones those of this program. A family's module gives a table of names:
+which of their modules make up each of ours. The shapes follow from the network's plan, and the
+forms from the kind of parameter. Each form only moves values: `join` and `split` undo each other
+bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class TensorForm(NamedTuple):
 
 
 def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorForm:
-    """Return the form of queries [n d, ...], keys and values [g d, ...], by group on our side.
+    """Return the form of queries [n d, ...], keys and values [g d, ...], ordered by group here.
 
     Both sides rotate channel i of a head with channel i + d/2, so no row moves within a head.
 
@@ -227,7 +229,7 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
-        """Yield each of our modules with their modules, in the order of the files."""
+        """Yield each of our modules with those that make it up, in the order of the files."""
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return how each parameter is made from tensors, in the order of the files."""
@@ -342,6 +344,6 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
-    """Yield each of our modules of a layer with their modules, from a table of names."""
+    """Yield each of our modules of a layer with those that make it up, from a table of names."""
     for module, names in modules.items():
         yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]

@@ -101,7 +101,7 @@ class T5(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with their modules."""
+        """Yield each of our modules with the Hugging Face modules that make it up."""
         yield "embedding.word", ["shared"]
         up = ("wi_0", "wi_1") if model.is_gated else ("wi",)
         for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):

@@ -122,8 +122,8 @@ class TorchZip:
             raise CheckpointError(f"{self.path}: {info.filename} lies outside the file: truncated?")
         return start
 
-    def range(self, name: str) -> tuple[int, int]:
-        """Return the first byte and the size of a record.
+    def record(self, name: str) -> memoryview:
+        """Return a record's bytes.
 
         Raises:
             CheckpointError: There is no such record.
@@ -131,16 +131,7 @@ class TorchZip:
         if name not in self._records:
             raise CheckpointError(f"{self.path}: record {name!r} is missing")
         start, info = self._records[name]
-        return start, info.file_size
-
-    def record(self, name: str) -> memoryview:
-        """Return a record's bytes.
-
-        Raises:
-            CheckpointError: There is no such record.
-        """
-        start, size = self.range(name)
-        return memoryview(self.buffer)[start : start + size]
+        return memoryview(self.buffer)[start : start + info.file_size]
 
     def verify(self) -> None:
         """Compare all records with their CRC-32.
@@ -253,24 +244,23 @@ class RankFile:
         numbered = (self.tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
         return list(itertools.takewhile(lambda chunk: chunk is not None, numbered))
 
-    def find(self, ref: TensorRef) -> int:
-        """Return the file position of a tensor's storage.
+    def find(self, ref: TensorRef) -> memoryview:
+        """Return the bytes of a tensor's storage.
 
         Raises:
             CheckpointError: The storage is missing, or its size is not the one in the tree.
         """
-        start, size = self.zip.range(f"data/{ref.storage.key}")
-        if size != ref.storage.numel * ref.storage.dtype.itemsize:
+        data = self.zip.record(f"data/{ref.storage.key}")
+        if len(data) != ref.storage.numel * ref.storage.dtype.itemsize:
             raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has a wrong size")
-        return start
+        return data
 
     def load(self, ref: TensorRef) -> torch.Tensor:
         """Return a tensor over the mapped file without copying it."""
-        start = self.find(ref)
+        data = self.find(ref)
         if not math.prod(ref.shape):
             return torch.empty(ref.shape, dtype=ref.storage.dtype)
-        count, dtype = ref.storage.numel, ref.storage.dtype
-        flat = torch.frombuffer(self.zip.buffer, dtype=dtype, count=count, offset=start)
+        flat = torch.frombuffer(data, dtype=ref.storage.dtype)
         return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
