@@ -86,6 +86,9 @@ class BackgroundSaver:
     """The background saves of a run, one at a time.
 
     All ranks construct it and call `start` together.
+
+    Attributes:
+        host_bytes: Bytes of host memory that this process reserves for copies.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class BackgroundSaver:
         self._description = describe(entries)
         self._plan = agree(entries, layout)
         self._copy = HostCopy(share_of(self._plan, entries, layout.world.rank), device)
+        self.host_bytes = self._copy.size
         self._layout = beside
         self._write = partial(write, keep=keep)
         self._report = report
@@ -151,11 +155,6 @@ class BackgroundSaver:
         )
         self._thread.start()
         return waited
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that this process reserves for copies."""
-        return self._copy.size
 
     @property
     def is_busy(self) -> bool:

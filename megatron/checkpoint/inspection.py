@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +25,35 @@ _ELEMENTS = 4 << 20  # elements of a tensor compared at a time
 _COUNTERS = ("iteration", "consumed_train_samples", "padded_vocab_size")
 
 
-@dataclass
-class Comparison:
-    """The differences of two checkpoints.
-
-    Attributes:
-        lines: A line for each difference.
-        equal: Number of tensors that are the same, bit for bit except for the signs of zeros.
-    """
-
-    lines: list[str] = field(default_factory=list)
-    equal: int = 0
-
-
-def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
+def compare(one: Reader, other: Reader, *, only: str = "") -> tuple[list[str], int]:
     """Compare tensors, then positions and configurations.
 
     Args:
         one: An opened checkpoint.
         other: Another opened checkpoint.
         only: Compare only tensors whose names begin with this. "" compares everything.
+
+    Returns:
+        A line for each difference, and the number of tensors that are the same, bit for bit except
+        for the signs of zeros.
     """
-    result = Comparison()
+    lines, equal = list[str](), 0
     mine, theirs = ({n for n in reader.held if n.startswith(only)} for reader in (one, other))
     for reader, alone in ((one, mine - theirs), (other, theirs - mine)):
-        result.lines += [f"{name}: only in {reader.path}" for name in sorted(alone)]
+        lines += [f"{name}: only in {reader.path}" for name in sorted(alone)]
     for name in sorted(mine & theirs):
         line = _compare_tensor(one, other, name)
         if line is None:
-            result.equal += 1
+            equal += 1
         else:
-            result.lines.append(f"{name}: {line}")
+            lines.append(f"{name}: {line}")
     if not only:  # Megatron's files say less than ours, so only keys that both have are compared
         sides = _settings(one.meta), _settings(other.meta)
         for key in sorted(sides[0].keys() & sides[1].keys()):
             if sides[0][key] != sides[1][key]:
                 shown = (json.dumps(side[key], sort_keys=True) for side in sides)
-                result.lines.append(f"{key}: {' -> '.join(shown)}")
-    return result
+                lines.append(f"{key}: {' -> '.join(shown)}")
+    return lines, equal
 
 
 def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:

@@ -68,10 +68,10 @@ def _diff(words: Sequence[str]) -> int:
 
         one, other = (open_any(path, verify=not args.no_verify) for path in (args.one, args.other))
         print(f"{one.path} ({one.format}) -> {other.path} ({other.format})")
-        found = compare(one, other, only=args.only)
-        print("".join(f"{line}\n" for line in found.lines), end="")
-        print(f"{found.equal} tensors are the same, {len(found.lines)} differences")
-        return DIFFERENT if found.lines else EXIT_OK
+        lines, equal = compare(one, other, only=args.only)
+        print("".join(f"{line}\n" for line in lines), end="")
+        print(f"{equal} tensors are the same, {len(lines)} differences")
+        return DIFFERENT if lines else EXIT_OK
 
     return run_command(work)
 

@@ -148,9 +148,11 @@ def convert_to_legacy(
     """
     writer = LegacyWriter(reader, config, keep_optimizer=keep_optimizer)
     folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
-    exchange, need, last = JsonExchange(Layout.single().world), writer.total_bytes, _LAST
+    exchange = JsonExchange(Layout.single().world)
+    state = store.state_of(reader, keep_optimizer=keep_optimizer)
+    need = sum(entry.tensor.nbytes for _, entry in flatten(state))
     with SaveLock(root):
-        return store.write_folder(root, folder, exchange, need, writer.write, last, None, check)
+        return store.write_folder(root, folder, exchange, need, writer.write, _LAST, None, check)
 
 
 class LegacyWriter:
@@ -190,12 +192,6 @@ class LegacyWriter:
         self._arrangement = Arrangement(VERSION, heads=0, gated=config.model.swiglu)
         parts = plan_model(config.model, config.parallel)
         self.files = plan_files(shapes, parts, config.parallel, self._arrangement)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors, without Megatron's copies of tied embeddings."""
-        state = store.state_of(self.reader, keep_optimizer=self._keeps_optimizer)
-        return sum(entry.tensor.nbytes for _, entry in flatten(state))
 
     def write(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """Write and flush a rank's share of the files into a new checkpoint's folder.
