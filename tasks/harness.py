@@ -126,11 +126,11 @@ class Backend:
         )
         return [[score.log_probability, score.is_greedy] for score in scores]
 
-    def generate(self, wishes: list[dict[str, Any]]) -> list[str]:
-        """Return the text that follows each prompt, given as the fields of a `Wish`."""
+    def generate(self, requests: list[dict[str, Any]]) -> list[str]:
+        """Return the text that follows each prompt, given as the fields of a `TextRequest`."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
-        return self._generator.generate([Wish(**one) for one in wishes])
+        return self._generator.generate([TextRequest(**one) for one in requests])
 
 
 def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
@@ -200,7 +200,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wish:
+class TextRequest:
     """A prompt and the settings for continuing it.
 
     Attributes:
@@ -237,35 +237,37 @@ class Generator:
             loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
         )
 
-    def generate(self, wishes: Sequence[Wish]) -> list[str]:
-        """Return one text for each wish, in order, on every process. Collective.
+    def generate(self, requests: Sequence[TextRequest]) -> list[str]:
+        """Return one text for each request, in order, on every process. Collective.
 
         Raises:
             UserError: A request cannot be answered.
         """
-        mine = range(self._data.rank, len(wishes), self._data.size)
-        texts = self._answer({str(i): wishes[i] for i in mine})
+        mine = range(self._data.rank, len(requests), self._data.size)
+        texts = self._answer({str(i): requests[i] for i in mine})
         found: dict[str, str] = {}
         for part in JsonExchange(self._world).gather(texts if self._is_speaker else {}):
             found |= part
-        return [found[str(i)] for i in range(len(wishes))]
+        return [found[str(i)] for i in range(len(requests))]
 
-    def _answer(self, wishes: dict[str, Wish]) -> dict[str, str]:
-        for name, wish in wishes.items():
-            self._engine.add(self._request(name, wish))
-        answers: dict[str, list[int]] = {name: [] for name in wishes}
+    def _answer(self, requests: dict[str, TextRequest]) -> dict[str, str]:
+        for name, asked in requests.items():
+            self._engine.add(self._request(name, asked))
+        answers: dict[str, list[int]] = {name: [] for name in requests}
         texts: dict[str, str] = {}
         while self._engine.has_work:
             for event in self._engine.step():
                 if event.request not in texts:
-                    self._take(event, wishes[event.request], answers[event.request], texts)
+                    self._take(event, requests[event.request], answers[event.request], texts)
         return texts
 
-    def _take(self, event: Event, wish: Wish, answer: list[int], texts: dict[str, str]) -> None:
+    def _take(
+        self, event: Event, asked: TextRequest, answer: list[int], texts: dict[str, str]
+    ) -> None:
         """Add a token to its answer, and a finished answer to `texts`."""
         if isinstance(event, Token):
             answer.append(event.token)
-            text = cut_at(self._tokenizer.detokenize(answer), wish.until)
+            text = cut_at(self._tokenizer.detokenize(answer), asked.until)
             if text is not None:
                 texts[event.request] = text
                 self._engine.cancel(event.request)
@@ -276,16 +278,16 @@ class Generator:
                 answer.pop()
             texts[event.request] = self._tokenizer.detokenize(answer)
 
-    def _request(self, name: str, wish: Wish) -> Request:
-        new = min(wish.max_new_tokens, self._window - 1)
+    def _request(self, name: str, asked: TextRequest) -> Request:
+        new = min(asked.max_new_tokens, self._window - 1)
         sampling = Sampling(
             max_new_tokens=new,
-            temperature=wish.temperature,
-            top_k=wish.top_k,
-            top_p=wish.top_p,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
             stop_tokens=(self._tokenizer.eod,),
         )
-        return Request(name, tuple(wish.prompt[new - self._window :]), sampling)
+        return Request(name, tuple(asked.prompt[new - self._window :]), sampling)
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str | None:

@@ -76,10 +76,10 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to one of the stop sequences."""
-        wishes = []
+        prompts = []
         for context, given in (request.args for request in requests):
             asked = normalize_gen_kwargs(given)
-            wishes.append(
+            prompts.append(
                 {
                     "prompt": self.tok_encode(context) or [self.prefix_token_id],
                     "max_new_tokens": asked["max_gen_toks"],
@@ -89,5 +89,5 @@ class HarnessModel(TemplateLM):
                     "top_p": float(asked.get("top_p") or 0.0),
                 }
             )
-        texts = self._workers.call("generate", wishes)
+        texts = self._workers.call("generate", prompts)
         return [str(text) for text in texts]

@@ -21,7 +21,7 @@ from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process of a task, and return its exit code (as that of `pretrain_gpt.py`)."""
+    """Run one process of a task, and return its exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help", "--help-all"} & set(arguments):
         return run_command(lambda: _help("--help-all" in arguments))

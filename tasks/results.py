@@ -99,7 +99,7 @@ def _writer_of(path: Path) -> str | None:
 
 
 def report_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results as `write_results` does, and print where they are.
+    """Write results and print where they are.
 
     Raises:
         StorageError: The folder cannot be written.
