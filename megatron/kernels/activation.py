@@ -1,7 +1,7 @@
 """Non-linearities of the MLP, with the bias of the projection before them.
 
-Each consists of PyTorch's operations. Some also have (in `fused_activation`) a CUDA kernel that
-adds the bias and applies the non-linearity, and computes both again from its input in backward.
+Each has a form made of PyTorch's operations. Some also have a CUDA kernel (`fused_activation`) that
+adds the bias and applies the non-linearity; its backward recomputes both from the input.
 """
 
 from __future__ import annotations
@@ -104,15 +104,15 @@ def fused_activation(
     *,
     handovers: Handovers = NO_HANDOVERS,
 ) -> Tensor:
-    """Apply one of the functions above by a kernel if the sizes allow it.
+    """Apply one of the functions above by a kernel, or by PyTorch if the kernel does not fit.
 
-    The bias's gradient is summed in a fixed order.
+    The kernel sums the bias's gradient in a fixed order.
 
     Args:
         library: Compiled kernels.
         plain: gelu, gelu_tanh, squared_relu or swiglu.
         x: [..., f] (SwiGLU: [..., 2 f]).
-        bias: Like the last dimension of x, or None.
+        bias: A vector as long as the last dimension of x, or `None`.
         handovers: For the amaxes of the result and of the gradient of x.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
@@ -135,12 +135,12 @@ def activation_forward(
     Args:
         library: Compiled kernels.
         x: [..., f] (SwiGLU: [..., 2 f]).
-        bias: Like the last dimension of x, or None.
-        kind: Number of the formula in `KINDS`.
+        bias: A vector as long as the last dimension of x, or `None`.
+        kind: The formula's number in `KINDS`.
         handovers: For the amaxes of the result and, in backward, of the gradient of x.
 
     Returns:
-        [..., f].
+        The result [..., f].
     """
     x = x.contiguous()
     columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
@@ -159,15 +159,18 @@ def activation_backward(
     kind: int,
     handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of an activation's input and bias (None without a bias).
+    """Compute the gradients of an activation's input and of its bias.
 
     Args:
         library: Compiled kernels.
         grad: Gradient of the result, [..., f].
-        x: What `activation_forward` took.
-        bias: What it took.
-        kind: Number of the formula in `KINDS`.
+        x: The input of `activation_forward`.
+        bias: The bias of `activation_forward`, or `None`.
+        kind: The formula's number in `KINDS`.
         handover: For the amax of x's gradient.
+
+    Returns:
+        The gradient of x, and that of the bias (`None` without a bias).
     """
     x = x.contiguous()
     grad_x = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""AdamW over many tensors: one pass that also rounds the fp32 weights to the 16-bit ones."""
+"""AdamW over many tensors: one pass that also rounds the fp32 weights to 16-bit copies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd")
 
 
 class AdamTensors(NamedTuple):
-    """The tensors that updates read and change, contiguous and never moving.
+    """The tensors that updates read and change. They are contiguous and never move.
 
     Attributes:
-        weights: fp32.
-        copies: The weights in 16 bits, written with each update; None if they are not needed.
-        gradients: fp32 or 16 bits. The plain form may change them.
-        exp_avg: Mean of the gradients, fp32.
-        exp_avg_sq: Mean of their squares, fp32.
+        weights: The weights, fp32.
+        copies: The weights in 16 bits, written with each update; `None` for a weight without one.
+        gradients: The gradients, fp32 or 16 bits. The plain form may change them.
+        exp_avg: The running mean of the gradients, fp32.
+        exp_avg_sq: The running mean of their squares, fp32.
     """
 
     weights: Sequence[Tensor]
@@ -42,11 +42,11 @@ class AdamNumbers:
         lr: Learning rate.
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of their squares.
-        eps: Added to the root of the mean square.
+        eps: The number added to the root of the mean square.
         weight_decay: Decoupled weight decay.
-        step: Number of the update, from 1: scalar fp32 on the device.
-        gradient_scale: Gradients are divided by it: scalar fp32 on the device.
-        found_nonfinite: If it is not 0, nothing changes: scalar fp32 on the device.
+        step: The number of the update, from 1; a scalar fp32 tensor on the device.
+        gradient_scale: The divisor of the gradients; a scalar fp32 tensor on the device.
+        found_nonfinite: Nothing changes if this is not 0; a scalar fp32 tensor on the device.
     """
 
     lr: float

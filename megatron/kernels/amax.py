@@ -1,20 +1,20 @@
-"""Handovers: the way of a tensor's largest magnitude (amax) from a kernel to a cast.
+"""Handovers, which pass a tensor's largest magnitude (amax) from a kernel to a cast.
 
-A cast to fp8 needs the amax of its tensor first. That is one more pass over memory, unless the
-kernel that writes the tensor finds its amax on the way. A linear layer therefore owns two handovers
+A cast to fp8 needs the amax of its tensor first. Finding it takes another pass over memory, unless
+the kernel that writes the tensor finds it on the way. A linear layer therefore owns two handovers
 (`Handovers`): one for the amax of its input, which its forward takes, and one for the amax of its
-output's gradient, which its backward takes. Whoever writes such a tensor is passed the handover and
-leaves the amax there:
+output's gradient, which its backward takes. The kernel that writes such a tensor is given the
+handover and leaves the amax there:
 
     normalization       forward: for the layer that reads it; backward: for the layer before it
     activation          forward: for the second matrix of the MLP; backward: for the first
     split and rotate    backward: for the projection to queries, keys and values
 
-A handover passes one amax from one kernel to the next cast: the layer takes it in the same pass in
-which it was left, before the next micro-batch or a recomputation leaves another. An operation in
-between that changes the tensor's values (dropout, a residual sum that is not deferred) must be
-given no handover. One that only gathers parts over ranks changes the number of elements, by which
-`take` notices; the cast then measures its tensor itself.
+A handover holds one amax at a time. The layer takes it in the same pass in which the kernel left
+it, before another micro-batch or a recomputation leaves the next. If an operation between the two
+changes the tensor's values (dropout, for example), the kernel must not be given the handover. If
+parts are gathered over ranks in between, the number of elements changes: `take` then returns
+nothing, and the cast measures its tensor itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VECTORS = 2**20  # elements of vectors that are zeroed at once
 
 
 class Zeros:
-    """A supply of zeros for kernels to raise to the magnitudes that they find."""
+    """A supply of zeros, which kernels raise to the magnitudes that they find."""
 
     _zeros: Iterator[Tensor]
     _vectors: Tensor
@@ -60,8 +60,8 @@ class Zeros:
     def forget(self) -> None:
         """Zero new memory from now on.
 
-        Call this when a device begins or stops recording: a recording must zero the memory that it
-        raises.
+        Call this when a device begins or stops recording, because a recording must zero the memory
+        that its kernels raise.
         """
         self._zeros = iter(())
         self._vectors = torch.empty(0)

@@ -5,14 +5,14 @@ consecutive query heads. There may be fewer or more keys than queries.
 
 A mask is boolean, True where a query may attend, or holds numbers that are added to the scores (a
 learned bias, such as the one for T5's positions); either replaces `causal`. A padding mask has one
-row for all queries of a sample, and PyTorch's fused kernels take it as it is. `Segments` stand for
-a mask that the flash kernel does not need.
+row for all queries of a sample, and PyTorch's fused kernels take it as it is. `Segments` describe a
+mask by the ends of documents, so that the flash kernel can do without it.
 
 FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
 where --use-flash-attn asks for it: its kernels, for Hopper and later GPUs, are compiled when they
-are first needed, 15 s with the package's own start. They are faster than cuDNN's on contiguous
-tensors [b, s, n, d] (docs/benchmarks/kernels.md), and far slower on ours, [s, b, n, d] transposed,
-unless b is 1, where the two are the same.
+are first needed, which takes 15 s with the package's own start. They are faster than cuDNN's on
+contiguous tensors [b, s, n, d] (docs/benchmarks/kernels.md), and far slower on ours, [s, b, n, d]
+transposed, unless b is 1, where the two are the same.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Segments:
         ends: int32 [k + 1]: 0, then where each segment ends, counted over all tokens, sample after
             sample. A segment begins where the one before it ends, lies in a single sample, and may
             be empty.
-        shape: b, s.
+        shape: The sizes b and s.
         causal: Whether a token attends to itself and earlier ones only.
-        longest: The largest number of tokens in a segment; None means s.
+        longest: The largest number of tokens in a segment; `None` means s.
     """
 
     ends: Tensor
@@ -82,8 +82,8 @@ class Segments:
         """Return the segments of padded samples [b, s], joined to a single sample [1, b s].
 
         Args:
-            padding: True for tokens, which come first in each sample. They and the padding behind
-                them are separate segments, in which attention goes both ways.
+            padding: True for tokens, which come first in each sample. The tokens and the padding
+                after them are separate segments, in which attention goes both ways.
         """
         samples, length = padding.shape
         starts = torch.arange(samples, device=padding.device) * length
@@ -131,7 +131,7 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The form that runs, and the reason."""
+    """The form of the attention core that runs, and the reason for it."""
 
     name: str
     reason: str
@@ -174,9 +174,9 @@ def attention_reference(
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
 ) -> Tensor:
-    """Compute the formula, with every score in memory.
+    """Compute attention by its formula, holding every score in memory.
 
-    With `scale_by_layer` scores are divided by the layer number before they are rounded to 16
+    With `scale_by_layer`, scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32.
     """
     mask, causal, dropout, layer_number, scale = options
@@ -297,7 +297,7 @@ def _segment_attention(
 ) -> Tensor:
     """Attend within each segment by the flash kernel, which reads no mask.
 
-    PyTorch has a public form of it (`torch.nn.attention.varlen`), but that has no dropout.
+    PyTorch's public form of this kernel (`torch.nn.attention.varlen`) has no dropout.
     """
     length, samples = query.shape[:2]
     tensors = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -334,7 +334,7 @@ class FlashPackage(NamedTuple):
     release: str
 
     def takes(self, query: Tensor, mask: Mask | None, dropout: float) -> bool:
-        """Return whether it has a fast kernel: 16 bits, one sample, no dropout and no mask."""
+        """Return whether the package is fast here: 16 bits, one sample, no dropout, no mask."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
@@ -361,7 +361,7 @@ class FlashPackage(NamedTuple):
 def find_flash_package(device: torch.device) -> FlashPackage | None:
     """Return the package if it is installed and has kernels for the device.
 
-    With --deterministic-mode these must be repeatable.
+    With --deterministic-mode, its kernels must be repeatable.
     """
     capability = Device(device).capability
     if capability < (9, 0):

@@ -1,7 +1,7 @@
-"""Compilation of the CUDA sources beside this file into a shared library, which is kept.
+"""Compilation of the CUDA sources beside this file into a shared library, which is cached.
 
-It needs nvcc but no GPU, and imports no torch, so that `pip install` can use it. A library serves
-one GPU architecture. Its file name tells what it was made from, so a stale one is never found:
+It needs nvcc but no GPU, and does not import torch, so that `pip install` can use it. A library
+serves one GPU architecture. Its file name says what it was made from, so a stale one is never used:
 `kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>.so`.
 """
 
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 class BuildError(Exception):
-    """An error in building the library. The message is one line: the cause and the remedy."""
+    """An error in building the library. The message is one line that states cause and remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Compiler:
     def gencode(self, architecture: str) -> str:
         """Return nvcc's flag for "sm_90a" and the like.
 
-        If this nvcc is too old for the GPU, it compiles to PTX for the newest one that it knows,
-        which the driver compiles further.
+        If this nvcc is too old for the GPU, it compiles to PTX for the newest architecture that it
+        knows, and the driver compiles that further.
         """
         major, minor = _capability(architecture)
         number = 10 * major + minor
@@ -93,7 +93,7 @@ def find_compiler() -> Compiler:
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, in whatever encoding of a locale or a line of source."""
+    """Return what a command prints, replacing bytes that are not UTF-8."""
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
     ).stdout
@@ -107,7 +107,7 @@ def _capability(architecture: str) -> tuple[int, int]:
 
 
 def looked_up_as(architecture: str) -> str:
-    """Return "sm_90a", as runs on such a GPU ask for it, for "sm_90", "90" or "9.0"."""
+    """Return the name that runs use for "sm_90", "90" or "9.0": "sm_90a"."""
     return name_of(*_capability(architecture))
 
 
@@ -130,13 +130,13 @@ def find_built(architecture: str, folder: Path) -> Path | None:
 
 
 def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
-    """Find or make the library in `folder`; of several processes one builds, the others wait.
+    """Find or build the library in `folder`. One process builds it while the others wait.
 
     Args:
-        architecture: "sm_90a".
-        folder: The cache.
-        say: Prints one line.
-        say_waiting: Prints one line if another process takes long to build.
+        architecture: The name of the GPU architecture, such as "sm_90a".
+        folder: The folder in which libraries are cached.
+        say: A function that prints one line.
+        say_waiting: A function that prints one line if another process takes long to build.
 
     Raises:
         BuildError: There is no compiler or no place to write, or the compiler fails.
@@ -191,10 +191,10 @@ def compile_sources(
 
     Args:
         compiler: The nvcc.
-        architecture: "sm_90a".
-        scratch: Folder for what is made.
+        architecture: The name of the GPU architecture, such as "sm_90a".
+        scratch: The folder for object files and the library.
         more_flags: Further flags of nvcc.
-        say: Prints a line every half minute, if given.
+        say: A function that prints a line every half minute; `None` prints nothing.
 
     Returns:
         The library.
@@ -220,7 +220,7 @@ class _Clock:
         self._next_line = self._started + PROGRESS
 
     def check(self, unfinished: Sequence[str]) -> None:
-        """Raise `BuildError` if the files that are still to be made have taken too long."""
+        """Raise `BuildError` if files are unfinished and the time is up."""
         if not unfinished:
             return
         now = time.monotonic()
@@ -239,7 +239,7 @@ class _Clock:
 
 
 def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
-    """Run nvcc commands at the same time, and return what each printed.
+    """Run nvcc commands in parallel, and return what each of them printed.
 
     The last word of a command is the file that it makes.
     """
@@ -289,8 +289,8 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
 def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
     """Hold the lock file.
 
-    On a file system without locks go on without it: files are renamed into place, so building twice
-    is a waste but no error.
+    On a file system without locks, go on without it: files are renamed into place, so building
+    twice wastes time but does no harm.
     """
     import fcntl
 
@@ -317,11 +317,11 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
 
 def say_nothing(line: str) -> None:
-    """Print nothing, in place of `errors.say_on_stderr`, if another process prints the line."""
+    """Print nothing. This stands for `errors.say_on_stderr` where another process prints."""
 
 
 def detect_architectures() -> list[str]:
-    """Return the architectures of this machine's GPUs by its driver; none without a driver."""
+    """Return the architectures of this machine's GPUs, or none if it has no driver."""
     try:
         said = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     except (OSError, subprocess.SubprocessError):
@@ -331,5 +331,5 @@ def detect_architectures() -> list[str]:
 
 
 def name_of(major: int, minor: int) -> str:
-    """Return "sm_90a" for (9, 0): with the features of exactly that GPU if it has any."""
+    """Return "sm_90a" for (9, 0). The letter adds features that only this architecture has."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

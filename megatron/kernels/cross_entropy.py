@@ -27,7 +27,7 @@ class Statistics(NamedTuple):
     Attributes:
         maxima: The largest logit.
         sums: The sum of exp(logit - maximum).
-        targets: The logit at the label, 0 if the label lies outside of this part.
+        targets: The logit at the label, or 0 if the label lies outside this part.
     """
 
     maxima: Tensor
@@ -37,13 +37,13 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """A form of the two functions.
+    """One form of the two functions of cross entropy.
 
     Attributes:
         statistics: (logits [n, v], labels [n] counted from this part's first entry) -> Statistics.
         gradient: (logits, labels, maxima, sums, upstream, out): out [n, v], which may be the
             logits' own memory, becomes upstream * (exp(logit - maximum) / sum - [is the label]).
-        name: Name for the start-up panel.
+        name: The name for the start-up panel.
     """
 
     statistics: Callable[[Tensor, Tensor], Statistics]
@@ -115,7 +115,7 @@ REFERENCE = CrossEntropy(statistics_reference, gradient_reference, "plain PyTorc
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Return slices of rows with at most CHUNK elements each (but at least one row)."""
+    """Return slices of at most CHUNK elements each, but of at least one row."""
     height = max(1, CHUNK // rows.shape[1])
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 

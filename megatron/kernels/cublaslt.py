@@ -1,10 +1,10 @@
 """NVIDIA's cuBLASLt, for products that PyTorch does not offer.
 
-These are 8-bit products added to what their output holds (`fp8_product.py`), and products whose
-rows do not depend on their number (`row_product.py`). The library is the one that PyTorch has
+These are 8-bit products that are added to their output (`fp8_product.py`), and products whose rows
+do not depend on how many there are (`row_product.py`). The library is the one that PyTorch has
 loaded; the numbers below are those of its public header, cublasLt.h.
 
-A product here is out [m, n] = left [m, k] right^T, right being [n, k], all row-major. The library's
+A product here is out [m, n] = left [m, k] right^T with right [n, k], all row-major. The library's
 matrices are column-major: right is its A, transposed, and left its B.
 """
 
@@ -41,7 +41,7 @@ class CublasLtError(RuntimeError):
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t, the algorithm itself first."""
+    """The struct cublasLtMatmulHeuristicResult_t, which begins with the algorithm itself."""
 
     _fields_ = [
         ("algorithm", ctypes.c_uint64 * 8),
@@ -75,7 +75,7 @@ class CublasLt:
         """Load the library.
 
         Raises:
-            OSError: There is none.
+            OSError: There is no such library.
         """
         self._library = ctypes.CDLL(f"libcublasLt.so.{cuda_release()}")
         self._library.cublasLtMatmul.argtypes = [_POINTER] * 14 + [_SIZE, _POINTER]
@@ -85,9 +85,9 @@ class CublasLt:
         """Describe a product of matrices like these.
 
         Args:
-            left: [m, k].
-            right: [n, k].
-            out: [m, n].
+            left: The left matrix [m, k].
+            right: The right matrix [n, k].
+            out: The result [m, n].
             bias: Whether a bias [n] is added before rounding.
         """
         operation = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
@@ -99,14 +99,14 @@ class CublasLt:
     def choices(
         self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
     ) -> list[Algorithm]:
-        """Return ways to compute a product, first the one that the library expects to be fastest.
+        """Return ways to compute a product, beginning with the one expected to be fastest.
 
         Args:
             problem: The product.
-            gpu: Number of the GPU.
+            gpu: The number of the GPU.
             count: The largest number of ways to return.
-            workspace: Bytes of memory that one may need.
-            whole: Return only ways that do not cut k into parts whose sums are added up.
+            workspace: The bytes of memory that each of them may need.
+            whole: Whether to return only ways that do not cut k into parts to be added up.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
         wanted: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
@@ -125,17 +125,20 @@ class CublasLt:
         return [result for result in results[: found.value] if not result.state]
 
     def kind(self, algorithm: Algorithm) -> int:
-        """Return the number of the family of kernels that it belongs to."""
+        """Return the number of the family of kernels that an algorithm belongs to."""
         return self._attribute(algorithm, _KIND)
 
     def cut(self, algorithm: Algorithm) -> int:
-        """Return the number of parts that it cuts k into."""
+        """Return the number of parts into which an algorithm cuts k."""
         return self._attribute(algorithm, _CUT)
 
     def with_cut(
         self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
     ) -> Algorithm | None:
-        """Return it with k cut into this many parts; None if impossible or out of workspace."""
+        """Return an algorithm with another number of parts of k.
+
+        The result is `None` if the algorithm cannot do this, or not with so much workspace.
+        """
         changed, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
         reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32
         for attribute, value in ((_CUT, cut), (_REDUCTION, reduction)):
@@ -150,7 +153,7 @@ class CublasLt:
         return changed
 
     def set_pointer(self, problem: Problem, attribute: int, tensor: Tensor) -> None:
-        """Tell the operation where it finds a scale."""
+        """Set an attribute of the operation to the address of a tensor, such as a scale."""
         pointer = ctypes.c_void_p(tensor.data_ptr())
         self._set("cublasLtMatmulDesc", problem.operation, attribute, pointer)
 

@@ -36,13 +36,13 @@ def bias_dropout_add(
     """Return residual + dropout(x + bias), by PyTorch's operations.
 
     Args:
-        x: [..., h].
-        bias: [h] or None.
-        residual: [..., h], of the type of x or fp32.
-        probability: Probability of an element to be dropped; 0 outside of training.
+        x: The layer's output [..., h].
+        bias: The layer's bias [h], or `None`.
+        residual: The residual stream [..., h], of the type of x or fp32.
+        probability: The probability of dropping an element; 0 outside training.
 
     Returns:
-        [..., h] in the residual's type.
+        The sum [..., h] in the residual's type.
     """
     return residual + F.dropout(x if bias is None else x + bias, probability)
 
@@ -50,11 +50,11 @@ def bias_dropout_add(
 def fused_bias_dropout_add(
     library: KernelLibrary, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias) by one kernel; another in backward draws the mask again.
+    """Return residual + dropout(x + bias) by one kernel; the backward kernel redraws the mask.
 
     The seed comes from the device's default generator and stays on the device, so that the host
-    never waits. The probability is rounded to 1/65536. Sizes that the kernel does not take run on
-    PyTorch's operations.
+    never waits. The probability is rounded to 1/65536. PyTorch's operations run for sizes that the
+    kernel does not support.
     """
     drop = round(probability * 65536)
     fits = (
@@ -85,11 +85,11 @@ def bias_dropout_add_forward(
 
     Args:
         library: Compiled kernels.
-        x: [..., h].
-        bias: [h] or None.
-        residual: [..., h], of the type of x or fp32.
-        seed: int64 [1]: the mask is a function of it.
-        drop: Probability of an element to be dropped, times 65536.
+        x: The layer's output [..., h].
+        bias: The layer's bias [h], or `None`.
+        residual: The residual stream [..., h], of the type of x or fp32.
+        seed: The seed that determines the mask, int64 [1].
+        drop: The probability of dropping an element, times 65536.
     """
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(residual)
@@ -110,15 +110,18 @@ def bias_dropout_add_backward(
     dtype: torch.dtype,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of x and its bias (None without one), drawing the same mask again.
+    """Compute the gradients of x and of its bias, redrawing the same mask.
 
     Args:
         library: Compiled kernels.
-        grad: Gradient of the result, [..., h].
-        seed: The seed, as in `bias_dropout_add_forward`.
-        drop: Probability of an element to be dropped, times 65536.
-        dtype: Type of x.
+        grad: The gradient of the result, [..., h].
+        seed: The seed that `bias_dropout_add_forward` was given.
+        drop: The probability of dropping an element, times 65536.
+        dtype: The type of x.
         has_bias: Whether there was a bias.
+
+    Returns:
+        The gradient of x, and that of the bias (`None` without a bias).
     """
     grad = grad.contiguous()
     columns = grad.shape[-1]

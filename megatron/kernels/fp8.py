@@ -1,10 +1,10 @@
 """Casts to fp8 with scales that never leave the device, and transposed copies.
 
-The other products of a linear layer read the transposed copies. A tensor x becomes values
-= x * (largest fp8 value / amax), saturating, and the inverse scale that restores it: what
-`torch._scaled_mm` takes. amax, the largest magnitude, is that of this very tensor (current scaling)
-or of earlier ones (delayed scaling): a cast with an earlier amax measures the tensor as it goes.
-Sizes are multiples of 16, as fp8 products need them.
+The transposed copies serve the other two products of a linear layer. A cast turns a tensor x into
+values x * (largest fp8 value / amax), which saturate, and the inverse scale that restores x, as
+`torch._scaled_mm` takes them. The amax is the largest magnitude of the tensor itself (current
+scaling) or of earlier tensors (delayed scaling); with an earlier amax, the cast measures the tensor
+while it reads it. Sizes are multiples of 16, as fp8 products require.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Fp8(NamedTuple):
     """A matrix in fp8.
 
     Attributes:
-        values: [m, k], row-major.
-        inverse: fp32 factor that turns the values into the matrix: [] for all of them, or [m, 1]
-            with one for each row.
+        values: The 8-bit values [m, k], row-major.
+        inverse: The fp32 factor that turns the values into the matrix: [], or [m, 1] with a factor
+            for each row.
     """
 
     values: Tensor
@@ -59,7 +59,7 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 
     Args:
         library: Compiled kernels.
-        zeros: The zeros that kernels raise to amaxes; `None` makes a new supply.
+        zeros: The supply of zeros that kernels raise to amaxes; `None` makes a new supply.
     """
     return Fp8Casts() if library is None else KernelCasts(library, zeros or Zeros())
 
@@ -68,13 +68,13 @@ class Fp8Casts:
     """Casts in plain PyTorch.
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2. If `found`,
-    fp32 [], is given, it rises to the largest magnitude of x (nan is the largest), and values that
-    are not finite become nan: with the amax of another tensor, inf would otherwise come out as a
-    number.
+    fp32 [], is given, it rises to the largest magnitude of x, where nan counts as the largest.
+    Values that are not finite then become nan, because with the amax of another tensor, inf would
+    become a number.
     """
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude: fp32 []; nan if x has one."""
+        """Return the largest magnitude, fp32 []; nan if x contains a nan."""
         return x.abs().amax().float()
 
     def cast(
@@ -86,12 +86,12 @@ class Fp8Casts:
         found: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Fp8:
-        """Cast x with one scale; m may be any number. The values go `into` [m, k] if given."""
+        """Cast x with one scale, for any m, writing the values to `into` [m, k] if it is given."""
         values = torch.empty_like(x, dtype=fp8) if into is None else into
         return Fp8(values, self._cast(x, amax, values, found))
 
     def _cast(self, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
-        """Write x in 8 bits to `values`; return the inverse scale."""
+        """Write x to `values` in 8 bits and return the inverse scale."""
         largest = torch.finfo(values.dtype).max
         held = amax.float().clamp(min=SMALLEST)
         factor = torch.full_like(held, largest) / held  # a number / tensor would round twice
@@ -105,7 +105,7 @@ class Fp8Casts:
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
-        """Cast x and its transpose [k, m] with one scale, the same for both."""
+        """Cast x and its transpose [k, m] with the same scale."""
         whole = self.cast(x, amax, fp8, found=found)
         return whole, self.transpose(whole)
 
@@ -117,7 +117,7 @@ class Fp8Casts:
         return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """Cast x with a scale for each row. m may be any number."""
+        """Cast x with a scale for each row, for any m."""
         return self.cast(x, x.abs().amax(dim=1, keepdim=True), fp8)
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
@@ -129,7 +129,7 @@ class KernelCasts(Fp8Casts):
     """Casts by compiled kernels, which read x once and write each result once."""
 
     def __init__(self, library: KernelLibrary, zeros: Zeros) -> None:
-        """Cast with these kernels, which raise these zeros."""
+        """Keep the kernels, and the supply of zeros that they raise."""
         self.library, self.zeros = library, zeros
 
     def forget(self) -> None:
@@ -176,7 +176,7 @@ class KernelCasts(Fp8Casts):
         return Fp8(values, inverse), Fp8(turned, inverse_turned)
 
     def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
-        """Return fp32 zeros for a kernel to raise: [], or [size]."""
+        """Return fp32 zeros for a kernel to raise, of shape [] or [size]."""
         if is_traced(x):
             return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
         if size is None:
@@ -200,7 +200,7 @@ def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
 
 @operator("of_rows", "of_columns")
 def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
-    """Raise the largest magnitudes [m, 1] of rows and [k, 1] of columns."""
+    """Raise `of_rows` [m, 1] and `of_columns` [k, 1] to the largest magnitudes of x."""
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *x.shape, DTYPE_CODES[x.dtype])
 
 
@@ -208,7 +208,7 @@ def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns
 def fp8_cast(
     library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None
 ) -> Tensor:
-    """Write x in 8 bits to `values`; return the inverse scale."""
+    """Write x to `values` in 8 bits and return the inverse scale."""
     inverse = torch.empty_like(amax)
     codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
     library.launch(CAST, x, values, amax, inverse, found, *codes)
@@ -236,7 +236,7 @@ def fp8_cast_transpose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return x and its transpose in 8 bits, and their inverse scales.
 
-    Without `amax_columns` the first scale serves both, and the second is None.
+    Without `amax_columns` the first scale serves both, and the second is `None`.
     """
     values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.shape[::-1], dtype=fp8)
     inverse = torch.empty_like(amax)

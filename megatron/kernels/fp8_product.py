@@ -15,7 +15,7 @@ _WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
 
 
 class Fp8Product:
-    """Products in plain PyTorch, in fp32, because a CPU's library has no scales of rows."""
+    """Products in plain PyTorch, computed in fp32 because CPUs have no products with row scales."""
 
     def __call__(
         self,
@@ -31,16 +31,16 @@ class Fp8Product:
         """Multiply left by the transpose of right, and add the bias.
 
         Args:
-            left: [m, k].
-            right: [n, k].
-            dtype: Type of the result.
-            bias: [n].
-            fast: Let the hardware keep fewer bits of its sums.
-            into: Where the result goes, [m, n].
-            accumulate: Add it to what `into` holds.
+            left: The left matrix [m, k].
+            right: The right matrix [n, k].
+            dtype: The type of the result.
+            bias: The bias [n].
+            fast: Whether the hardware may keep fewer bits of its sums.
+            into: The tensor [m, n] for the result; `None` makes a new one.
+            accumulate: Whether to add the result to `into`.
 
         Returns:
-            [m, n]; `into` if given.
+            The result [m, n], which is `into` if that is given.
         """
         if into is None or not accumulate:
             return self._multiply(left, right, dtype, bias, into, fast=fast)
@@ -135,5 +135,5 @@ class LibraryProduct(Fp8Product):
 
 
 def _along_columns(inverse: Tensor) -> Tensor:
-    """Turn the scales of right's rows along the product's columns."""
+    """Return the scales of the right matrix's rows along the product's columns."""
     return inverse.t() if inverse.dim() == 2 else inverse

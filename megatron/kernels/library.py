@@ -43,7 +43,7 @@ _KINDS: dict[str, type[ctypes._SimpleCData]] = {
 
 
 class KernelError(RuntimeError):
-    """An error for a wrong kernel call or a launch that CUDA refused: our bug, not the user's."""
+    """An error for a wrong kernel call, or a launch that CUDA refused: a bug in our code."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Kernel:
     """A C function of the library.
 
     Attributes:
-        name: Name of the function.
-        kinds: One letter per argument: p for a contiguous tensor or None, v for a tensor of any
-            strides (which are arguments too), i for a whole number or dtype code, d for a number.
-            The stream follows them.
+        name: The name of the function.
+        kinds: One letter per argument: p for a contiguous tensor or `None`, v for a tensor of any
+            strides (which are arguments too), i for an integer or a dtype code, d for a float. The
+            stream follows as the last argument.
     """
 
     name: str
@@ -89,7 +89,7 @@ class KernelLibrary:
         self._loaded.set_device.argtypes = [ctypes.c_int64]
 
     def check(self, gpu: int) -> None:
-        """Check that the GPU's driver accepts the library: a driver for an older CUDA may not.
+        """Check that the GPU's driver accepts the library, as a driver for an older CUDA may not.
 
         Raises:
             KernelError: The driver rejects it.
@@ -130,7 +130,10 @@ class KernelLibrary:
 
 
 def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], Tensor]:
-    """Return what the C function takes, and the first tensor. Runs a thousand times a step."""
+    """Return the arguments of the C function and the first tensor.
+
+    This runs a thousand times in a training step.
+    """
     if len(arguments) != len(kernel.kinds):
         raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
     values: list[Any] = []
@@ -160,7 +163,7 @@ def open_library(path: str) -> KernelLibrary:
 
 
 class _ShapesOnly(KernelLibrary):
-    """A stand-in for a library that launches nothing: it leaves the shapes of the results."""
+    """A stand-in for a library that launches nothing, so that only shapes are computed."""
 
     def __init__(self) -> None:
         """Load nothing."""
@@ -194,7 +197,8 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
 def aligned(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether 16-byte accesses may start at each tensor's first element.
 
-    Traced tensors have no address. They count as aligned: an `Operator` copies what is not.
+    Traced tensors have no address. They count as aligned, because an `Operator` copies tensors that
+    are not.
     """
     if is_traced(x):
         return True
@@ -207,21 +211,21 @@ class Operator:
     """A function that launches kernels, registered as `torch.ops.megatron.NAME`.
 
     While a compiler or exporter traces the model, a call becomes that operator in its graph.
-    Otherwise the function runs directly: the dispatcher would cost 2 to 3 us of host time per call
-    and the wrapper of `torch.library.custom_op` 10 to 15 us, 7.5 us being what a whole call with
-    autograd takes without them. GPUs wait for the host in small models.
+    Otherwise the function runs directly. A call with autograd then takes 7.5 us of host time; the
+    dispatcher would add 2 to 3 us, the wrapper of `torch.library.custom_op` 10 to 15 us. In small
+    models GPUs wait for the host.
 
-    The operator takes the path of the library in place of the library, and lacks the parameters
-    that have a default. Results that are None are empty tensors there.
+    The operator takes the path of the library instead of the library, and does not have the
+    parameters with a default. It returns empty tensors for results that are `None`.
     """
 
     def __init__(self, function: Callable[..., Any], changes: Sequence[str] = ()) -> None:
         """Register a function; its name and annotations give the operator's schema.
 
         Args:
-            function: Takes a `KernelLibrary`, then a tensor, then other arguments; allocates the
-                results, which may not share memory with arguments, and launches kernels.
-            changes: The arguments that it changes in place.
+            function: A function of a `KernelLibrary`, a tensor and other arguments. It allocates
+                the results, which may not share memory with arguments, and launches kernels.
+            changes: The names of the arguments that it changes in place.
         """
         self.function = function
         self.name = f"megatron::{function.__name__}"
@@ -234,13 +238,13 @@ class Operator:
         _REGISTRY.impl(function.__name__, self._shape, "Meta")
 
     def __call__(self, library: KernelLibrary | str, x: Tensor, *rest: Any, **direct: Any) -> Any:
-        """Call the operator where x is traced, otherwise the function.
+        """Call the operator if x is traced, otherwise the function.
 
         Args:
             library: The library or its path.
             x: The first tensor.
             rest: The other arguments.
-            direct: Arguments that only the function takes; without effect while tracing.
+            direct: Arguments that only the function takes. Tracing ignores them.
         """
         if is_traced(x):
             return self.overload(library if isinstance(library, str) else library.path, x, *rest)
@@ -257,13 +261,14 @@ class Operator:
         """Register how gradients are computed.
 
         Args:
-            backward: (ctx, gradients of the results) -> gradients of the arguments.
-            keep: Takes ctx, inputs and output; saves in the context what `backward` needs.
-            forward: (ctx, inputs) -> results, in place of the function and `keep` outside of
-                tracing, where results may be views of arguments.
+            backward: A function of ctx and the results' gradients that returns the arguments'
+                gradients.
+            keep: A function of ctx, inputs and output that saves what `backward` needs in ctx.
+            forward: A function of ctx and the inputs that replaces the function and `keep` outside
+                tracing, where results may be views of arguments; `None` replaces nothing.
 
         Returns:
-            The function with gradients. It takes all of its arguments by position.
+            The function with gradients, which takes all of its arguments by position.
         """
         torch.library.register_autograd(self.name, backward, setup_context=keep, lib=_REGISTRY)
 
@@ -297,7 +302,7 @@ class Operator:
 
 
 def operator(*changes: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Register the function below as an `Operator` that changes these arguments in place."""
+    """Return a decorator that makes an `Operator` which changes these arguments in place."""
     return partial(Operator, changes=changes)
 
 
@@ -324,7 +329,7 @@ def _without_none(results: Any, like: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class LibraryChoice:
-    """The library, or None for the plain PyTorch forms, and the reason."""
+    """The library that was chosen (`None` for the plain PyTorch forms), and the reason."""
 
     library: KernelLibrary | None
     reason: str
@@ -338,9 +343,9 @@ class LibraryChoice:
 def find_library(device: torch.device) -> LibraryChoice:
     """Return the library for a device, compiling it now if there is none yet.
 
-    Compiling takes a while, so call this before processes wait for each other. Never raises:
-    without a library everything runs on PyTorch's operations, slower, and on a GPU one line says
-    why.
+    Compiling takes a while, so call this before processes wait for each other. This never raises:
+    without a library everything runs on PyTorch's operations, which are slower, and on a GPU one
+    line says why.
     """
     ours = Device(device)
     if not ours.is_gpu:
@@ -377,10 +382,10 @@ def _load(path: Path, device: Device) -> KernelLibrary:
 
 
 def find_or_build(architecture: str) -> Path:
-    """Return a library file for "sm_90a" and the like: installed, cached, or compiled now.
+    """Return the library file for an architecture: installed, cached, or compiled now.
 
     Raises:
-        BuildError: There is none and it cannot be compiled.
+        BuildError: There is no file, and it cannot be compiled.
     """
     installed = find_built(architecture, PREBUILT)
     if installed is not None:

@@ -73,16 +73,16 @@ def add_norm(
     """Add to the residual stream and normalize the sum, by PyTorch's operations.
 
     Args:
-        residual: [..., h], of the weights' type or fp32.
-        delta: [..., h] of the weights' type; None adds nothing.
-        weight: [h].
-        bias: [h] for LayerNorm; None for RMSNorm.
-        epsilon: Added to the variance.
+        residual: The residual stream [..., h], of the weights' type or fp32.
+        delta: The update [..., h], of the weights' type; `None` adds nothing.
+        weight: The weight [h].
+        bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
+        epsilon: The number added to the variance.
         handovers: For the amaxes of the normalized sum and of delta's gradient. Only the kernel
             finds them.
 
     Returns:
-        residual + delta in the residual's type, and its normalization in the weights'.
+        The sum in the residual's type, and its normalization in the weights' type.
     """
     total = residual if delta is None else residual + delta
     return total, normalize(total, weight, bias, epsilon)
@@ -97,11 +97,11 @@ def fused_add_norm(
     epsilon: float,
     handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalize by one kernel.
+    """Add and normalize by one kernel; the arguments are those of `add_norm`.
 
-    The backward kernel takes the gradients of both results and computes those of the sum, the
-    weight and the bias (the same bits every time). Sizes that the kernels do not take run on
-    PyTorch's operations.
+    The backward kernel takes the gradients of both results. It computes the gradients of the sum,
+    the weight and the bias, with the same bits every time. PyTorch's operations run for sizes that
+    the kernels do not support.
     """
     hidden, dtype = weight.numel(), weight.dtype
     fits = (
@@ -133,15 +133,16 @@ def add_norm_forward(
     Args:
         library: Compiled kernels.
         residual: The residual stream [..., h], of the weights' type or fp32.
-        delta: The update [..., h], of the weights' type; None adds nothing.
+        delta: The update [..., h], of the weights' type; `None` adds nothing.
         weight: The weight [h].
-        bias: The bias [h] for LayerNorm; None for RMSNorm.
-        epsilon: Added to the variance.
+        bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
+        epsilon: The number added to the variance.
         handovers: For the amaxes of the normalized sum and, in backward, of delta's gradient.
 
     Returns:
-        The sum (None without a delta), its normalization, and fp32 [2, rows] or for RMSNorm
-        [1, rows]: each row's inverse standard deviation and its mean.
+        The sum (`None` without a delta), its normalization, and the moments of each row, fp32:
+        [2, rows] with the inverse standard deviation and the mean, or [1, rows] for RMSNorm, which
+        has no mean.
     """
     residual = residual.contiguous()
     delta = None if delta is None else delta.contiguous()
@@ -171,21 +172,21 @@ def add_norm_backward(
     round_for_delta: bool,
     handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Compute the gradients of `add_norm`'s arguments, the same bits every time.
+    """Compute the gradients of `add_norm`'s arguments, with the same bits every time.
 
     Args:
         library: Compiled kernels.
-        grad_normal: Gradient of the normalized sum.
-        grad_total: Gradient of the sum, if it was used.
+        grad_normal: The gradient of the normalized sum.
+        grad_total: The gradient of the sum; `None` if only the normalized sum was used.
         total: The sum.
-        weight: [h].
-        moments: As `add_norm_forward` returned them.
-        round_for_delta: Also return the sum's gradient in the weight's type.
+        weight: The weight [h].
+        moments: The moments that `add_norm_forward` returned.
+        round_for_delta: Whether to return the sum's gradient in the weight's type too.
         handover: For the amax of the sum's gradient in the weight's type.
 
     Returns:
-        Gradients of the sum in its type and (None if not asked for) in the weight's, of the
-        weight, and of the bias (None for RMSNorm).
+        The gradients of the sum in its own type, of the sum in the weight's type (`None` unless
+        asked for), of the weight, and of the bias (`None` for RMSNorm).
     """
     hidden, (kinds, rows) = weight.numel(), moments.shape
     grad_normal, total = grad_normal.contiguous(), total.contiguous()

@@ -1,11 +1,12 @@
 """Attention of new tokens over a key-value cache in blocks.
 
-The cache of a layer is two tensors [slots, g, d]; block i is slots i * block_size and on. A pass
-has s tokens of any number of sequences: first those of sequences that add one token each
-("singles"), then chunks of prompts.
+The cache of a layer is two tensors [slots, g, d]. Block i begins at slot i * block_size. A pass has
+s tokens of any number of sequences: first the tokens of sequences that add a single token each
+("singles"), then the chunks of prompts.
 
-The kernels that run on a GPU in 16 bits go through a query's keys in an order that depends only on
-their places: neither the other sequences nor where a prompt is cut change a bit of the result.
+In 16 bits on a GPU, the kernels go through the keys of a query in an order that depends only on the
+keys' positions. So neither the other sequences nor the points at which a prompt is cut change a bit
+of the result.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
 
 @dataclass(frozen=True)
 class Singles:
-    """Sequences that add one token, u of them; those of no tokens pad the batch and add none.
+    """The u sequences that add one token each. Sequences without tokens only pad the batch.
 
     Attributes:
-        tables: The blocks of each, int32 [u, m]; entries behind them have no meaning.
-        lengths: Tokens of each with the new one, int32 [u].
-        longest: Upper bound of the lengths.
-        block_size: Tokens of a block.
+        tables: The blocks of each sequence, int32 [u, m]; the entries after its last have no
+            meaning.
+        lengths: The number of tokens of each sequence with the new one, int32 [u].
+        longest: An upper bound of the lengths.
+        block_size: The number of tokens of a block.
     """
 
     tables: Tensor
@@ -54,15 +56,15 @@ class Singles:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Sequences that add consecutive tokens of their prompts, c of them.
+    """The c sequences that add consecutive tokens of their prompts.
 
     Attributes:
-        starts: Tokens of each that are in the cache already.
-        sizes: New tokens of each.
-        ends: int32 [2, c + 1]: 0, then where each one's new tokens end, and where all of its tokens
-            do, counted through the sequences.
-        slots: All tokens of each up to its last new one, one sequence after the other, int64 [l];
-            None if there are only new ones.
+        starts: The number of tokens of each sequence that are in the cache already.
+        sizes: The number of new tokens of each sequence.
+        ends: Where the new tokens of each sequence end, and where all of its tokens end, counted
+            over the sequences in order: int32 [2, c + 1], each row beginning with 0.
+        slots: The slots of all tokens, sequence after sequence, int64 [l]; `None` if all tokens are
+            new.
     """
 
     starts: tuple[int, ...]
@@ -87,27 +89,27 @@ class PagedAttention:
     """Attention of singles and writes to a cache, in plain PyTorch.
 
     Attributes:
-        name: Name for the start-up panel, with the reason if there is a choice.
+        name: The name for the start-up panel, with the reason if there is a choice.
         can_capture: Whether the same kernels run for all lengths up to `Singles.longest`.
     """
 
     can_capture = False
 
     def __init__(self, reason: str = "as asked for") -> None:
-        """Note the reason for not using a kernel."""
+        """Keep the reason for not using a kernel."""
         self.name = f"plain PyTorch ({reason})"
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
         """Attend with one query per sequence.
 
         Args:
-            query: [u, n, d].
-            keys: [slots, g, d], the new ones included.
-            values: Like keys.
-            singles: Where each sequence is.
+            query: The queries [u, n, d].
+            keys: The cached keys [slots, g, d], including the new ones.
+            values: The cached values, in the shape of the keys.
+            singles: The sequences.
 
         Returns:
-            [u, n, d]; without meaning for sequences of no tokens.
+            The results [u, n, d], which have no meaning for sequences without tokens.
         """
         # As many keys are collected as the longest sequence has. The heads of a group take the
         # place of positions that share keys, so that none are repeated.
@@ -126,13 +128,13 @@ class PagedAttention:
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """Put key and value [s, g, d] at `slots`, int64 [s], of keys and values [slots, g, d]."""
+        """Write key and value [s, g, d] to `slots`, int64 [s], of the cache [slots, g, d]."""
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
 
 
 class FusedPaged(PagedAttention):
-    """Attention by kernels: one goes through parts of the keys where they lie, a second joins them.
+    """Attention by two kernels: one reads parts of the keys in the cache, the other joins them.
 
     The result of a sequence has the same bits whatever the other sequences are.
     """
@@ -155,7 +157,7 @@ class FusedPaged(PagedAttention):
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """Put key and value at `slots` of keys and values."""
+        """Write key and value to `slots` of the cache by a kernel."""
         append_to_cache(self._library, key, value, keys, values, slots)
 
 
@@ -170,7 +172,7 @@ def paged_attention(
     longest: int,
     block_size: int,
 ) -> Tensor:
-    """Attend by the kernels; the arguments are those of `PagedAttention.singles`."""
+    """Attend with one query per sequence by the kernels, as `PagedAttention.singles` does."""
     query = query.contiguous()
     rows, heads, size = query.shape
     groups, parts = keys.shape[1], -(-longest // PART)
@@ -193,7 +195,7 @@ def paged_attention(
 def append_to_cache(
     library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> None:
-    """Put key and value [s, g, d] at `slots` of keys and values, by a kernel."""
+    """Write key and value [s, g, d] to `slots` of the cached keys and values by a kernel."""
     key, value = key.contiguous(), value.contiguous()
     width = key[0].numel() * key.element_size() // VECTOR_BYTES
     library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)
@@ -202,18 +204,18 @@ def append_to_cache(
 def chunk_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Let new tokens attend to earlier ones of their sequence, in the cache and among the new.
+    """Let new tokens attend to themselves and to the earlier tokens of their sequences.
 
     Args:
-        query: [s, n, d].
-        key: Keys of the new tokens, [s, g, d].
-        value: Like key.
-        keys: The cache, [slots, g, d], which has all of these.
-        values: Like keys.
-        chunks: Where they are.
+        query: The queries of the new tokens, [s, n, d].
+        key: The keys of the new tokens, [s, g, d].
+        value: The values of the new tokens, [s, g, d].
+        keys: The cached keys [slots, g, d], including those of the new tokens.
+        values: The cached values, in the shape of the keys.
+        chunks: The sequences.
 
     Returns:
-        [s, n d].
+        The results [s, n d].
     """
     if chunks.slots is not None:
         key, value = keys[chunks.slots], values[chunks.slots]  # [l, g, d]
@@ -226,7 +228,7 @@ def chunk_attention(
 
 
 def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Describe for the start-up panel what `chunk_attention` runs on, and why."""
+    """Describe for the start-up panel which kernels `chunk_attention` runs, and why."""
     misfit = flash_misfit(head_size, dtype, device)
     return f"PyTorch's, a sequence at a time ({misfit})" if misfit else "flash, all in one"
 
@@ -244,7 +246,7 @@ def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> 
 
 
 def _one_chunk(query: Tensor, key: Tensor, value: Tensor, attend: AttentionFunction) -> Tensor:
-    """Let queries [c, n, d] at the places of the last c of l keys [l, g, d] attend."""
+    """Attend with the queries [c, n, d] of the last c of l tokens to the keys [l, g, d]."""
     mask, length = None, len(key)
     if length > len(query):
         places = torch.arange(length, device=query.device)

@@ -47,12 +47,13 @@ def rotation_table(
     """Return cosines and sines of every position: fp32 [2, positions, r].
 
     Args:
-        positions: Number of positions, counted from 0.
-        rotary_size: r, channels of a head that rotate; even.
-        base: Base of the frequencies.
-        interpolation: Divide positions by this, to stretch a trained context (Chen et al., 2023).
-        scaling: Slow low frequencies down by this factor, as Llama 3.1 does.
-        device: Where the table is made.
+        positions: The number of positions, counted from 0.
+        rotary_size: The number r of a head's channels that rotate; even.
+        base: The base of the frequencies.
+        interpolation: The divisor of positions that stretches a trained context (Chen et al.,
+            2023).
+        scaling: The factor by which low frequencies are slowed down, as in Llama 3.1.
+        device: The device of the table.
     """
     assert rotary_size % 2 == 0, rotary_size
     even = torch.arange(0, rotary_size, 2, dtype=torch.float64, device=device)
@@ -67,13 +68,13 @@ def rotation_table(
 def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
     """Return frequencies [r/2] for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
 
-    Planes that turn often within the first context tell near positions apart and stay as they are.
-    Planes that turn less than once are slowed down by `factor`, so that far positions look like
-    known ones. In between the two are mixed.
+    Planes that turn often within the first context distinguish near positions and keep their
+    frequency. Planes that turn less than once are slowed down by `factor`, so that far positions
+    look like known ones. The frequencies in between are a mixture of the two.
 
     Args:
-        frequency: Radians per token.
-        factor: Above 0.
+        frequency: The frequencies in radians per token.
+        factor: The factor, above 0.
     """
     turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
     kept = ((turns - _SLOWED_TURNS) / (_KEPT_TURNS - _SLOWED_TURNS)).clamp(0, 1)
@@ -99,7 +100,7 @@ def choose_split_rotate(model: ModelConfig, library: KernelLibrary | None) -> Sp
     """Choose the kernel if there is a library and no --no-rope-fusion.
 
     Args:
-        model: Network flags.
+        model: The resolved network flags.
         library: Compiled kernels.
     """
     if library is None or not model.apply_rope_fusion:
@@ -117,10 +118,11 @@ def split_rotate(
     """Split a fused projection into heads, and rotate queries and keys, in PyTorch.
 
     Args:
-        qkv: [s, b, (n + 2g) d], by group: the group's n/g query heads, its key, its value.
-        groups: g, key-value heads.
-        head_size: d.
-        rotation: Cosines and sines; `None` rotates nothing.
+        qkv: The projection [s, b, (n + 2g) d], ordered by group: its n/g query heads, its key, its
+            value.
+        groups: The number g of key-value heads.
+        head_size: The size d of a head.
+        rotation: The cosines and sines; `None` rotates nothing.
         handover: For the amax of the projection's gradient. Only the kernel finds it.
 
     Returns:
@@ -144,16 +146,21 @@ def fused_split_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split and rotate by one kernel that writes contiguous heads.
 
-    The backward kernel gathers their gradients, in whatever layout attention leaves them, into the
-    projection's. Heads that do not rotate are views of the projection if each has its own key.
-    Sizes that the kernel does not take run on PyTorch's operations.
+    The arguments and results are those of `split_rotate`. The backward kernel gathers the gradients
+    of the heads, in whatever layout attention leaves them, into the gradient of the projection.
+    Heads that do not rotate are views of the projection if each has its own key. PyTorch's
+    operations run for sizes that the kernel does not support.
     """
     pair = 2 * VECTOR_BYTES // qkv.element_size()
     fits = takes(qkv) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
-    for x in rotation or ():
-        one_each = x.numel() == qkv.shape[0] * x.shape[-1]  # an angle a position, for all samples
-        is_whole = x.is_contiguous() and x.shape[-1] % pair == 0
-        fits = fits and takes(x) and x.dtype == torch.float32 and one_each and is_whole
+    fits = fits and all(
+        takes(x)
+        and x.dtype == torch.float32
+        and x.is_contiguous()
+        and x.shape[-1] % pair == 0
+        and x.numel() == qkv.shape[0] * x.shape[-1]  # one angle a position, whatever the sample
+        for x in rotation or ()
+    )
     if not fits:
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = rotation or (None, None)
@@ -174,8 +181,8 @@ def split_rotate_forward(
 
     Args:
         library: Compiled kernels.
-        qkv: The fused projection, as for `SplitRotate`.
-        cosine: fp32 [s, 1, 1, r], or None to rotate nothing.
+        qkv: The fused projection, as for `split_rotate`.
+        cosine: The cosines, fp32 [s, 1, 1, r]; `None` rotates nothing.
         sine: The sines, of the same shape as the cosines.
         groups: The number of key-value heads.
         head_size: The size of a head.
@@ -205,15 +212,15 @@ def split_rotate_backward(
 
     Args:
         library: Compiled kernels.
-        grad_query: Gradient of the queries, in any layout.
-        grad_key: Gradient of the keys, likewise.
-        grad_value: Gradient of the values, likewise.
+        grad_query: The gradient of the queries, in any layout.
+        grad_key: The gradient of the keys, in any layout.
+        grad_value: The gradient of the values, in any layout.
         cosine: The cosines, as for `split_rotate_forward`.
         sine: The sines, of the same shape as the cosines.
         handover: For the amax of the result.
 
     Returns:
-        Like `qkv`.
+        The gradient, in the shape of the projection.
     """
     # The kernel takes any strides except for channels, where every head starts on a boundary.
     heads = [

@@ -1,7 +1,7 @@
 """Many tensors in a single launch: the table of their addresses, and sums over them.
 
-The kernels here and in `adam` are no PyTorch operators: they find their tensors by address, so a
-compiler could not see what they read and write. No model contains them.
+The kernels here and in `adam` are not registered as PyTorch operators: they find their tensors by
+address, so a compiler could not see what they read and write. No model contains them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Sums = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class TensorTable:
-    """What a kernel reads to find its tensors, which must not move.
+    """The table in which a kernel finds its tensors, which must not move.
 
     Attributes:
         tensors: int64 [tensors, fields + 1]: addresses (0 for None), then the size in elements.
-        pieces: int64 [pieces, 2]: tensor and first element of each block's part.
-        held: The tensors, kept alive.
+        pieces: int64 [pieces, 2]: the tensor and the first element of each block's part.
+        held: The tensors, which are kept alive.
     """
 
     tensors: Tensor
@@ -44,8 +44,8 @@ class TensorTable:
         """Make a table of rows of contiguous tensors.
 
         Args:
-            rows: Tensors of the same size in each row, the first of them not None.
-            device: Where the kernel runs.
+            rows: The rows. A row's tensors have the same size, and its first is not `None`.
+            device: The device on which the kernel runs.
         """
         table, pieces = [], []
         for i, row in enumerate(rows):
@@ -73,8 +73,8 @@ def choose_tensor_sums(
 
     Args:
         tensors: Contiguous tensors that do not move.
-        device: Their device, and that of the result.
-        library: Compiled kernels; None for plain PyTorch.
+        device: The device of the tensors and of the result.
+        library: The compiled kernels; `None` means plain PyTorch.
         counts: Whether the second number is needed. Plain PyTorch reads everything again for it;
             without this it may be 0.
     """
@@ -115,7 +115,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _tensor_sums(
     tables: Sequence[tuple[TensorTable, int]], device: torch.device, library: KernelLibrary
 ) -> Tensor:
-    """Launch two kernels for each dtype; there is mostly one."""
+    """Launch two kernels for each dtype. Usually there is only one dtype."""
     totals = torch.zeros(len(tables), 2, dtype=torch.float64, device=device)
     for total, (table, dtype) in zip(totals, tables, strict=True):
         count = len(table.pieces)

@@ -1,7 +1,7 @@
 """Gradients of weights, added straight into a gradient buffer.
 
-Neither a linear layer nor an embedding makes a 16-bit gradient of the size of its weight, which
-another pass over memory would have to add.
+Without this, a linear layer or an embedding would write a 16-bit gradient of the size of its
+weight, and another pass over memory would add it to the buffer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
     speed; elsewhere the inputs are converted.
 
     Args:
-        grad: Gradient of the layer's output, [..., out].
-        x: Input of the layer, [..., in], in the same format.
-        into: [out, in], in fp32 or the inputs' format.
-        accumulate: Add to what `into` holds; otherwise overwrite it, whatever it is.
+        grad: The gradient of the layer's output, [..., out].
+        x: The input of the layer, [..., in], in the same format.
+        into: The result [out, in], in fp32 or the inputs' format.
+        accumulate: Whether to add to `into` instead of overwriting it.
     """
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
     beta = 1 if accumulate else 0
@@ -53,7 +53,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add in PyTorch; repeatable on a GPU too, because entries are taken in sorted order."""
+    """Add in PyTorch. This is repeatable on a GPU too, where entries are added in sorted order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)
@@ -62,7 +62,7 @@ def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) ->
 
 @operator("into")
 def embedding_gradient(library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add grad[i] to into[entries[i]] by a kernel; an `into` of 16 bits takes the plain form."""
+    """Add grad[i] to into[entries[i]] by a kernel, or in PyTorch if `into` has 16 bits."""
     if into.dtype != torch.float32:
         embedding_gradient_reference(entries, grad, into)
         return

@@ -54,7 +54,7 @@ class BertModel(Network):
 
     Parameters are those of a GPT and
 
-        embedding.token_type.weight   [2, h]   segments    (these three if there is a pooler)
+        embedding.token_type.weight   [2, h]   segments (this and the next two with a pooler only)
         pooler.dense.weight, .bias    [h, h]
         binary_head.weight, .bias     [2, h]   whether the segments are in order
         head.dense.weight, .bias      [h, h]   of the masked tokens, before their scores
@@ -161,7 +161,7 @@ def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
 
 
 def padding_mask(padding: Tensor) -> Tensor:
-    """Turn bool [b, s], True for a token, into the mask of keys to attend to, [b, 1, 1, s].
+    """Return the mask of keys to attend to, [b, 1, 1, s], from bool [b, s], True for a token.
 
     Padding attends too, but nothing reads its result.
     """

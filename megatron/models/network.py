@@ -1,8 +1,6 @@
-"""What every model is: an embedding, positions, layers and heads, or the part of them held here."""
+"""The base of all models: the plan, the embedding, and the rotary positions."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,12 +34,20 @@ class Network(nn.Module):
         self.embedding = new_embedding(plan, context, self.part)
         self.rotary = None if plan.rotary is None else RotaryTable(plan.rotary, context.device)
 
-    def embed(self, tokens: Tensor, positions: Tensor, *token_types: Any, **site: str) -> Tensor:
-        """Return the vectors of tokens [b, s]; the arguments are those of `Embedding`."""
+    def embed(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None = None,
+        *,
+        site: str = "embedding",
+    ) -> Tensor:
+        """Return the vectors of tokens [b, s] at positions [s] or [b, s], as `Embedding` does."""
         assert isinstance(self.embedding, Embedding), "this part takes hidden states"
-        vectors: Tensor = self.embedding(tokens, positions.expand_as(tokens), *token_types, **site)
+        places = positions.expand_as(tokens)
+        vectors: Tensor = self.embedding(tokens, places, token_types, site=site)
         return vectors
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """Return the rotation of positions [s], or `None` if the model has no rotary ones."""
+        """Return the rotation of positions [s], or `None` if the model has no rotary positions."""
         return None if self.rotary is None else self.rotary(positions)

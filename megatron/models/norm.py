@@ -21,9 +21,9 @@ class Stream(NamedTuple):
     """Hidden states between two sublayers, as a sum that is not computed yet.
 
     Attributes:
-        residual: [s, b, h].
-        update: Output of the last sublayer, [s, b, h]; `None` at the start of a part of the model,
-            and if dropout has added it already.
+        residual: The hidden states before the last sublayer, [s, b, h].
+        update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
+            model, and if dropout has added it already.
         handover: For the amax of the update's gradient, which the layer that computed the update
             takes in backward; `None` if that layer does not need it.
     """
@@ -44,8 +44,8 @@ class Norm(nn.Module):
         plan: The record of the normalization.
         width: The size of the last dimension.
         context: Layout, device, kernels and number formats.
-        partial_gradient: Whether each tensor rank normalizes other tensors, so that the gradients
-            of the weights must be added over them.
+        partial_gradient: Whether tensor ranks normalize different tensors, so that the weights'
+            gradients must be added over the ranks.
     """
 
     def __init__(

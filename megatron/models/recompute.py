@@ -90,12 +90,12 @@ def recompute(
     """Return function(layers, x, *others), keeping only the arguments for backward.
 
     Args:
-        function: Function to compute, and to recompute in backward.
-        layers: First argument of the function.
-        x: [s, b, h], the second argument of the function.
-        *others: Other arguments of the function.
-        split_over: Ranks that hold the same x; each keeps an equal part of it. A single process
-            keeps it whole.
+        function: The function to compute, and to recompute in backward.
+        layers: The first argument of the function.
+        x: The second argument of the function, [s, b, h].
+        *others: The other arguments of the function.
+        split_over: The ranks that hold the same x and keep an equal part of it each. A single
+            process keeps it whole.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, layers, x, *others, use_reentrant=False)
