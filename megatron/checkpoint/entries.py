@@ -162,9 +162,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """Return whether boxes fill a tensor of this shape without gaps, overlaps or overhangs."""
     boxes = list(boxes)
-    if not all(box.fits(global_shape) for box in boxes):
-        return False
-    if sum(box.volume for box in boxes) != math.prod(global_shape):
+    volume = sum(box.volume for box in boxes)
+    if volume != math.prod(global_shape) or not all(box.fits(global_shape) for box in boxes):
         return False
     if not global_shape:
         return len(boxes) == 1

@@ -9,11 +9,12 @@ process that has ended on this machine, but never from one on another machine.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.checkpoint.entries import Json
@@ -24,68 +25,59 @@ LOCK = "save.lock"
 _MAX_BYTES = 1024
 
 
-class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
-    """The lock of a folder, from construction to `release`; a context manager for rank 0."""
+@contextmanager
+def save_lock(root: Path | str) -> Iterator[Path]:
+    """Hold a folder's lock while the body runs, and yield the lock's file. Only rank 0 needs it.
 
-    def __init__(self, root: Path | str) -> None:
-        """Take the lock.
+    Args:
+        root: Folder of checkpoints, created if it is missing.
 
-        Raises:
-            CheckpointError: Another job holds the folder.
-            StorageError: The folder cannot be written.
-        """
-        self.path = Path(root).absolute() / LOCK
-        with storage_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-            )
+    Raises:
+        CheckpointError: Another job holds the folder.
+        StorageError: The folder cannot be written.
+    """
+    path = Path(root).absolute() / LOCK
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o644)
+    try:
+        _take(path, descriptor)
         try:
-            self._take(self._descriptor)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+            yield path
+        finally:
+            with suppress(OSError):
+                # Empty the file but keep it: a waiting job could still lock a removed file.
+                os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
 
-    def _take(self, descriptor: int) -> None:
-        # The advisory lock ends with the process, however it dies, and is not passed on to
-        # forked data loaders. The file's text says who holds it.
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise CheckpointError(self._refusal(_read(descriptor))) from None
-        except OSError:  # the file system does not support locks, so only the text decides
-            holder = _read(descriptor)
-            if holder is not None and _may_live(holder):
-                raise CheckpointError(self._refusal(holder)) from None
-        # Process numbers are reused eventually; the start time tells such processes apart.
-        pid = os.getpid()
-        holder = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
-        with storage_errors(self.path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-            os.fsync(descriptor)
 
-    def _refusal(self, holder: Json) -> str:
-        who = "another job"
-        if holder is not None:
-            who = f"process {holder['pid']} on {holder['host']}"
-        remedy = "wait for it to end, or give another folder to --save"
-        told = f"{self.path}: {who} is saving into this folder: {remedy}"
-        return f"{told}. If that job is gone, delete the file"
+def _take(path: Path, descriptor: int) -> None:
+    # The advisory lock ends with the process, however it dies, and is not passed on to
+    # forked data loaders. The file's text says who holds it.
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise CheckpointError(_refusal(path, _read(descriptor))) from None
+    except OSError:  # the file system does not support locks, so only the text decides
+        holder = _read(descriptor)
+        if holder is not None and _may_live(holder):
+            raise CheckpointError(_refusal(path, holder)) from None
+    # Process numbers are reused eventually; the start time tells such processes apart.
+    pid = os.getpid()
+    holder = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
+    with storage_errors(path):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        os.fsync(descriptor)
 
-    def release(self) -> None:
-        """Release the lock. Calling it again does nothing."""
-        if self._descriptor is None:
-            return
-        with contextlib.suppress(OSError):
-            # Empty the file but keep it: a waiting job could still lock a removed file.
-            os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
-        self._descriptor = None
 
-    def __exit__(self, *_: object) -> None:
-        """Release the lock."""
-        self.release()
+def _refusal(path: Path, holder: Json) -> str:
+    who = "another job" if holder is None else f"process {holder['pid']} on {holder['host']}"
+    remedy = "wait for it to end, or give another folder to --save"
+    told = f"{path}: {who} is saving into this folder: {remedy}"
+    return f"{told}. If that job is gone, delete the file"
 
 
 def _start_time(pid: int) -> str | None:

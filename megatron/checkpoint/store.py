@@ -5,7 +5,7 @@ every rank's result; the manifest is written last; one rename publishes the fold
 the tracker name it. If a process is killed at any point, the previous checkpoint is unchanged and
 the tracker still names it.
 
-Only one job at a time may save into a folder (`lock.SaveLock`), because a save removes the files
+Only one job at a time may save into a folder (`lock.save_lock`), because a save removes the files
 that killed ones left behind.
 """
 
@@ -27,7 +27,7 @@ from megatron import durable
 from megatron.checkpoint import find
 from megatron.checkpoint.entries import Entry, Json, LazyTensor, State
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, TensorInfo, TensorPiece, dump
 from megatron.checkpoint.plan import SavePlan, describe, files_of, make_plan, share_of
 from megatron.checkpoint.reader import Reader
@@ -325,5 +325,5 @@ def convert_to_native(
     }
     state = state_of(reader, keep_optimizer=keep_optimizer)
     snapshot = Snapshot.take(reader.iteration, state, meta, Layout.single())
-    with SaveLock(root):
+    with save_lock(root):
         return write_checkpoint(root, snapshot, check=check)

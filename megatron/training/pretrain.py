@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.checkpoint.find import scan
-from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.lock import save_lock
 from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.parser import Program, parse_config
@@ -122,7 +122,7 @@ def pretrain(
         if config.checkpoint.save is not None and layout.world.rank == 0:
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):
-                stack.enter_context(SaveLock(folder))  # keeps other jobs out
+                stack.enter_context(save_lock(folder))  # keeps other jobs out
                 (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         # Open writers before the model is built, so that an unwritable path is reported at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)

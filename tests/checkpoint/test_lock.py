@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron.checkpoint.lock import LOCK, SaveLock
+from megatron.checkpoint.lock import LOCK, save_lock
 from megatron.errors import CheckpointError, StorageError
 
 
@@ -18,10 +18,9 @@ def _hold(root):
     ready, done = os.pipe()
     child = os.fork()
     if child == 0:
-        lock = SaveLock(root)
-        os.write(done, b"x")
-        time.sleep(60)
-        lock.release()
+        with save_lock(root):
+            os.write(done, b"x")
+            time.sleep(60)
         os._exit(0)
     assert os.read(ready, 1) == b"x"
     os.close(ready)
@@ -38,18 +37,19 @@ def test_a_second_job_is_refused_until_the_first_has_gone(tmp_path):
     child = _hold(tmp_path)
     try:
         for _ in range(2):
-            with pytest.raises(CheckpointError, match=rf"process {child} on .*--save"):
-                SaveLock(tmp_path)
+            refusal = pytest.raises(CheckpointError, match=rf"process {child} on .*--save")
+            with refusal, save_lock(tmp_path):
+                pass
     finally:
         _end(child)
-    with SaveLock(tmp_path) as lock:  # a killed process's lock is taken over
-        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    with save_lock(tmp_path) as file:  # a killed process's lock is taken over
+        assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
 def test_a_release_lets_the_next_in(tmp_path):
-    lock = SaveLock(tmp_path / "new" / "folder")
-    lock.release()
-    lock.release()
+    with save_lock(tmp_path / "new" / "folder") as file:
+        pass
+    assert not file.read_text()
     _end(_hold(tmp_path / "new" / "folder"))
 
 
@@ -72,20 +72,24 @@ def test_what_the_file_says_decides_where_there_are_no_locks(
     monkeypatch.setattr("megatron.checkpoint.lock.fcntl.lockf", no_locks)
     (tmp_path / LOCK).write_text(json.dumps(holder))
     if refused:
-        with pytest.raises(CheckpointError, match="process 1 on elsewhere"):
-            SaveLock(tmp_path)
+        with (
+            pytest.raises(CheckpointError, match="process 1 on elsewhere"),
+            save_lock(tmp_path),
+        ):
+            pass
         assert json.loads((tmp_path / LOCK).read_text()) == holder
     else:
-        SaveLock(tmp_path).release()
+        with save_lock(tmp_path):
+            pass
 
 
 def test_a_job_that_died_on_another_machine_holds_nothing(tmp_path):
     (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
-    with SaveLock(tmp_path) as lock:
-        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    with save_lock(tmp_path) as file:
+        assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):
-        SaveLock(tmp_path / "file")
+    with pytest.raises(StorageError), save_lock(tmp_path / "file"):
+        pass

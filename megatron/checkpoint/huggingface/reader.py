@@ -89,12 +89,10 @@ class HFReader(Reader):
         pieces = frozenset(rule.piece for rule in self._rules.values())
         self.architecture = self.family.architecture(pieces)
         self._check(values.get("architectures"))
-        types = {
-            name: self._files[self._name(r.theirs[0])].dtype for name, r in self._rules.items()
-        }
-        self.held = {
-            name: HeldTensor(rule.shape, DTYPES[types[name]]) for name, rule in self._rules.items()
-        }
+        self.held = dict[str, HeldTensor]()
+        for name, rule in self._rules.items():
+            first = self._files[self._name(rule.theirs[0])]
+            self.held[name] = HeldTensor(rule.shape, DTYPES[first.dtype])
         for name in (*self.family.word_copies, *([head] if tied else [])):
             if not self._is_word_copy(name):
                 raise CheckpointError(

@@ -128,9 +128,8 @@ class Parameter:
 
 def is_core(model: Any) -> bool:
     """Return whether a file's `model` is Megatron Core's: one flat dict with all names."""
-    return isinstance(model, dict) and any(
-        str(key).startswith(("decoder.", "embedding.")) for key in model
-    )
+    tops = ("decoder.", "embedding.")
+    return isinstance(model, dict) and any(str(key).startswith(tops) for key in model)
 
 
 def architecture_of(models: Iterable[Any]) -> str:
@@ -159,24 +158,23 @@ def list_parameters(
     Raises:
         CheckpointError: The file is of an unsupported kind, or the name of a tensor is unknown.
     """
-    parameters = []
-    for path, value in _flatten(model, "") if is_core(model) else _flatten_nested(model):
+    parameters, core = [], is_core(model)
+    for path, value in _flatten(model, "") if core else _flatten_nested(model):
         # Some state is derived from the flags: fp8 scales, rotary frequencies.
         if path.endswith(("_extra_state", "inv_freq")):
             continue
         if not isinstance(value, TensorRef):
             raise CheckpointError(f"{path} is not a tensor")
         known = path
-        if is_core(model):
+        if core:  # in the form of earlier files
             known = path.replace("decoder.", "encoder.", 1).replace(".layer_norm_", ".layer_norm.")
             if tied and path == "output_layer.weight":
                 known = ".".join(TIED_COPY)
         try:
             name = _our_name(known, first, has_decoder=architecture == "t5", is_first=is_first)
         except KeyError:
-            raise CheckpointError(
-                f"parameter {path} does not exist in our {architecture}"
-            ) from None
+            what = f"parameter {path} does not exist in our {architecture}"
+            raise CheckpointError(what) from None
         is_decayed = not path.endswith("bias") and len(value.shape) > 1
         parameters.append(Parameter(name, value, is_decayed))
     return parameters
@@ -185,17 +183,15 @@ def list_parameters(
 def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree from before Megatron Core by dotted path, in a fixed order."""
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
-        raise CheckpointError(
-            "no `language_model`: not a GPT, BERT or T5 file of Megatron-LM up to 23.08"
-        )
+        what = "not a GPT, BERT or T5 file of Megatron-LM up to 23.08"
+        raise CheckpointError(f"no `language_model`: {what}")
     language = model["language_model"]
     inside = ("embedding", "encoder", "decoder", "pooler", "output_layer")
     beside = (TIED_COPY[0], *_BESIDE)
     extra = sorted({*model, *language} - {"language_model", "transformer", *inside, *beside})
     if extra:
-        raise CheckpointError(
-            f"it holds {', '.join(extra)}: only GPT, BERT and T5 files are supported"
-        )
+        names = ", ".join(extra)
+        raise CheckpointError(f"it holds {names}: only GPT, BERT and T5 files are supported")
     language = {"encoder": language.get("transformer", {}), **language}
     for tree, tops in ((language, inside), (model, beside)):
         for top in tops:

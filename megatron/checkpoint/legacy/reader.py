@@ -152,10 +152,7 @@ class LegacyReader(Reader):
                 tied=not self._args.get("untie_embeddings_and_output_weights", False),
                 is_first=file.stage == 0,
             )
-            chunks = [
-                list_parameters(model, first[chunk, file.stage])
-                for chunk, model in enumerate(file.chunks)
-            ]
+            chunks = [list_parameters(m, first[i, file.stage]) for i, m in enumerate(file.chunks)]
             parameters = [parameter for chunk in chunks for parameter in chunk]
             for one in parameters:
                 if one.name is not None:
@@ -236,9 +233,7 @@ class LegacyReader(Reader):
     def _why_no_states(self) -> str:
         """Return why the folder's optimizer states are not read, or "" if it has none."""
         if any(torch_file.states_beside(self.path)):
-            return (
-                "a file with optimizer states for each data rank, as Megatron-LM 23.04 wrote them"
-            )
+            return "optimizer states in a file per data rank, as Megatron-LM 23.04 wrote them"
         if self._weights_only and "optimizer" in self._files[0].tree:
             return "written by Megatron Core"
         if any("optimizer" in file.tree for file in self._files):

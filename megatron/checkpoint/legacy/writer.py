@@ -32,7 +32,7 @@ from megatron.checkpoint.legacy.file_plan import VERSION, FileParameter, FilePla
 from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.optimizer import FLAT_KINDS, STATE_KINDS, flat_tensor
 from megatron.checkpoint.legacy.torch_file import DISTRIBUTED_FILE, MODEL_FILE, write_torch_file
-from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
 from megatron.checkpoint.retention import Keep, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
@@ -151,7 +151,7 @@ def convert_to_legacy(
     exchange = JsonExchange(Layout.single().world)
     state = store.state_of(reader, keep_optimizer=keep_optimizer)
     need = sum(entry.tensor.nbytes for _, entry in flatten(state))
-    with SaveLock(root):
+    with save_lock(root):
         return store.write_folder(root, folder, exchange, need, writer.write, _LAST, None, check)
 
 
