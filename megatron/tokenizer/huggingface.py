@@ -59,7 +59,12 @@ class HuggingFaceTokenizer(Tokenizer):
         size, sentinels = max(self._vocab.values()) + 1, find_sentinels(self._vocab)
         super().__init__("HuggingFaceTokenizer", key, special, size, sentinels)
         self.has_t5_sentinels = bool(sentinels)
-        self.appended_ids = self._find_appended_ids()
+        for text in "a0.":  # use the first text that normalization does not remove
+            encoded = self._tokenizer.encode(text)
+            if not all(encoded.special_tokens_mask):
+                appended = encoded.special_tokens_mask[::-1].index(0)
+                self.appended_ids = tuple(encoded.ids[len(encoded.ids) - appended :])
+                break
 
     def _find_special_ids(self, path: Path) -> dict[str, int]:
         settings = {}
@@ -81,15 +86,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, after the file's post-processing."""
         return self._tokenizer.encode(text).ids
-
-    def _find_appended_ids(self) -> tuple[int, ...]:
-        """Return the ids that the file's post-processing appends to every text."""
-        for text in "a0.":  # use the first text that normalization does not remove
-            encoded = self._tokenizer.encode(text)
-            if not all(encoded.special_tokens_mask):
-                count = encoded.special_tokens_mask[::-1].index(0)
-                return tuple(encoded.ids[len(encoded.ids) - count :])
-        return ()
 
     def tokenize_spelled(self, text: str) -> list[int]:
         """Return the ids of a text, without the file's post-processing."""
