@@ -15,8 +15,8 @@ from megatron.errors import ConfigError, StorageError, warn
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
 
+# A check of a complete folder before it gets its final name, which raises to reject the folder.
 Check = Callable[[Path], None] | None
-"""A check of a complete folder before it gets its final name, which raises to reject the folder."""
 
 
 @contextmanager
@@ -25,8 +25,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename or path
-        raise StorageError(f"{where}: {error.strerror or error}") from error
+        raise StorageError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 @contextmanager

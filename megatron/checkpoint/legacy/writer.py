@@ -64,10 +64,8 @@ def notices(model: ModelConfig) -> Iterator[str]:
     if is_rotary and model.use_rope_scaling:
         yield "--use-rope-scaling: Megatron-LM 23.08 does not know it; later versions do"
     if model.normalization == "RMSNorm":
-        yield (
-            "--normalization RMSNorm: Megatron-LM 23.08 has it with --transformer-impl "
-            "transformer_engine only, its Llama-2 fork without"
-        )
+        with_it = "with --transformer-impl transformer_engine only, its Llama-2 fork without"
+        yield f"--normalization RMSNorm: Megatron-LM 23.08 has it {with_it}"
 
 
 def megatron_rows(vocabulary: int, config: ModelRun) -> int:
