@@ -95,14 +95,17 @@ def start_ranks(
     environment: Mapping[str, str],
     outputs: Sequence[Path],
     errors: Sequence[Path],
+    *,
+    port: int | None = None,
 ) -> list[BaseProcess]:
     """Start a rank for each of `outputs`, where it writes to; several know of each other.
 
     Args:
         words: what would follow `python`: a file or `-m module`, and its flags.
+        port: where they meet, if not at one that is free.
     """
     count = len(outputs)
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port or free_port())}
     common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     context = start_method()
     ranks = []

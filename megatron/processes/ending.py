@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.errors import ConfigError, NumericsError, UserError, say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch, leave_message
-from megatron.processes.watchdog import BEAT, Watchdog, ranks_text
+from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
 
 _CRASHED = 1  # Python's exit code after an uncaught exception
 _PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
@@ -51,29 +51,30 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     )
     said = (str(error) or type(error).__name__).splitlines()[0]
     # Communication fails when the other end is gone, which may have announced why.
-    is_about_another = not is_ours and (
+    about_another = not is_ours and (
         isinstance(error, dist.DistError) or journal.waits_for is not None
     )
-    verdict = watchdog.verdict_within(3 * BEAT) if is_about_another else None
-    if verdict is None:
-        reason = said if is_ours else f"{type(error).__name__} in {where}: {said}"
-        if is_about_another:
-            gone = watchdog.missing()
-            who = f"{ranks_text(gone)} ended without reporting an error"
-            # The communication library's message, without its source position and advice.
-            brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
-            reason = f"{who if gone else 'a connection broke'}, in {where} ({brief})"
-        verdict = watchdog.end_run(code, reason)
-        if verdict.rank == launch.rank and is_about_another:
-            say_on_stderr(
-                f"[rank {launch.rank}] error: {reason}: killed, out of memory, or its machine "
-                "is down? See the launcher's report and the system's log"
-            )
-        elif verdict.rank == launch.rank:
-            report(error, launch)
+
+    def reason(gone: frozenset[int]) -> str:
+        if not about_another:
+            return said if is_ours else f"{type(error).__name__} in {where}: {said}"
+        who = f"{ranks_text(gone)} ended without reporting an error"
+        # The communication library's message, without its source position and advice.
+        brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
+        return f"{who if gone else 'a connection broke'}, in {where} ({brief})"
+
+    verdict, is_own = watchdog.end_run(code, reason, about_another=about_another)
+    if is_own and about_another:
+        say_on_stderr(
+            f"[rank {launch.rank}] error: {verdict.reason}: killed, out of memory, or its machine "
+            "is down? See the launcher's report and the system's log"
+        )
+    elif is_own:
+        report(error, launch)
     farewell = watchdog.farewell(verdict)
     if farewell is not None:
         say_on_stderr(farewell)
+    watchdog.end_within(GRACE, verdict.code, None)  # it has been said why
     watchdog.let_others_hear()
     return SystemExit(verdict.code)
 

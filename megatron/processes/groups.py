@@ -21,7 +21,7 @@ from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
 from megatron.processes.ending import end_run
 from megatron.processes.launch import Launch, check_meeting_place
-from megatron.processes.watchdog import Watchdog, ranks_text
+from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
 
 # The communication library waits this much longer than we do, because it aborts without naming the
 # missing rank.
@@ -63,36 +63,43 @@ def process_group(
         return
     backend = config.distributed_backend if device.is_gpu else "gloo"
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    try:
-        store = _meet(launch, timeout)
-        attempt = _of_this_attempt(store, launch)
-        refuse_together(attempt, launch, device, unmet)
-    except dist.DistError as error:
-        raise HangError(
-            f"the {launch.world_size} processes did not all connect within "
-            f"--distributed-timeout-minutes {timeout.total_seconds() / 60:g} ({error}): is the "
-            "command running on every machine, and can each machine reach the address and port of "
-            "the first one?"
-        ) from error
-    dist.init_process_group(
-        backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
-        store=attempt,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout + BACKSTOP,
+    unconnected = (
+        f"the {launch.world_size} processes did not all connect within "
+        f"--distributed-timeout-minutes {config.distributed_timeout_minutes:g} ({{}}): is the "
+        "command running on every machine, and can each machine reach the address and port of "
+        "the first one?"
     )
-    journal = Journal(StreamMarks(device.torch_device) if device.is_gpu else None)
-    own_connection = dist.TCPStore(
-        store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
+    watchdog = Watchdog(launch, timeout.total_seconds())
+    mute = unconnected.format("the launcher's store does not answer")
+    watchdog.end_within(
+        timeout.total_seconds() + GRACE, HangError.exit_code, f"[rank {launch.rank}] error: {mute}"
     )
-    # A number that is unique to this attempt separates its entries from those of earlier ones.
-    token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
-    dist.all_reduce(token)
-    entries = dist.PrefixStore(f"watchdog/{token.item()}", own_connection)
-    watchdog = Watchdog(entries, launch, journal, timeout.total_seconds())
     with ExitStack() as at_end:
-        for step in (watchdog.stop, dist.destroy_process_group, before_end.close):
+        at_end.callback(watchdog.stop)
+        try:
+            store = _meet(launch, timeout)
+            attempt = _of_this_attempt(store, launch)
+            refuse_together(attempt, launch, device, unmet)
+            own_connection = dist.TCPStore(
+                store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+        except dist.DistError as error:
+            raise HangError(unconnected.format(error)) from error
+        journal = Journal(StreamMarks(device.torch_device) if device.is_gpu else None)
+        watchdog.begin(journal)
+        dist.init_process_group(
+            backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
+            store=attempt,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout + BACKSTOP,
+        )
+        for step in (dist.destroy_process_group, before_end.close, watchdog.begin_end):
             at_end.callback(step)  # the last one first
+        # A number that is unique to this attempt separates its entries from those of earlier ones.
+        token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
+        dist.all_reduce(token)
+        watchdog.connect(dist.PrefixStore(f"watchdog/{token.item()}", own_connection))
         try:
             yield Layout.create(
                 device.type, launch.rank, launch.world_size, journal=journal, **config.sizes

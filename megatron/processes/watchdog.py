@@ -1,9 +1,14 @@
 """A watchdog that ends the run on all processes when one of them hangs, fails or disappears.
 
-Every process has two threads besides the one that trains. The first communicates: each second it
+Every process has two threads besides the one that trains. The talker communicates: each second it
 publishes the position of the process and checks whether another process has ended the run. The
-second watches the time and never uses the network, so it ends the process even if the first is
-stuck in a broken connection.
+clock watches the time and ends the process when it is due.
+
+Any call to the store may wait forever, because a store whose machine is frozen still accepts
+connections, and PyTorch's timeouts do not cover its answers. So only the talker uses the store once
+the processes have met, and only the clock has to be relied upon: it never uses the network, and it
+waits for nobody to read its output. It is set before the processes meet, and again before the first
+call of the end of a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
 that is the first process to exceed the time limit for a communication. It collects the positions
@@ -20,11 +25,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -38,8 +45,9 @@ _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others 
 # From an alarm until a process stops waiting for a verdict. A verdict takes the others 4 beats, and
 # more on busy machines. All processes must exit within 10 s.
 _PATIENCE = _SILENCE + 5 * BEAT
-_GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
+GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
 _PACKAGE = Path(__file__).parents[1]
+_TORCH_DISTRIBUTED = Path(dist.__file__).parent
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 
 Ranks = tuple[int, ...]
@@ -202,67 +210,121 @@ class Verdict:
     reason: str
 
 
+class _Due(NamedTuple):
+    """The time by which this process ends, by `time.monotonic`, and what it then leaves."""
+
+    time: float
+    code: int
+    text: str | None
+
+
+class _Claim(NamedTuple):
+    """The reason why this process wants to end the run, given the ranks that are silent."""
+
+    code: int
+    reason: Callable[[frozenset[int]], str]
+    about_another: bool
+
+
 class Watchdog:
     """A watchdog for one process of a run, from construction to `stop`.
 
+    While the processes meet and at the end of a run, the process ends at a fixed time, which
+    `end_within` sets. Between `begin` and the end it ends if a communication takes too long.
+
     Args:
-        store: A separate connection to the store, because a connection that one thread waits on
-            blocks all other threads.
         launch: The ranks of this process. If a rank on another machine printed the whole error, the
             first rank on this machine prints why the run ends.
-        journal: The record of this process's progress.
         seconds: The longest time that a process may wait for another.
     """
 
-    def __init__(self, store: dist.Store, launch: Launch, journal: Journal, seconds: float) -> None:
-        """Start the threads."""
-        self._store, self._launch, self._rank = store, launch, launch.rank
-        self._journal, self._seconds = journal, seconds
+    def __init__(self, launch: Launch, seconds: float) -> None:
+        """Start the clock."""
+        self._launch, self._rank, self._seconds = launch, launch.rank, seconds
         self._main = threading.get_ident()
+        self._store: dist.Store = dist.HashStore()  # until `connect`
+        self._journal = Journal()
         self._beat = 0
-        self._alarm: float | None = None
-        self._claim: Verdict | None = None  # this process's own, not yet announced
+        self._is_hanging = False
+        self._claim: _Claim | None = None
+        self._has_won = False  # whether the verdict is the claim
         self._verdict: Verdict | None = None
         self._known = threading.Event()  # set once there is a verdict
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name=target.__name__, daemon=True)
-            for target in (self._talk, self._watch)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._due: _Due | None = None
+        self._talker = threading.Thread(target=self._talk, name="_talk", daemon=True)
+        threading.Thread(target=self._watch, name="_watch", daemon=True).start()
+
+    def begin(self, journal: Journal) -> None:
+        """Detect hangs from here on, and no longer end the process at a fixed time.
+
+        Args:
+            journal: The record of this process's progress.
+        """
+        self._journal = journal
+        self._due = None
+
+    def connect(self, store: dist.Store) -> None:
+        """Exchange states and verdicts with the other processes from here on.
+
+        Args:
+            store: A separate connection to the store, because a connection that one thread waits on
+                blocks all other threads.
+        """
+        self._store = store
+        self._talker.start()
+
+    def end_within(self, seconds: float, code: int, text: str | None) -> None:
+        """Have the clock end this process, whatever it then waits for, unless it ends by itself.
+
+        Args:
+            seconds: The time until then. An earlier end that is already due stays as early.
+            code: The exit code.
+            text: The last words of the process, or `None` if it has already said why it ends.
+        """
+        ends = time.monotonic() + seconds
+        self._due = _Due(min(ends, self._due.time) if self._due else ends, code, text)
+
+    def begin_end(self) -> None:
+        """Let the clock watch the end of the process groups, unless the end is already due."""
+        if self._due is None:
+            limit = f"{self._seconds:g} s (--distributed-timeout-minutes {self._seconds / 60:g})"
+            text = f"[rank {self._rank}] error: hang: the run is over, but its process groups did "
+            self.end_within(self._seconds, HangError.exit_code, f"{text}not end within {limit}")
 
     def stop(self) -> None:
-        """Stop watching, because the run is complete or is being shut down."""
+        """Stop watching, because the process groups have ended."""
         self._stopped.set()
         self._wake.set()
-        self._threads[0].join(timeout=BEAT)
+        if self._talker.is_alive():
+            self._talker.join(timeout=BEAT)
 
-    def verdict_within(self, seconds: float) -> Verdict | None:
-        """Return the verdict, or `None` if there is none within this many seconds."""
-        self._known.wait(seconds)
-        return self._verdict
-
-    def end_run(self, code: int, reason: str) -> Verdict:
+    def end_run(
+        self, code: int, reason: Callable[[frozenset[int]], str], *, about_another: bool
+    ) -> tuple[Verdict, bool]:
         """Announce that this process failed, unless another has already ended the run.
 
+        From here on the clock ends the process if anything at its end takes too long.
+
+        Args:
+            code: The exit code for all processes.
+            reason: A function of the ranks that no longer publish their state, which returns the
+                reason in one line.
+            about_another: Whether the error seems to be about another process, which is then first
+                given the time to announce its own, or to be found silent.
+
         Returns:
-            The verdict that applies, which is this process's own if no other can be reached.
+            The verdict that applies, and whether it is the one announced here. It is if no other
+            process can be reached.
         """
-        own = self._claim = Verdict(code, self._rank, reason)
+        own = Verdict(code, self._rank, reason(frozenset()))
+        seconds = _SILENCE * (2 if about_another else 1)
+        self.end_within(seconds + GRACE, code, f"[rank {self._rank}] error: {own.reason}")
+        self._claim = _Claim(code, reason, about_another)
         self._wake.set()
-        return self.verdict_within(_SILENCE) or own
-
-    def missing(self) -> frozenset[int]:
-        """Return the ranks that publish no new state for some seconds.
-
-        The set is empty if the store does not answer.
-        """
-        try:
-            return self._survey()[1]
-        except dist.DistError:
-            return frozenset()
+        self._known.wait(seconds)
+        return (self._verdict, self._has_won) if self._verdict is not None else (own, True)
 
     def let_others_hear(self) -> None:
         """Delay the exit of rank 0, because the store may end with it or with its launcher."""
@@ -270,24 +332,37 @@ class Watchdog:
             time.sleep(_LINGER)
 
     def _talk(self) -> None:
+        """Exchange states and verdicts. No other thread uses the store, which may never answer."""
         try:
             while not self._stopped.is_set():
                 self._beat += 1
                 self._store.set(f"state/{self._rank}", self._state().to_text())
-                if self._verdict is None and self._claim is not None:
-                    self._judge(self._claim)
-                elif self._verdict is None and self._alarm is not None:
-                    self._explain_hang()
-                if self._verdict is None and self._store.check(["verdict"]):
-                    verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
-                    self._known.set()
-                    if verdict.rank != self._rank and verdict.code == HangError.exit_code:
-                        self.let_others_hear()
-                        self._leave(verdict.code, self.farewell(verdict))
+                if not self._knows():
+                    if self._claim is not None:
+                        self._announce(self._claim)
+                    elif self._is_hanging:
+                        self._explain_hang()
                 self._wake.wait(BEAT)
                 self._wake.clear()
         except Exception:  # the store is gone, with the process that held it
             return  # `_watch` still detects hangs
+
+    def _knows(self) -> bool:
+        """Return whether there is a verdict. One of a hang on another rank ends this process."""
+        if self._verdict is None and self._store.check(["verdict"]):
+            verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
+            self.end_within(GRACE, verdict.code, self.farewell(verdict))
+            self._known.set()
+            if verdict.rank != self._rank and verdict.code == HangError.exit_code:
+                self.let_others_hear()
+                self._leave(verdict.code, self.farewell(verdict))
+        return self._verdict is not None
+
+    def _announce(self, claim: _Claim) -> None:
+        silent = self._survey()[1] if claim.about_another else frozenset[int]()
+        if not self._knows():
+            self._has_won = self._judge(Verdict(claim.code, self._rank, claim.reason(silent)))
+            self._knows()
 
     def _judge(self, verdict: Verdict) -> bool:
         """Publish this verdict unless there is one already, and return whether it was published."""
@@ -306,9 +381,13 @@ class Watchdog:
             self._leave(HangError.exit_code)
 
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
-        """Return the state of every rank, and the ranks that no longer publish theirs."""
-        before = self._states()
-        time.sleep(_SILENCE)
+        """Return the state of every rank, and the ranks that no longer publish theirs.
+
+        It takes some seconds, and ends early once there is a verdict, whose author soon leaves.
+        """
+        before, ends = self._states(), time.monotonic() + _SILENCE
+        while time.monotonic() < ends and not self._knows():
+            time.sleep(BEAT / 4)
         states = self._states()
         silent = frozenset(rank for rank, state in states.items() if state == before[rank])
         # A live rank's beat changes; this one's only after the survey.
@@ -322,44 +401,57 @@ class Watchdog:
         }
 
     def _state(self) -> State:
-        journal = self._journal
-        place, transfer = journal.place, journal.waits_for
+        journal, place = self._journal, self._journal.place
         return State(
             beat=self._beat,
             iteration=place.iteration,
             operation=str(place.operation),
             place=place.number,
-            wait=Wait(transfer.kind, transfer.ranks, transfer.number) if transfer else None,
+            wait=self._wait(),
             device_is_behind=journal.device_is_behind,
             started=dict(journal.started),
             source=source_of(sys._current_frames().get(self._main)),
         )
 
-    def _watch(self) -> None:
-        progress, since, end = self._journal.progress, time.monotonic(), 0.0
-        while not self._stopped.wait(BEAT / 4):
-            now, before = time.monotonic(), progress
-            progress = self._journal.progress
-            waits = self._journal.waits_for is not None or self._journal.device_is_behind
-            if progress != before or not waits:
-                since = now
-            elif now - since >= self._seconds and self._alarm is None:
-                self._alarm = now
-                self._wake.set()
-            if self._alarm and (now - self._alarm >= _PATIENCE or not self._threads[0].is_alive()):
-                self._give_up()
-            if self._verdict is not None:
-                end = end or now + _GRACE
-                if now > end:
-                    self._leave(self._verdict.code, self.farewell(self._verdict))
+    def _wait(self) -> Wait | None:
+        """Return the communication that the main thread waits for.
 
-    def _give_up(self) -> None:
+        Some calls wait before the journal knows of a communication: the first one of a group, and
+        those that form groups. They are recognized by where the thread is.
+        """
+        transfer = self._journal.waits_for
+        if transfer is not None:
+            return Wait(transfer.kind, transfer.ranks, transfer.number)
+        frame = sys._current_frames().get(self._main)
+        if self._journal.device_is_behind or frame is None:
+            return None
+        if not Path(frame.f_code.co_filename).is_relative_to(_TORCH_DISTRIBUTED):
+            return None
+        return Wait("communication", tuple(range(self._launch.world_size)), None)
+
+    def _watch(self) -> None:
+        """Watch the time. This thread never waits: neither for the network nor for output."""
+        progress, since = None, time.monotonic()
+        while not self._stopped.wait(BEAT / 4):
+            now, before, due = time.monotonic(), progress, self._due
+            progress = self._journal.progress
+            if due is not None and now >= due.time:
+                self._leave(due.code, due.text)
+            elif progress != before or not (self._wait() or self._journal.device_is_behind):
+                since = now
+            elif due is None and now - since >= self._seconds:
+                patience = _PATIENCE if self._talker.is_alive() else 0.0
+                self.end_within(patience, HangError.exit_code, self._own_view())
+                self._is_hanging = True
+                self._wake.set()
+
+    def _own_view(self) -> str:
+        """Return a hang report for the case that the other ranks' states cannot be read."""
         report = explain({self._rank: self._state()}, frozenset(), self._seconds)[1].splitlines()
-        self._leave(
-            HangError.exit_code,
+        return (
             f"[rank {self._rank}] error: {report[0]}; the state of the other ranks is unknown, "
             "since the launcher's store does not answer: the network to the machine of rank 0 is "
-            f"down, or the run there has ended\n{report[1]}",
+            f"down, or the run there has ended\n{report[1]}"
         )
 
     def farewell(self, verdict: Verdict) -> str | None:
@@ -369,14 +461,22 @@ class Watchdog:
         return f"[rank {self._rank}] exits: rank {verdict.rank} ended the run: {verdict.reason}"
 
     def _leave(self, code: int, text: str | None = None) -> None:
-        """End the process, regardless of what its main thread waits for."""
+        """End the process, whatever its main thread or the reader of its output waits for."""
         try:
-            if text is not None:
-                sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-            sys.stdout.flush()
-        finally:  # even if the disk of the log is full
+            writer = threading.Thread(target=_write_last, args=(text,), daemon=True)
+            writer.start()
+            writer.join(timeout=BEAT)
+        finally:  # even if no thread can be started
             os._exit(code)
+
+
+def _write_last(text: str | None) -> None:
+    """Write the last words of this process, and what it had not yet written."""
+    with suppress(OSError, ValueError):  # the disk of the log is full, or its reader has ended
+        if text is not None:
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
 
 
 def source_of(frame: FrameType | None) -> str:

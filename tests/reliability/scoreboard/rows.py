@@ -12,6 +12,7 @@ from tests.reliability.scoreboard.kills import (
 )
 from tests.reliability.scoreboard.layouts import all_layouts
 from tests.reliability.scoreboard.malice import banned_calls, malicious_files
+from tests.reliability.scoreboard.mute import mute_store
 from tests.reliability.scoreboard.runs import (
     fresh_runs,
     jumping_clock,
@@ -202,5 +203,15 @@ ROWS: tuple[Row, ...] = (
         forged_tables,
         full=400,
         quick=20,
+    ),
+    Row(
+        37,
+        "the launcher, which holds the store, is stopped at a random time of a start, a step, a "
+        "hang report, a save, the end after an error and the end of a run, and a rank is killed or"
+        " stopped beside it: every other rank ends by itself within the time limit and 10 s, and "
+        "one says why",
+        mute_store,
+        full=40,
+        quick=2,
     ),
 )

@@ -1,0 +1,157 @@
+"""The watchdog ends a process in time, whatever the store, the network and the output do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron.parallel.journal import Journal
+from megatron.processes import watchdog
+from megatron.processes.launch import Launch
+from megatron.processes.watchdog import Watchdog
+from tests.reliability.scoreboard.commands import Command, Ended
+
+
+class MuteStore(dist.HashStore):
+    """A store that no longer answers once it is frozen."""
+
+    def __init__(self) -> None:
+        """Begin as one that answers."""
+        super().__init__()
+        self.frozen = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        """Answer, or wait for good."""
+        if self.frozen.is_set():
+            threading.Event().wait()
+        return bool(super().check(keys))
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BEAT", "_SILENCE", "_LINGER", "_PATIENCE", "GRACE"):
+        monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 5)
+
+
+def _ended(function: Callable[[], object], folder: Path) -> Ended:
+    """Run it in a process of its own, which must not get to its end."""
+
+    def run() -> int:
+        function()
+        time.sleep(600)
+        return 0
+
+    with Command(run, folder / "output") as command:
+        return command.end()
+
+
+def _connected(store: dist.Store, seconds: float = 60.0) -> Watchdog:
+    found = Watchdog(Launch(0, 2), seconds)
+    found.begin(Journal())
+    found.connect(store)
+    return found
+
+
+@pytest.mark.parametrize("about_another", [False, True])
+def test_an_error_needs_no_answer_of_the_store(about_another: bool) -> None:
+    store = MuteStore()
+    dog = _connected(store)
+    time.sleep(0.3)
+    store.frozen.set()
+    started = time.monotonic()
+    verdict, is_own = dog.end_run(6, lambda gone: f"gone: {gone}", about_another=about_another)
+    assert time.monotonic() - started < 2.5
+    assert is_own
+    assert verdict == watchdog.Verdict(6, 0, "gone: frozenset()")
+    dog.stop()
+
+
+def test_the_silent_rank_is_named_while_the_store_answers() -> None:
+    dog = _connected(dist.HashStore())
+    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", about_another=True)
+    assert is_own
+    assert verdict.reason == "gone: [1]"
+    dog.stop()
+
+
+def test_a_verdict_of_another_is_heard_before_its_own_is_announced() -> None:
+    store = dist.HashStore()
+    store.add("verdicts", 1)
+    store.set("verdict", '{"code": 6, "rank": 1, "reason": "a damaged sample"}')
+    dog = _connected(store)
+    verdict, is_own = dog.end_run(1, lambda gone: "a connection broke", about_another=True)
+    assert not is_own
+    assert verdict == watchdog.Verdict(6, 1, "a damaged sample")
+    dog.stop()
+
+
+def test_the_end_after_an_error_has_an_end(tmp_path: Path) -> None:
+    def hang() -> None:
+        store = MuteStore()
+        store.frozen.set()
+        _connected(store).end_run(6, lambda gone: "a damaged sample", about_another=False)
+
+    ended = _ended(hang, tmp_path)
+    assert ended.code == 6
+    assert ended.output == "[rank 0] error: a damaged sample\n"
+
+
+def test_the_end_of_a_run_has_an_end(tmp_path: Path) -> None:
+    ended = _ended(lambda: _connected(dist.HashStore(), 0.5).begin_end(), tmp_path)
+    assert ended.code == 5
+    assert "[rank 0] error: hang: the run is over, but its process groups did not" in ended.output
+
+
+def test_processes_that_meet_have_a_time_until_which(tmp_path: Path) -> None:
+    ended = _ended(lambda: Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "never met"), tmp_path)
+    assert ended == Ended(5, "never met\n")
+
+
+def test_an_end_that_is_due_is_not_put_off(tmp_path: Path) -> None:
+    def hang() -> None:
+        dog = Watchdog(Launch(0, 2), 9.0)
+        dog.end_within(0.5, 6, "first")
+        dog.end_within(500.0, 7, "second")
+        dog.begin_end()
+
+    started = time.monotonic()
+    assert _ended(hang, tmp_path) == Ended(7, "second\n")
+    assert time.monotonic() - started < 10.0
+
+
+def test_output_that_nobody_reads_keeps_no_process(tmp_path: Path) -> None:
+    def hang() -> None:
+        receive, send = os.pipe()
+        os.set_blocking(send, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(send, bytes(4096))
+        os.set_blocking(send, True)
+        os.dup2(send, 2)
+        Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "a report that does not fit")
+        print(receive, "another that does not fit", file=sys.stderr, flush=True)
+
+    assert _ended(hang, tmp_path).code == 5
+
+
+def test_a_call_that_forms_a_group_is_a_communication(tmp_path: Path) -> None:
+    """The journal knows nothing of it, and PyTorch would wait for it a minute longer."""
+
+    def hang() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
+
+    def watched() -> None:
+        Watchdog(Launch(0, 2), 0.5).begin(Journal())
+        hang()
+
+    ended = _ended(watched, tmp_path)
+    assert ended.code == 5
+    assert "hang in iteration 0, start-up: rank 1 did not join the communication" in ended.output

@@ -1,0 +1,216 @@
+"""Row 37: the launcher, which holds the store, freezes, and a rank is killed or stopped as well."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.distributed import start_method
+from tests.launch import start_ranks
+from tests.ports import free_port
+from tests.reliability.processes import environment, module
+from tests.reliability.scoreboard.score import Trials, expect
+
+_LIMIT = 2.0  # seconds that a rank may keep others waiting
+_PROMISE = _LIMIT + 10.0  # seconds after the last fault by which every rank has ended
+_START = 60.0  # seconds within which a rank has reached its first iteration, on a busy machine
+_PHASES = ("step", "start", "hang report", "end after an error", "end of the run", "save")
+_LAYOUTS = (
+    (),
+    ("--tensor-model-parallel-size", "2"),
+    ("--pipeline-model-parallel-size", "2"),
+    ("--zero-stage", "3"),
+    ("--DDP-impl", "torch"),
+)
+
+
+class _Job:
+    """Ranks of the faulty toy and a launcher of their own, which has only the store of torchrun.
+
+    Attributes:
+        ranks: The ranks' processes.
+        launcher: The process that holds the store.
+        struck: When the last signal was sent, by `time.monotonic`.
+    """
+
+    def __init__(self, count: int, fault: str, folder: Path, *flags: str) -> None:
+        """Start all of them."""
+        port = free_port()
+        ready = start_method().Event()
+        self.launcher: BaseProcess = start_method().Process(target=_hold_store, args=(port, ready))
+        self.launcher.start()
+        expect(ready.wait(_START), "the launcher did not start")
+        self._outputs = [folder / f"rank{rank}" for rank in range(count)]
+        variables = {**environment(fault, folder / "fault"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        words = module("--distributed-timeout-minutes", f"{_LIMIT / 60:.4f}", *flags)
+        self.ranks = start_ranks(words, variables, self._outputs, self._outputs, port=port)
+        self.struck = time.monotonic()
+        self._stopped: set[int] = set()
+
+    def output(self) -> str:
+        """Return what all ranks have printed."""
+        return "\n".join(path.read_text() for path in self._outputs if path.exists())
+
+    def freeze_launcher(self) -> None:
+        """Stop the launcher as a frozen machine would."""
+        os.kill(self.launcher.pid or 0, signal.SIGSTOP)
+        self.struck = time.monotonic()
+
+    def strike(self, rank: int, number: signal.Signals) -> None:
+        """Kill or stop a rank, if it has not ended."""
+        if self.ranks[rank].exitcode is None:
+            os.kill(self.ranks[rank].pid or 0, number)
+            self.struck = time.monotonic()
+            if number == signal.SIGSTOP:
+                self._stopped.add(rank)
+
+    def until(self, text: str) -> None:
+        """Wait until a rank has printed `text`, or all have ended."""
+        deadline = time.monotonic() + _START
+        while text not in self.output() and any(rank.exitcode is None for rank in self.ranks):
+            expect(time.monotonic() < deadline, f"no {text!r} in {self.output()[-500:]}")
+            time.sleep(0.02)
+
+    def codes(self, seconds: float) -> list[int]:
+        """Return the exit codes of the ranks that were not stopped, in their order.
+
+        Raises:
+            AssertionError: A rank has not ended this many seconds after the last signal.
+        """
+        running = [rank for i, rank in enumerate(self.ranks) if i not in self._stopped]
+        for rank in running:
+            rank.join(max(0.0, self.struck + seconds - time.monotonic()))
+        hanging = [i for i, rank in enumerate(self.ranks) if rank in running and rank.is_alive()]
+        expect(not hanging, f"ranks {hanging} hang {seconds:g} s later: {self.output()[-1000:]}")
+        return [rank.exitcode or 0 for rank in running]
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        for process in (*self.ranks, self.launcher):
+            process.kill()
+            process.join()
+
+
+def _hold_store(port: int, ready: Any) -> None:
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    ready.set()
+    while store is not None:
+        time.sleep(60)
+
+
+@contextmanager
+def _job(count: int, fault: str, folder: Path, *flags: str) -> Iterator[_Job]:
+    """Start a job, and kill what is left of it when the block ends."""
+    started = _Job(count, fault, folder, *flags)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+@dataclass(frozen=True)
+class _Attack:
+    """One attack, drawn at random.
+
+    Attributes:
+        phase: What the ranks are doing when the launcher freezes.
+        count: How many ranks there are.
+        flags: Their layout.
+        victim: The rank that is struck.
+        number: The signal for the victim, or `None` to freeze only the launcher.
+        seconds: How long after the phase began the launcher freezes.
+        apart: How long after that the victim is struck; before it if negative.
+    """
+
+    phase: str
+    count: int
+    flags: tuple[str, ...]
+    victim: int
+    number: signal.Signals | None
+    seconds: float
+    apart: float
+
+    @classmethod
+    def drawn(cls, phase: str, rng: random.Random) -> _Attack:
+        """Draw an attack on a phase."""
+        count = rng.choice((2, 2, 2, 4))
+        kill, stop = signal.SIGKILL, signal.SIGSTOP
+        numbers, longest = {
+            "start": ((None, kill, stop), 3.0),
+            "step": ((kill, kill, stop), 0.5),
+            "hang report": ((stop,), _PROMISE),
+            "end after an error": ((None, None, kill, stop), 6.0),
+            "end of the run": ((None, None, kill, stop), 1.0),
+            "save": ((kill, stop), 0.5),
+        }[phase]
+        return cls(
+            phase,
+            count,
+            rng.choice(_LAYOUTS),
+            rng.randrange(count),
+            rng.choice(numbers),
+            rng.uniform(0.0, longest),
+            rng.uniform(-0.3, 0.5),
+        )
+
+    def run(self, folder: Path) -> None:
+        """Make the attack.
+
+        Raises:
+            AssertionError: A rank did not end in time, or none said why it ended.
+        """
+        fault = "none:0:0"
+        if self.phase == "end after an error":  # of a rank that is not struck
+            fault = f"{('mistake', 'bug')[self.count // 4]}:{(self.victim + 1) % self.count}:2"
+        endless = self.phase in ("step", "hang report", "save")
+        flags = [*self.flags, "--train-iters", "1000000" if endless else "3"]
+        if self.phase == "save":
+            flags += ["--save", str(folder / "checkpoints"), "--save-interval", "1"]
+            flags += ["--keep-latest", "2", *(["--async-save"] if self.victim % 2 else [])]
+        with _job(self.count, fault, folder, *flags) as started:
+            if self.phase != "start":
+                started.until("iteration        1/")
+            self._strike(started)
+            codes = started.codes(_PROMISE + (_START if self.phase == "start" else 0.0))
+            text = started.output()
+        codes = [code for code in codes if code != -signal.SIGKILL or self.number is None]
+        expect(all(code >= 0 for code in codes), f"a rank crashed: {codes}: {text[-1000:]}")
+        expect(not endless or all(codes), f"a rank ended well: {codes}: {text[-1000:]}")
+        expect(not any(codes) or "error: " in text, f"no report: {codes}: {text[-1000:]}")
+
+    def _strike(self, started: _Job) -> None:
+        time.sleep(self.seconds if self.phase != "hang report" else 0.0)
+        strikes: list[tuple[float, Callable[[], None]]] = [(0.0, started.freeze_launcher)]
+        if self.number is not None:
+            number = self.number
+            apart = -self.seconds if self.phase == "hang report" else self.apart
+            strikes.append((apart, lambda: started.strike(self.victim, number)))
+        last = min(when for when, _ in strikes)
+        for when, strike in sorted(strikes, key=lambda each: each[0]):
+            time.sleep(when - last)
+            strike()
+            last = when
+
+
+def mute_store(folder: Path, count: int) -> Trials:
+    """Try row 37: freeze the launcher in each phase, and kill or stop a rank as well."""
+    trials, rng = Trials(), random.Random(37)
+    for number in range(count):
+        phase = _PHASES[number % len(_PHASES)]
+        attack = _Attack.drawn(phase, rng)
+        inner = folder / str(number)
+        inner.mkdir()
+        with trials.trial(f"{number}, {attack}"):
+            attack.run(inner)
+        trials.note(phase)
+    return trials
