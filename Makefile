@@ -5,6 +5,7 @@
 #                        chooses another folder, OVERWRITE=1 replaces what an earlier run left there)
 # make serve             serve the model that make demo has trained: a web page and an API
 # make test              run the test suite
+# make test-lowest       test the server with the oldest network libraries that are allowed
 # make lint              run ruff and mypy
 # Each command sets up .venv first and needs no root. PYTHON=python3.12 chooses the interpreter.
 
@@ -23,7 +24,7 @@ PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
 PY = $(VENV)/bin/python
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo serve test lint clean
+.PHONY: help setup demo serve test test-lowest lint clean
 
 help:
 	@sed -n '/^# /s/^# //p;/^$$/q' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +41,9 @@ serve: setup
 
 test: setup
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+test-lowest: setup
+	OMP_NUM_THREADS=1 $(PY) tools/test_lowest.py
 
 lint: setup
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \

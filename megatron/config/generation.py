@@ -51,6 +51,8 @@ class ServerConfig:
         cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used.
         max_body_bytes: Maximum size of a request body. Larger requests are refused.
         request_timeout: Time limit for a single answer.
+        log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
+            the request has no_log.
     """
 
     host: str = "127.0.0.1"
@@ -69,6 +71,7 @@ class ServerConfig:
     cache_tokens: int | None = flag(None, unit="tokens", at_least=1)
     max_body_bytes: int = flag(1 << 20, unit="bytes", at_least=1)
     request_timeout: float = flag(600.0, unit="seconds", above=0)
+    log_requests: bool = False
 
 
 def server_problems(server: ServerConfig) -> list[str]:

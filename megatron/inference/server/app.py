@@ -38,8 +38,6 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
-# Paths that need no token: the health check, and the page, which holds no secrets and asks for it.
-_OPEN_PATHS = frozenset({"/health", *_PAGE})
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -107,21 +105,25 @@ def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics)
     def endpoint(path: str, handle: Handler, *methods: str) -> Route:
         return Route(path, Endpoint(handle, settings), methods=methods)
 
+    # Routes that need no token: the health check, and the page, which holds no secrets and asks for
+    # the token.
+    open_routes = [Route("/health", health), *(Route(path, page_file) for path in _PAGE)]
     routes = [
         endpoint("/api", MegatronApi(service).handle, "PUT", "POST"),
         endpoint("/v1/completions", openai.complete, "POST"),
         endpoint("/v1/chat/completions", openai.chat, "POST"),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/health", health),
         Route("/metrics", current_metrics),
         Route("/openapi.json", openapi),
-        *(Route(path, page_file) for path in _PAGE),
+        *open_routes,
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, ApiError: refusal})
-    app.router.redirect_slashes = False
+    open_app = Starlette(routes=open_routes, exception_handlers={HTTPException: _needs_token})
+    for each in (app, open_app):
+        each.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes)
-    return Measured(Guard(app, settings.token, _OPEN_PATHS), metrics, paths)
+    return Measured(Guard(app, open_app, settings.token), metrics, paths)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -129,10 +131,21 @@ async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = error.headers or {}
     reason = f"use {headers.get('Allow', '')}" if error.status_code == 405 else error.detail
-    message = f"{request.method} {request.url.path}: {reason}"
+    message = f"{request.method} {request.scope['path']}: {reason}"
     response = error_response(ApiError(error.status_code, message))
     response.headers.update(headers)
     return response
+
+
+async def _needs_token(_: Request, __: Exception) -> Response:
+    """Answer a request without the token for anything but an open route."""
+    return error_response(
+        ApiError(
+            401,
+            "send the header Authorization: Bearer TOKEN, with the token of the server's "
+            "--auth-token-file",
+        )
+    )
 
 
 @cache  # built on the first request for it, because that takes longer than all other routes

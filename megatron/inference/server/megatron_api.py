@@ -55,7 +55,7 @@ class MegatronRequest(BaseModel):
         stop_on_eol: End an answer after a line.
         prevent_newline_after_colon: Never choose a new line right after a colon.
         random_seed: Seed for sampling. The same seed gives the same answers.
-        no_log: Do not write this request to the server's log.
+        no_log: Do not write this request to the server's log, even under --log-requests.
         beam_width: Number of beams. A beam search returns this many best answers instead of
             sampling.
         stop_token: Token that ends the answers of a beam search. The default is the tokenizer's
@@ -216,7 +216,7 @@ class MegatronApi:
             ApiError: The request is invalid. The message is Megatron's.
         """
         service, request = self._service, read_contract(body)
-        if not request.no_log:
+        if service.settings.server.log_requests and not request.no_log:
             logger.info("/api %.2000s", dict(body))
         start = service.begun(()) if request.add_BOS else ()
         # A tokenizer may give no tokens for a text, which then counts as empty.

@@ -25,45 +25,59 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 class Guard:
     """Access control by a token, or if there is no token by the Host header.
 
-    With a token, clients must send `Authorization: Bearer TOKEN`. Without one, the Host header must
-    name this machine. Another site's page can make its own host name point here (DNS rebinding),
-    but then the Host header has that name.
+    With a token, clients must send `Authorization: Bearer TOKEN`. A request without it is passed to
+    an application that has only the open routes. It cannot reach any other route, however its path
+    is spelled, because the guard itself never reads the path.
+
+    Without a token, the Host header must name this machine. Another site's page can make its own
+    host name point here (DNS rebinding), but then the Host header has that name.
 
     Attributes:
-        app: The protected application.
+        app: The application with all routes.
+        open_app: The application with the routes that need no token.
         token: Token that clients must send. `None` admits only clients on this machine.
-        open_paths: Paths that need no token.
     """
 
     app: ASGIApp
+    open_app: ASGIApp
     token: str | None
-    open_paths: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
-        app = self.app if refusal is None else error_response(refusal)
-        await app(scope, receive, send)
+        """Pass a request on, or refuse it.
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if self.token is None:
-            host = headers.get("host", "")
-            # `localhost` of `localhost:5000`, `::1` of `[::1]:5000`.
-            is_ipv6 = host.startswith("[")
-            name = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
-            if name in LOOPBACK:
-                return None
-            return ApiError(403, f"Host header {host!r} is not allowed: send requests to localhost")
+        Raises:
+            NotImplementedError: The scope is not an HTTP request.
+        """
+        if scope["type"] != "http":
+            raise NotImplementedError(f"{scope['type']} is not served")
+        headers = Headers(scope=scope)
+        await self._choose(headers)(scope, receive, send)
+
+    def _choose(self, headers: Headers) -> ASGIApp:
+        """Return the application that answers a request with these headers."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy may believe the other one, and then sees other requests in the same bytes.
+            message = "Content-Length and Transfer-Encoding exclude each other: send one of them"
+            response = error_response(ApiError(400, message))
+            response.headers["Connection"] = "close"
+            return response
+        if self.token is not None:
+            return self.app if self._has_token(headers) else self.open_app
+        host = headers.get("host", "")
+        # `localhost` of `localhost:5000`, `::1` of `[::1]:5000`.
+        is_ipv6 = host.startswith("[")
+        name = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
+        if name in LOOPBACK:
+            return self.app
+        message = f"Host header {host!r} is not allowed: send requests to localhost"
+        return error_response(ApiError(403, message))
+
+    def _has_token(self, headers: Headers) -> bool:
+        assert self.token is not None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # Compare in constant time, so that the delay does not reveal how much of a guess is right.
         is_right = hmac.compare_digest(given.strip().encode(), self.token.encode())
-        if path in self.open_paths or (is_right and scheme.lower() == "bearer"):
-            return None
-        return ApiError(
-            401,
-            "send the header Authorization: Bearer TOKEN, with the token of the server's "
-            "--auth-token-file",
-        )
+        return is_right and scheme.lower() == "bearer"
 
 
 class Metrics(Collector):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message
 
 from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError
+from megatron.inference.server.middleware import Guard
 from megatron.inference.server.run import find_token, take_address, url_of
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
+from tests.inference.server.strangers import try_to_enter
 
 TOKEN = "0123456789abcdef0123"
 
@@ -50,6 +57,71 @@ def test_the_token_opens(closed: Live) -> None:
 @pytest.mark.parametrize("path", ["/health", "/", "/page.js"])
 def test_health_and_the_page_are_open(closed: Live, path: str) -> None:
     assert closed.client.get(path).status_code == 200
+
+
+def test_no_spelling_of_a_path_is_let_in(closed: Live) -> None:
+    seen = len(closed.engine.seen)
+    entered = try_to_enter("127.0.0.1", closed.port, 1000)
+    assert not entered.faults, "\n".join(entered.faults[:5])
+    assert entered.statuses[401] > 300
+    assert len(closed.engine.seen) == seen
+
+
+@pytest.mark.parametrize("path", ["/hea%09lth", "/metrics%3f/health", "//health", "/health/"])
+def test_only_exact_paths_are_open(closed: Live, path: str) -> None:
+    # A path alone would lose its double slash on the way.
+    assert closed.client.get(f"http://127.0.0.1:{closed.port}{path}").status_code == 401
+
+
+@pytest.mark.parametrize("kind", ["websocket", "lifespan", "other"])
+def test_only_http_is_served(kind: str) -> None:
+    async def app(*_: object) -> None:
+        pytest.fail("the request was passed on")
+
+    for token in (None, TOKEN):
+        guard = Guard(app, app, token)
+        with pytest.raises(NotImplementedError):
+            asyncio.run(guard({"type": kind, "path": "/health", "headers": []}, app, app))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("root_path", ["/v1", "/health", "/health/.."])
+def test_a_root_path_opens_nothing(root_path: str) -> None:
+    # A server may set it; Starlette's routes then see less than the whole path.
+    async def secret(_: Request) -> Response:
+        return Response("secret")
+
+    async def opened(_: Request) -> Response:
+        return Response("open")
+
+    app = Router([Route("/models", secret), Route("/v1/models", secret)])
+    guard = Guard(app, Router([Route("/health", opened)]), TOKEN)
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    for path in ("/models", "/v1/models", "/health/models", "/health/../models", "/health"):
+        scope = {"type": "http", "path": path, "root_path": root_path, "headers": []}
+        asyncio.run(guard({**scope, "method": "GET"}, receive, send))
+    bodies = {message.get("body") for message in sent}
+    assert b"secret" not in bodies
+    assert bodies <= {None, b"open", b"Not Found"}
+
+
+def test_two_lengths_of_one_body_are_refused(closed: Live, live: Live) -> None:
+    # A proxy that believes the other length would see a second request in the same bytes.
+    head = "PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {TOKEN}\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n"
+    data = head.encode() + b"\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for server in (closed, live):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(data)
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
 
 
 @pytest.mark.parametrize("host", ["localhost:5000", "127.0.0.1", "[::1]:5000", "LOCALHOST"])

@@ -277,3 +277,19 @@ def test_flags_stand_in_where_a_request_is_silent(tokenizer_folder: Path) -> Non
         assert (sampling.temperature, sampling.top_p) == (0.5, 0.9)
         named = _sampling_of(live, top_k=3)
         assert (named.top_k, named.top_p) == (3, 0.0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_logged_only_if_asked_for(
+    asked: bool, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine()
+    server = ServerConfig(log_requests=asked)
+    caplog.set_level("INFO")
+    with running(engine, make_settings(tokenizer_folder, engine, server=server)) as live:
+        live.put({"prompts": ["a secret"], "tokens_to_generate": 1})
+        live.put({"prompts": ["not for logs"], "tokens_to_generate": 1, "no_log": True})
+        live.post("/v1/completions", {"prompt": "an own one", "max_tokens": 1})
+    assert ("a secret" in caplog.text) == asked
+    assert "not for logs" not in caplog.text
+    assert "an own one" not in caplog.text

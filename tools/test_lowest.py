@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""Run tests with the oldest network libraries that pyproject.toml allows.
+
+make test-lowest
+
+The libraries are installed into a virtual environment of their own, build/lowest, beside which all
+other packages are those of the environment that runs this command.
+"""
+
+from __future__ import annotations
+
+import re
+import site
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+# The libraries that read what clients send.
+LIBRARIES = ("starlette", "uvicorn", "h11", "Jinja2", "prometheus-client", "pydantic", "orjson")
+_TESTS = ("tests/inference/server",)
+
+
+def lowest() -> list[str]:
+    """Return the network libraries, each pinned to the lowest version that is allowed.
+
+    Raises:
+        KeyError: A library is not in pyproject.toml, or has no lowest version there.
+    """
+    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    entries = tomllib.loads(text)["project"]["dependencies"]
+    floors = dict(match.groups() for entry in entries if (match := re.match(r"(.+)>=(.+)", entry)))
+    return [f"{name}=={floors[name]}" for name in LIBRARIES]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Install the versions, run pytest with its arguments, and return pytest's exit code."""
+    tests = list(sys.argv[1:] if argv is None else argv) or list(_TESTS)
+    folder = _ROOT / "build" / "lowest"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder)
+    (own,) = folder.glob("lib/python*/site-packages")
+    # Packages that are not installed here are found in the other environment.
+    (own / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    install = [python, "-m", "pip", "install", "--quiet", "--ignore-installed", *lowest()]
+    subprocess.run(install, check=True)
+    print(" ".join(lowest()))
+    return subprocess.run([python, "-m", "pytest", *tests], cwd=_ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
