@@ -32,7 +32,7 @@ def lowest() -> list[str]:
     """
     text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     entries = tomllib.loads(text)["project"]["dependencies"]
-    floors = dict(match.groups() for entry in entries if (match := re.match(r"(.+)>=(.+)", entry)))
+    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(entries), re.MULTILINE))
     return [f"{name}=={floors[name]}" for name in LIBRARIES]
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (own,) = folder.glob("lib/python*/site-packages")
     # Packages that are not installed here are found in the other environment.
     (own / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    install = [python, "-m", "pip", "install", "--quiet", "--ignore-installed", *lowest()]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--ignore-installed", *lowest()]
     subprocess.run(install, check=True)
     print(" ".join(lowest()))
     return subprocess.run([python, "-m", "pytest", *tests], cwd=_ROOT, check=False).returncode
