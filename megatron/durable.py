@@ -1,14 +1,21 @@
-"""Files that are written completely or not at all, even if the process or machine fails."""
+"""Files that are written completely or not at all, even if the process or machine fails.
+
+Every temporary file of the package is made by `create`, so nobody can prepare its name. What is
+loaded from a folder that others may write to is opened by `open_trusted`.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from megatron.errors import ConfigError, StorageError, warn
 
@@ -70,17 +77,65 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def create(path: Path, buffering: int = -1) -> BinaryIO:
+    """Create a file, which others may read but not write, and open it for writing and reading.
+
+    Raises:
+        FileExistsError: The name is taken, even if only by a link. A link is never followed.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "x+b", buffering, opener=lambda name, _: os.open(name, flags, 0o644))
+
+
+def open_trusted(path: Path, *owners: int) -> BufferedReader:
+    """Open a file for reading that only this user, root or one of `owners` can have written.
+
+    The check is made on the open file, so the name may be given to another file meanwhile.
+
+    Raises:
+        OSError: The file cannot be opened, is a link or not a regular file, belongs to another
+            user, or is writable by others.
+    """
+
+    def open_checked(name: str, flags: int) -> int:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        found = os.fstat(descriptor)
+        is_ours = found.st_uid in (os.getuid(), 0, *owners) and not found.st_mode & 0o022
+        if not (stat.S_ISREG(found.st_mode) and is_ours):
+            os.close(descriptor)
+            raise PermissionError(errno.EPERM, "other users may have written it", name)
+        return descriptor
+
+    return open(path, "rb", opener=open_checked)
+
+
+def private_folder(path: Path) -> Path:
+    """Return the path of a folder with mode 0700, which is created if it does not exist.
+
+    Raises:
+        OSError: It cannot be created, is a link, belongs to another user, or is open to others.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(path))
+    return path
+
+
 @contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
+def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file and flush it to the disk. The folder is not flushed."""
-    with open(path, "xb") as file:
+    with create(path) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
+def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that gets its name if the body succeeds and is removed if it fails.
 
     The folder is not flushed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron.durable import private_folder
 from megatron.errors import ConfigError
 
 LOCAL_RANK_ENV = "LOCAL_RANK"
@@ -44,12 +45,21 @@ def cuda_home() -> Path | None:
     return Path(found) if found else None
 
 
-def cache_folder() -> Path:
-    """Return the folder for compiled code: MEGATRON_CACHE, or one in the user's cache folder.
+def private_cache(name: str) -> Path:
+    """Return this user's own folder for files that are compiled or kept between sessions.
+
+    It is in the folder that MEGATRON_CACHE names, or in the user's cache folder. The name ends with
+    the user's number, so that several users can share MEGATRON_CACHE. Nobody else may enter it.
+
+    Args:
+        name: What is kept in the folder.
 
     Raises:
+        OSError: The folder cannot be created, or is not this user's alone.
         RuntimeError: The user has no home folder.
     """
     if asked := os.environ.get("MEGATRON_CACHE"):
-        return Path(asked).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
+        base = Path(asked).expanduser()
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
+    return private_folder(base / f"{name}-{os.getuid()}")

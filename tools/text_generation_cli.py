@@ -25,7 +25,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.environment import cache_folder
+from megatron.environment import private_cache
 from megatron.errors import UserError
 
 _HELP = """\
@@ -305,8 +305,8 @@ def _history() -> Iterator[None]:
         yield
         return
     try:
-        path = cache_folder() / "text_generation_history"
-    except RuntimeError:  # a user without a home folder
+        path = private_cache("text_generation") / "history"
+    except (OSError, RuntimeError):  # a user without a home folder, or whose disk is full
         yield
         return
     with contextlib.suppress(OSError):
@@ -316,7 +316,6 @@ def _history() -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
 
 

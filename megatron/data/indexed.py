@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.durable import sync_folder, writing_to
+from megatron.durable import TEMPORARY, beside, create, sync_folder, writing_to
 from megatron.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -267,9 +267,8 @@ class IndexedDatasetBuilder:
             )
 
     def _create(self, suffix: str) -> BinaryIO:
-        # In the same folder, so that the last step is a rename; named by process, so that two runs
-        # never write into one file.
-        return open(f"{self.prefix}.{suffix}.tmp-{os.getpid()}", "w+b", buffering=1 << 20)
+        # In the same folder, so that the last step is a rename.
+        return create(beside(Path(f"{self.prefix}.{suffix}"), TEMPORARY), buffering=1 << 20)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         """Return the builder."""

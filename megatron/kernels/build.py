@@ -1,12 +1,17 @@
 """Compilation of the CUDA sources beside this file into a shared library, which is cached.
 
 It needs nvcc but no GPU, and does not import torch, so that `pip install` can use it. A library
-serves one GPU architecture. Its file name says what it was made from, so a stale one is never used:
-`kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>.so`.
+serves one GPU architecture. Its file name says what it was made from and what is in it, so a stale
+or damaged one is never used:
+
+    kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>-<digest of the file>.so
+
+A library runs as this user, so it is only loaded if nobody else can have written it (`open_built`).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -18,8 +23,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
+from megatron.durable import open_trusted, replace_file
 from megatron.environment import cuda_home
 
 HERE = Path(__file__).parent
@@ -124,9 +131,45 @@ def digest() -> str:
     return state.hexdigest()[:16]
 
 
-def find_built(architecture: str, folder: Path) -> Path | None:
-    """Return a library in `folder` that any nvcc made from these sources."""
-    return next(folder.glob(f"kernels-{architecture}-{digest()}-cuda*.so"), None)
+def find_built(architecture: str, folder: Path, say: Say, version: str = "*") -> Path | None:
+    """Return a sound library in `folder` that was made from these sources, or `None`.
+
+    Args:
+        architecture: "sm_90a".
+        folder: The cache, or the folder that `pip install` fills.
+        say: Prints one line about each library that is not used.
+        version: The version of nvcc that made the library. By default any will do.
+    """
+    reasons = []
+    for path in sorted(folder.glob(f"kernels-{architecture}-{digest()}-cuda{version}-*.so")):
+        try:
+            os.close(open_built(path))
+        except OSError as error:
+            reasons.append(f"fused kernels: {path} is not used: {error.strerror}")
+        else:
+            return path
+    for reason in reasons:
+        say(reason)
+    return None
+
+
+def open_built(path: Path) -> int:
+    """Return a descriptor of a library that is safe to load.
+
+    Nobody but this user, root or the owner of this package, who may run code here anyway, can have
+    written the file, and its bytes match the digest in its name.
+
+    Raises:
+        OSError: The file is missing, foreign or damaged.
+    """
+    with open_trusted(path, HERE.stat().st_uid) as file:
+        if not path.stem.endswith(f"-{_digest_of(file)}"):
+            raise OSError(errno.EBADMSG, "it is damaged: delete it", str(path))
+        return os.dup(file.fileno())
+
+
+def _digest_of(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
 def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
@@ -142,46 +185,58 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
         BuildError: There is no compiler or no place to write, or the compiler fails.
     """
     compiler = find_compiler()
-    target = folder / f"kernels-{architecture}-{digest()}-cuda{compiler.version}.so"
+    stem = f"kernels-{architecture}-{digest()}-cuda{compiler.version}"
     started = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(target.with_suffix(".lock"), say_waiting):
-            if target.exists():
-                return target
-            failed = target.with_suffix(".failed")
+        with _alone(folder / f"{stem}.lock", say_waiting):
+            found = find_built(architecture, folder, say_nothing, compiler.version)
+            if found is not None:
+                return found
+            failed = folder / f"{stem}.failed"
             if failed.exists() and failed.stat().st_mtime >= started:
                 raise BuildError(failed.read_text(encoding="utf-8"))  # another process just tried
             try:
-                _make(compiler, architecture, target, say)
+                made = _make(compiler, architecture, folder / stem, say)
             except BuildError as error:
-                failed.write_text(str(error), encoding="utf-8")
+                replace_file(failed, str(error).encode())
                 raise
             failed.unlink(missing_ok=True)
+            return made
     except OSError as error:
         raise BuildError(
             f"cannot write to {folder} ({error.strerror}): set MEGATRON_CACHE to another folder"
         ) from None
-    return target
 
 
-def _make(compiler: Compiler, architecture: str, target: Path, say: Say) -> None:
+def _make(compiler: Compiler, architecture: str, stem: Path, say: Say) -> Path:
+    """Compile a library, and keep it as `stem` with its digest appended."""
     sources = source_files()
     say(
         f"fused kernels: compiling {len(sources)} CUDA files for {architecture} with nvcc "
         f"{compiler.version}, once; less than a minute"
     )
     started = time.monotonic()
-    for left in target.parent.glob(f"{_SCRATCH}*"):  # by killed builds; another may be running
+    for left in stem.parent.glob(f"{_SCRATCH}*"):  # by killed builds; another may be running
         with suppress(FileNotFoundError):  # another process removes them too
             if time.time() - left.stat().st_mtime > LEFT_AFTER:
                 shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
-        made = compile_sources(compiler, architecture, Path(scratch), say=say)
-        with made.open("rb+") as file:
-            os.fsync(file.fileno())
-        made.replace(target)  # nobody ever sees half a library, even if the machine goes down
-    say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {target}")
+    with tempfile.TemporaryDirectory(dir=stem.parent, prefix=_SCRATCH) as scratch:
+        kept = keep(compile_sources(compiler, architecture, Path(scratch), say=say), stem)
+    say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {kept}")
+    return kept
+
+
+def keep(made: Path, stem: Path) -> Path:
+    """Rename a library to `stem` with its digest appended, and return its path.
+
+    Nobody ever sees half a library, even if the machine goes down.
+    """
+    with made.open("rb") as file:
+        kept = stem.with_name(f"{stem.name}-{_digest_of(file)}.so")
+        os.fchmod(file.fileno(), 0o644)
+        os.fsync(file.fileno())
+    return made.replace(kept)
 
 
 def compile_sources(
@@ -294,7 +349,8 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
     """
     import fcntl
 
-    with path.open("w") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o644), "rb") as file:
         started, said = time.monotonic(), False
         while True:
             try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.device import cuda_release, stream_handle
+from megatron.kernels.library import system_library
 
 _COMPUTE_32F = 68
 _TYPES = {  # cudaDataType
@@ -77,7 +78,7 @@ class CublasLt:
         Raises:
             OSError: There is no such library.
         """
-        self._library = ctypes.CDLL(f"libcublasLt.so.{cuda_release()}")
+        self._library = system_library(f"libcublasLt.so.{cuda_release()}")
         self._library.cublasLtMatmul.argtypes = [_POINTER] * 14 + [_SIZE, _POINTER]
         self._handles: dict[int, ctypes.c_void_p] = {}
 

@@ -25,9 +25,17 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device, current_gpu, stream_handle
-from megatron.environment import cache_folder, local_rank
+from megatron.environment import local_rank, private_cache
 from megatron.errors import say_on_stderr
-from megatron.kernels.build import PREBUILT, BuildError, build, find_built, name_of, say_nothing
+from megatron.kernels.build import (
+    PREBUILT,
+    BuildError,
+    build,
+    find_built,
+    name_of,
+    open_built,
+    say_nothing,
+)
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # common.cuh has the same
@@ -74,13 +82,15 @@ class KernelLibrary:
         """Load the library.
 
         Args:
-            path: The shared library's file.
+            path: The shared library's file, as `build` names it.
 
         Raises:
-            OSError: The file cannot be loaded.
+            OSError: The file is foreign or damaged (`open_built`), or cannot be loaded.
         """
         self.path = str(path)
-        self._loaded = ctypes.CDLL(str(path))
+        # Load exactly the file that was checked, whatever has its name by now. The descriptor stays
+        # open: the dynamic linker would take a later library of the same number for this one.
+        self._loaded = ctypes.CDLL(f"/proc/self/fd/{open_built(Path(path))}")
         self._thread = _Thread()
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
         for name in ("error_name", "error_text"):
@@ -154,6 +164,15 @@ def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], T
     if first is None:
         raise KernelError(f"{kernel.name} takes tensors")
     return values, first
+
+
+def system_library(name: str) -> ctypes.CDLL:
+    """Return a library that the dynamic linker finds by its name, such as one that PyTorch loaded.
+
+    Raises:
+        OSError: There is none.
+    """
+    return ctypes.CDLL(name)
 
 
 @cache
@@ -387,14 +406,17 @@ def find_or_build(architecture: str) -> Path:
     Raises:
         BuildError: There is no file, and it cannot be compiled.
     """
-    installed = find_built(architecture, PREBUILT)
+    say = say_on_stderr if local_rank() == 0 else say_nothing
+    installed = find_built(architecture, PREBUILT, say)
     if installed is not None:
         return installed
     try:
-        folder = cache_folder() / "kernels"
+        folder = private_cache("kernels")
     except RuntimeError:  # perhaps in a container that does not know its user
         raise BuildError("this user has no home folder: set MEGATRON_CACHE to a folder") from None
-    say_waiting = say_on_stderr if local_rank() == 0 else say_nothing
-    return find_built(architecture, folder) or build(
-        architecture, folder, say_on_stderr, say_waiting
-    )
+    except OSError as error:
+        raise BuildError(
+            f"{error.filename} cannot hold compiled kernels ({error.strerror}): set MEGATRON_CACHE "
+            "to another folder"
+        ) from None
+    return find_built(architecture, folder, say) or build(architecture, folder, say_on_stderr, say)

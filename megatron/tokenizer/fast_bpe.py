@@ -10,8 +10,8 @@ checked to have the same merges. Its name is
 
     <digest of its source>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
 
-so that the vocabulary need not be parsed, and a stale or damaged file is not used. The folder can
-be deleted at any time.
+so that the vocabulary need not be parsed, and a stale or damaged file is not used. Only this user
+may enter the folder, which can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import importlib.util
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -30,7 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.environment import cache_folder
+from megatron.durable import open_trusted, renamed_when_done
+from megatron.environment import private_cache
 from megatron.tokenizer.files import digest
 
 # Contractions, words, numbers, punctuation (the last three with the space before), white space.
@@ -71,7 +71,7 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
     model = {"type": "BPE", "vocab": vocab, "merges": merges}
     pipeline = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "model": model}
     encoder = GigatokenEncoder(partial(load_hf_json, orjson.dumps(pipeline)))
-    with contextlib.suppress(OSError, RuntimeError):  # the cache is optional
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # the cache is optional
         _keep_compiled(key, vocab, merges, end, encoder.backend)
     return encoder
 
@@ -86,9 +86,11 @@ def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
     if importlib.util.find_spec("gigatoken") is None:
         return None
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        for path in (cache_folder() / "tokenizers").glob(f"{key}-*-*-*.tiktoken"):
+        for path in private_cache("tokenizers").glob(f"{key}-*-*-*.tiktoken"):
             _, size, end, _ = path.stem.split("-")
-            if path.name == _compiled_name(key, int(size), int(end), path.read_bytes()):
+            with open_trusted(path) as file:
+                data = file.read()
+            if path.name == _compiled_name(key, int(size), int(end), data):
                 encoder = GigatokenEncoder(partial(_load_compiled, path))
                 return encoder, int(size), int(end)
     return None
@@ -150,30 +152,32 @@ Encoder = GigatokenEncoder | TiktokenEncoder
 def _keep_compiled(
     key: str, vocab: Mapping[str, int], merges: Sequence[str], end: int, encoder: Any
 ) -> None:
-    """Write a compiled file, if such a file can hold an equal encoder."""
+    """Write a compiled file, if such a file can hold an equal encoder.
+
+    Raises:
+        OSError: The folder cannot be written to, or other users may enter it.
+        RuntimeError: The user has no home folder.
+        ValueError: The compiled file does not give the same merges.
+    """
     table = byte_of_character()
     entries = [*sorted(table, key=vocab.__getitem__), *(merge.replace(" ", "") for merge in merges)]
     if any(vocab[entry] != i for i, entry in enumerate(entries)):
         return
     pieces = [base64.b64encode(bytes(table[character] for character in e)) for e in entries]
     data = b"".join(b"%b %d\n" % (piece, rank) for rank, piece in enumerate(pieces))
-    folder = cache_folder() / "tokenizers"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = _compiled_name(key, len(vocab), end, data)
-    temporary = folder / f"{name}.tmp-{os.getpid()}"
-    try:
-        temporary.write_bytes(data)
-        if _load_compiled(temporary).merges == encoder.merges:
-            os.replace(temporary, folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    path = private_cache("tokenizers") / _compiled_name(key, len(vocab), end, data)
+    with renamed_when_done(path) as file:
+        file.write(data)
+        file.flush()
+        if _load_compiled(file.name).merges != encoder.merges:
+            raise ValueError(f"{path} would not have the same merges")
 
 
 def _compiled_name(key: str, vocab_size: int, end: int, data: bytes) -> str:
     return f"{key}-{vocab_size}-{end}-{digest(str(vocab_size), str(end), data)}.tiktoken"
 
 
-def _load_compiled(path: Path) -> Any:
+def _load_compiled(path: Path | str) -> Any:
     from gigatoken.gigatoken_rs import BPETokenizer
 
     return BPETokenizer.from_tiktoken(path, "gpt2", {})

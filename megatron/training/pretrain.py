@@ -16,7 +16,7 @@ from megatron.config.parser import Program, parse_config
 from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
-from megatron.durable import writing_to
+from megatron.durable import replace_file, writing_to
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
 from megatron.models.plan import model_plan
 from megatron.processes.launch import Launch
@@ -123,7 +123,7 @@ def pretrain(
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):
                 stack.enter_context(save_lock(folder))  # keeps other jobs out
-                (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+                replace_file(folder / "config.yaml", dump(config).encode())
         # Open writers before the model is built, so that an unwritable path is reported at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:

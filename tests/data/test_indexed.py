@@ -263,3 +263,23 @@ def test_real_files_are_copied_to_the_byte(
             Path(f"{tmp_path / 'copy'}{suffix}").read_bytes()
             == Path(f"{source}{suffix}").read_bytes()
         )
+
+
+def test_links_under_temporary_names_are_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, suffixes = tmp_path / "victim", ("bin", "idx", "lengths", "documents")
+    victim.write_text("precious")
+    for suffix in suffixes:  # as temporary files were called once
+        (tmp_path / f"out.{suffix}.tmp-{os.getpid()}").symlink_to(victim)
+    tokens = write_random(tmp_path / "out")
+    assert sum(read_all(tmp_path / "out"), []) == tokens.tolist()
+    # Not even under a name that an attacker has guessed.
+    monkeypatch.setattr(indexed, "beside", lambda path, kind: path.with_name(f"{path.name}.tmp"))
+    for suffix in suffixes:
+        (tmp_path / f"out.{suffix}.tmp").symlink_to(victim)
+        with pytest.raises(StorageError, match=r"out\.\w+\.tmp: File exists"):
+            write_random(tmp_path / "out")
+        for left in tmp_path.glob("out.*.tmp"):
+            left.unlink()
+    assert victim.read_text() == "precious"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.build import find_compiler, source_files
+from megatron.kernels.build import find_compiler, keep, source_files
 from megatron.kernels.library import KernelLibrary, find_library
 
 HERE = Path(__file__).parent
@@ -34,15 +34,15 @@ def emulated(tmp_path_factory) -> KernelLibrary:
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
     folder.mkdir(exist_ok=True)
-    library = folder / "emulated.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            _compile(library)
+        if not [*folder.glob("emulated-*.so")]:
+            keep(_compile(folder), folder / "emulated")
+    (library,) = folder.glob("emulated-*.so")
     return KernelLibrary(library)
 
 
-def _compile(library: Path) -> None:
+def _compile(folder: Path) -> Path:
     nvcc = str(find_compiler().path)
     flags = ["-x", "c++", "-O1", "-std=c++17", "-U_FORTIFY_SOURCE", "-Xcompiler", "-fPIC,-w"]
     if SANITIZERS:
@@ -51,7 +51,7 @@ def _compile(library: Path) -> None:
     header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
 
     def translate(source: Path) -> str:
-        made = str(library.with_name(source.stem + ".o"))
+        made = str(folder / (source.stem + ".o"))
         command = [nvcc, *flags, *header, "-c", str(source), "-o", made]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -59,11 +59,11 @@ def _compile(library: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(translate, [*source_files(), HERE / "emulator.cpp"]))
-    linked = library.with_suffix(".new")
+    linked = folder / "linked.so"
     sanitize = [f"-fsanitize={SANITIZERS}"] if SANITIZERS else []
     command = ["g++", "-shared", *sanitize, "-Wl,-Bsymbolic", *objects, "-o", str(linked)]
     subprocess.run(command, check=True)
-    linked.rename(library)
+    return linked
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -127,14 +128,14 @@ pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_text("made")
 def test_is_compiled_once_and_found_again(tmp_path, counting_nvcc):
     said = []
     folder = tmp_path / "cache"
-    assert find_built("sm_90a", folder) is None
+    assert find_built("sm_90a", folder, pytest.fail) is None
     path = building.build("sm_90a", folder, said.append, said.append)
     assert path.read_text() == "made"
     assert len(counting_nvcc.read_text()) == len(building.source_files()) + 1  # and the linking
     assert len(said) == 2
     assert "sm_90a" in said[0]
-    assert find_built("sm_90a", folder) == path
-    assert find_built("sm_80", folder) is None
+    assert find_built("sm_90a", folder, pytest.fail) == path
+    assert find_built("sm_80", folder, pytest.fail) is None
     assert building.build("sm_90a", folder, said.append, said.append) == path
     assert len(said) == 2
 
@@ -159,7 +160,7 @@ def test_changed_sources_are_compiled_again(tmp_path, counting_nvcc, monkeypatch
     shutil.copytree(building.HERE / "cuda", copy / "cuda")
     (copy / "cuda" / "common.cuh").write_text("// another")
     monkeypatch.setattr(building, "HERE", copy)
-    assert find_built("sm_90a", tmp_path / "cache") is None
+    assert find_built("sm_90a", tmp_path / "cache", pytest.fail) is None
     assert building.build("sm_90a", tmp_path / "cache", print, print) != first
 
 
@@ -176,7 +177,7 @@ def test_a_failing_nvcc_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
     with pytest.raises(BuildError, match="expected a semicolon"):
         building.build("sm_90a", tmp_path / "cache", print, print)
-    assert find_built("sm_90a", tmp_path / "cache") is None
+    assert find_built("sm_90a", tmp_path / "cache", pytest.fail) is None
 
 
 def test_an_nvcc_that_speaks_in_another_encoding_is_quoted(tmp_path, monkeypatch):
@@ -345,8 +346,9 @@ open(sys.argv[sys.argv.index("-o") + 1], "w").close()
         ("hopper", "GPU architecture 'hopper' is not of the form sm_90a"),
     ):
         assert f"fused kernels: not compiled for {architecture}: {reason}\n" in done.stderr
-    made = (tmp_path / "lib" / "megatron" / "kernels" / "built").iterdir()
-    assert [path.name for path in made] == [f"kernels-sm_90a-{building.digest()}-cuda99.1.so"]
+    (made,) = (tmp_path / "lib" / "megatron" / "kernels" / "built").iterdir()
+    content = hashlib.sha256(made.read_bytes()).hexdigest()[:32]
+    assert made.name == f"kernels-sm_90a-{building.digest()}-cuda99.1-{content}.so"
 
 
 @pytest.fixture
@@ -395,3 +397,138 @@ def test_a_library_that_does_not_run_here_is_left_alone(
 
     monkeypatch.setattr(library, "KernelLibrary", Refused)
     _is_off(gpu, capsys, "cudaErrorInsufficientDriver", "update the driver")
+
+
+@pytest.fixture
+def planted(tmp_path, gpu, monkeypatch):
+    """The bytes of a library that leaves a mark when it is loaded, the mark and the cache.
+
+    There is no compiler, so that what is found in the cache is all there is.
+    """
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    mark, source = tmp_path / "mark", tmp_path / "planted.c"
+    source.write_text(
+        f'#include <fcntl.h>\n__attribute__((constructor)) void run() {{ creat("{mark}", 420); }}'
+    )
+    made = tmp_path / "planted.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "shared"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda n, path=None: real(n, path=str(tmp_path)))
+    return made.read_bytes(), mark, tmp_path / "shared" / f"kernels-{os.getuid()}"
+
+
+def _named(content):
+    """The name that a build would give to this library."""
+    digest = hashlib.sha256(content).hexdigest()[:32]
+    return f"kernels-sm_90a-{building.digest()}-cuda13.0-{digest}.so"
+
+
+def test_a_library_of_this_user_in_the_private_folder_is_loaded(gpu, planted):
+    """The attacks below fail because of what they change."""
+    content, mark, folder = planted
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / _named(content)).write_bytes(content)
+    library.find_library.__wrapped__(gpu)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("folder_name", ["kernels", "kernels-UID"])
+@pytest.mark.parametrize("file_name", ["kernels-sm_90a-SOURCES-cuda13.0.so", "digest"])
+def test_a_library_in_a_folder_that_others_may_enter_is_not_loaded(
+    gpu, planted, capsys, folder_name, file_name
+):
+    content, mark, private = planted
+    folder = private.parent / folder_name.replace("UID", str(os.getuid()))
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    file_name = file_name.replace("SOURCES", building.digest())
+    (folder / (_named(content) if file_name == "digest" else file_name)).write_bytes(content)
+    _is_off(gpu, capsys)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    ["replaced", "no digest", "writable by all", "by the group", "foreign", "link", "pipe"],
+)
+def test_a_library_that_others_may_have_written_is_not_loaded(gpu, planted, capsys, attack):
+    content, mark, folder = planted
+    folder.mkdir(parents=True, mode=0o700)
+    path = folder / _named(content)
+    path.write_bytes(content)
+    match attack:
+        case "replaced":
+            path.rename(folder / _named(b"what was built"))
+        case "no digest":
+            path.rename(folder / f"kernels-sm_90a-{building.digest()}-cuda13.0.so")
+        case "writable by all":
+            path.chmod(0o666)
+        case "by the group":
+            path.chmod(0o664)
+        case "foreign":
+            if os.getuid():
+                pytest.skip("only root can give files away")
+            os.chown(path, 4321, 4321)
+        case "link":
+            path.rename(folder / "elsewhere")
+            path.symlink_to(folder / "elsewhere")
+        case "pipe":
+            path.unlink()
+            os.mkfifo(path)
+    _is_off(gpu, capsys, "no nvcc")
+    assert not mark.exists()
+
+
+def test_a_private_folder_that_is_a_link_or_foreign_is_not_entered(gpu, planted, capsys, tmp_path):
+    content, mark, folder = planted
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (elsewhere / _named(content)).write_bytes(content)
+    folder.parent.mkdir()
+    folder.symlink_to(elsewhere)
+    _is_off(gpu, capsys, str(folder), "not a folder of this user alone", "set MEGATRON_CACHE")
+    folder.unlink()
+    if os.getuid() == 0:
+        elsewhere.rename(folder)
+        os.chown(folder, 4321, 4321)
+        _is_off(gpu, capsys, str(folder), "not a folder of this user alone")
+    assert not mark.exists()
+
+
+def test_a_damaged_library_is_named_and_compiled_again(tmp_path, counting_nvcc):
+    folder = tmp_path / "cache"
+    path = building.build("sm_90a", folder, print, print)
+    path.write_text("something else")
+    said = []
+    assert find_built("sm_90a", folder, said.append) is None
+    assert said == [f"fused kernels: {path} is not used: it is damaged: delete it"]
+    assert building.build("sm_90a", folder, print, print) == path  # the same bytes, the same name
+    assert find_built("sm_90a", folder, pytest.fail) == path
+
+
+def test_a_library_swapped_after_the_check_is_not_loaded(planted, monkeypatch):
+    """Between the check and loading, the name is given to another file."""
+    content, mark, folder = planted
+    folder.mkdir(parents=True)
+    harmless = subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "made.so")],
+        input="int set_device(long a) { return 0; }",
+        text=True,
+        check=False,
+    )
+    assert harmless.returncode == 0
+    path, real = building.keep(folder / "made.so", folder / "kernels"), library.open_built
+
+    def swap(path):
+        opened = real(path)
+        path.unlink()
+        path.write_bytes(content)
+        return opened
+
+    monkeypatch.setattr(library, "open_built", swap)
+    with pytest.raises(AttributeError):  # the harmless one has not all functions
+        library.KernelLibrary(path)
+    assert not mark.exists()

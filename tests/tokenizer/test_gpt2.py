@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import regex
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import build_tokenizer, fast_bpe
 from megatron.tokenizer.fast_bpe import (
     TiktokenEncoder,
     build_encoder,
@@ -86,7 +87,7 @@ def tiny(golden: Path) -> TokenizerConfig:
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    yield tmp_path / "cache" / "tokenizers"
+    yield tmp_path / "cache" / f"tokenizers-{os.getuid()}"
     assert not (tmp_path / "home").exists()
 
 
@@ -143,6 +144,50 @@ def test_compiled_file_of_another_name_is_not_used(tiny, cache_folder):
         assert compiled_encoder(key) is None
         assert build_tokenizer(tiny).eod == tokenizer.eod == tokenizer.vocab["<|endoftext|>"]
         next(path for path in cache_folder.glob("*.tiktoken") if path != compiled).unlink()
+
+
+def _swap_two_entries(compiled: Path) -> None:
+    """Change the ids of two letters in a compiled file, and give it the name that fits."""
+    content = compiled.read_bytes()
+    for old, new in ((b"\nYQ== ", b"\n? "), (b"\ndA== ", b"\nYQ== "), (b"\n? ", b"\ndA== ")):
+        content = content.replace(old, new)
+    key, size, end, _ = compiled.stem.split("-")
+    compiled.unlink()
+    named = fast_bpe._compiled_name(key, int(size), int(end), content)
+    (compiled.parent / named).write_bytes(content)
+
+
+@pytest.mark.parametrize("attack", ["folder", "writable", "foreign", "link"])
+def test_a_compiled_file_that_others_may_have_written_is_not_used(tiny, cache_folder, attack):
+    expected = build_tokenizer(tiny).tokenize("a tale of two cities")
+    (compiled,) = cache_folder.glob("*.tiktoken")
+    _swap_two_entries(compiled)
+    assert build_tokenizer(tiny).tokenize("a tale of two cities") != expected  # if all is ours
+    (planted,) = cache_folder.glob("*.tiktoken")
+    match attack:
+        case "folder":
+            cache_folder.chmod(0o777)
+        case "writable":
+            planted.chmod(0o666)
+        case "foreign":
+            if os.getuid():
+                pytest.skip("only root can give files away")
+            os.chown(planted, 4321, 4321)
+        case "link":
+            planted.symlink_to(planted.rename(cache_folder / "elsewhere"))
+    assert build_tokenizer(tiny).tokenize("a tale of two cities") == expected
+
+
+def test_a_link_under_a_temporary_name_is_not_followed(tiny, cache_folder, tmp_path):
+    build_tokenizer(tiny)
+    (compiled,) = cache_folder.glob("*.tiktoken")
+    compiled.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    compiled.with_name(f"{compiled.name}.tmp-{os.getpid()}").symlink_to(victim)
+    build_tokenizer(tiny)
+    assert victim.read_text() == "precious"
+    assert compiled.exists()
 
 
 def test_a_compiled_tokenizer_knows_its_vocabulary(tiny, cache_folder):

@@ -184,7 +184,7 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
         process.kill()
         os.close(main)
     assert len(chatty.engine.seen[-1].prompt) == 5  # y, yyy and z
-    assert "/help" in (tmp_path / "text_generation_history").read_text()
+    assert "/help" in (tmp_path / f"text_generation-{os.getuid()}" / "history").read_text()
 
 
 class _Terminal:

@@ -1,0 +1,149 @@
+"""Files that nobody else can have prepared, written or redirected."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron import durable
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    return path
+
+
+@pytest.mark.parametrize("target", ["victim", "missing"])
+def test_a_new_file_is_never_a_link(tmp_path: Path, victim: Path, target: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(FileExistsError):
+        durable.create(link)
+    with pytest.raises(FileExistsError), durable.new_file(link):
+        pass
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_new_file_is_read_and_written_and_belongs_to_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with durable.create(tmp_path / "new") as file:
+            file.write(b"text")
+            file.seek(0)
+            assert file.read() == b"text"
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o644
+    durable.open_trusted(tmp_path / "new").close()
+
+
+def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
+    names = {durable.beside(tmp_path / "x", ".tmp-").name for _ in range(1000)}
+    assert len(names) == 1000
+    assert not any(str(os.getpid()) == name.removeprefix("x.tmp-") for name in names)
+
+
+def test_a_link_under_the_final_name_is_replaced_not_followed(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / "final").symlink_to(victim)
+    durable.replace_file(tmp_path / "final", b"new")
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "final").is_symlink()
+    assert (tmp_path / "final").read_bytes() == b"new"
+
+
+def _link(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
+def _foreign(path: Path) -> None:
+    os.chown(path, 4321, 4321, follow_symlinks=False)
+
+
+ATTACKS: list[Callable[[Path], None]] = [
+    _link,
+    _pipe,
+    _folder,
+    _socket,
+    lambda path: path.chmod(0o646),
+    lambda path: path.chmod(0o664),
+    pytest.param(_foreign, marks=as_root),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_file_that_others_may_have_written_is_not_opened(
+    victim: Path, attack: Callable[[Path], None]
+) -> None:
+    with durable.open_trusted(victim) as file:
+        assert file.read() == b"precious"
+    attack(victim)
+    with pytest.raises(OSError, match="victim"):
+        durable.open_trusted(victim)
+
+
+@as_root
+def test_the_file_of_a_trusted_owner_is_opened(victim: Path) -> None:
+    _foreign(victim)
+    durable.open_trusted(victim, 4321).close()
+    victim.chmod(0o666)
+    with pytest.raises(PermissionError):
+        durable.open_trusted(victim, 4321)
+
+
+def test_a_private_folder_is_created_and_found_again(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = durable.private_folder(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert durable.private_folder(path) == path
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        _link,
+        lambda path: path.chmod(0o777),
+        lambda path: path.chmod(0o770),
+        lambda path: path.chmod(0o755),
+        pytest.param(_foreign, marks=as_root),
+    ],
+)
+def test_a_folder_that_others_may_enter_is_refused(
+    tmp_path: Path, attack: Callable[[Path], None]
+) -> None:
+    path = durable.private_folder(tmp_path / "private")
+    attack(path)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        durable.private_folder(path)
+
+
+def test_a_file_in_place_of_a_private_folder_is_refused(victim: Path) -> None:
+    with pytest.raises(PermissionError):
+        durable.private_folder(victim)
