@@ -13,10 +13,10 @@ import sys
 from collections.abc import Mapping
 
 if __name__ == "__main__":
-    from megatron.command import end_on_interrupt
+    from megatron.command import guard_imports
     from megatron.config.parser import help_if_asked
 
-    end_on_interrupt()
+    guard_imports()
     help_if_asked("pretrain_gpt.py")
     # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
     gc.disable()

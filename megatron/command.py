@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
 from typing import NoReturn
 
-from megatron.errors import EXIT_OK, OutputClosedError, UserError, drop_unwritten, say_on_stderr
+from megatron.errors import (
+    EXIT_OK,
+    OutputClosedError,
+    UserError,
+    drop_unwritten,
+    say_on_stderr,
+    shortage_of,
+    warn,
+)
 
 PanelRow = tuple[str, str]  # a line of a start-up panel: its name and its value
+_without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_output`
 
 
 def say(text: str) -> None:
@@ -21,7 +33,7 @@ def say(text: str) -> None:
     fails too, the line is dropped, because a run must not end because of its log.
 
     Raises:
-        OutputClosedError: The reader of standard output has gone.
+        OutputClosedError: The reader of standard output has gone (but see `outliving_output`).
     """
     try:
         if sys.stderr.isatty():
@@ -34,13 +46,31 @@ def say(text: str) -> None:
     except BrokenPipeError as error:
         if not _lost_its_reader():
             raise
-        raise OutputClosedError(
+        closed = OutputClosedError(
             "the program that read this run's log has ended, as `| head` does after its last "
             "line, so the run ends too: to keep it running, write the log to a file (> log.txt)"
-        ) from error
+        )
+        if not _without_output:
+            raise closed from error
+        warn(str(closed))
+        for tell in _without_output:
+            tell()
     except OSError as error:
         drop_unwritten(sys.stdout)
         say_on_stderr(f"(log: {error.strerror}) {text}")
+
+
+@contextmanager
+def outliving_output(tell: Callable[[], object]) -> Iterator[None]:
+    """Inside the block, let `say` warn, call `tell` and go on if its reader has gone.
+
+    A run has a checkpoint to write first.
+    """
+    _without_output.append(tell)
+    try:
+        yield
+    finally:
+        _without_output.remove(tell)
 
 
 def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
@@ -51,16 +81,28 @@ def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
     return "\n".join([rule, title, rule, *body, rule])
 
 
-def end_on_interrupt() -> None:
-    """Let Ctrl-C end the process silently, with exit code 130, until a command begins.
+def guard_imports() -> None:
+    """Let Ctrl-C or a lack of memory end the process without a traceback until a command begins.
 
     `run_command` and `run_process` restore the normal handling. Scripts call this before they
     import torch. The import takes seconds, during which Python would print a traceback, or some
     import would swallow the interrupt.
     """
+    sys.excepthook = _end_without_memory
     # Otherwise SIGINT is ignored or handled already.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+
+
+def _end_without_memory(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    shortage = shortage_of(error)
+    if shortage is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        say_on_stderr(f"error: {shortage}")
+        os._exit(shortage.exit_code)
 
 
 def take_interrupts() -> None:
@@ -84,9 +126,10 @@ def run_command(work: Callable[[], int | None]) -> int:
 
     Returns:
         The code that `work` returns, 0 by default; the code of a UserError, after printing its
-        message on stderr; 130 after Ctrl-C; 141 if the reader of stdout has gone.
+        message on stderr, which includes a lack of memory; 130 after Ctrl-C; 141 if the reader of
+        stdout has gone.
     """
-    open_missing_streams()
+    prepare_streams()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         take_interrupts()
@@ -97,20 +140,25 @@ def run_command(work: Callable[[], int | None]) -> int:
         if not _lost_its_reader():
             raise
         return 128 + signal.SIGPIPE
-    except UserError as error:
-        say_on_stderr(f"error: {error}")
-        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        shown = shortage_of(error) or error
+        if not isinstance(shown, UserError):
+            raise
+        say_on_stderr(f"error: {shown}")
+        return shown.exit_code
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def open_missing_streams() -> None:
-    """Open the null device in place of standard streams that were closed at the start.
+def prepare_streams() -> None:
+    """Make standard streams that accept any text.
 
-    Some daemons and `>&-` close them. Python then sets them to `None`, and the next file to be
-    opened would get their descriptors and receive the output of libraries.
+    The null device replaces streams that were closed at the start, as some daemons and `>&-` do.
+    Python sets those to `None`, and the next file to be opened would get their descriptors and
+    receive the output of libraries. Characters that the locale cannot encode, such as the bytes of
+    a path that is not UTF-8, are written as escapes instead of ending the program.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -118,6 +166,9 @@ def open_missing_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - stays open
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's own
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _lost_its_reader() -> bool:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-
-from megatron.errors import ShortageError
 
 # Dense bf16/fp16 peak in FLOP/s by datasheet, for the first pattern found in the device's name.
 _PEAK_FLOPS = (
@@ -217,28 +215,6 @@ class Device:
             now = int(pages.read_text().split()[1]) * resource.getpagesize()
             peak = max(peak, now)  # the system's count of the peak is coarser
         return MemoryReport(now, peak, now, peak)
-
-
-@contextmanager
-def shortage_errors() -> Iterator[None]:
-    """Turn PyTorch's out-of-memory errors into one that names remedies.
-
-    Raises:
-        ShortageError: The device or the host ran out of memory.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_shortage and "can't allocate memory" not in str(error):  # the message on a CPU
-            raise
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        raise ShortageError(
-            f"out of memory{f': cannot allocate {asked[1]}' if asked else ''}. To reduce memory, "
-            "use a smaller --micro-batch-size, --recompute-activations, "
-            "--use-distributed-optimizer, or split the model with --tensor-model-parallel-size or "
-            "--pipeline-model-parallel-size; --dry-run estimates the memory per process"
-        ) from error
 
 
 class Ferry:

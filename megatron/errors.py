@@ -6,8 +6,13 @@ with its code. Failed assertions and other exceptions are our own bugs.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 EXIT_OK = 0
@@ -79,6 +84,61 @@ class StorageError(UserError, exit_code=8):
 
 class ShortageError(UserError, exit_code=10):
     """The device, or the host, has less memory than the run needs."""
+
+
+# What the system, PyTorch, the loader of shared libraries, Rust and C++ say.
+_SHORTAGE = re.compile(
+    "(can't|cannot|unable to|failed to) (allocate|mmap|map)|out of memory|bad_alloc"
+    "|can't start new thread",
+    re.IGNORECASE,
+)
+_REMEDY = "Free memory, raise the limit of the process or container, or use a machine with more"
+
+
+def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None:
+    """Return the error to report for one that says memory is short, or `None` for any other.
+
+    Memory can run out anywhere, and each library says so in its own way. This is the only place
+    that knows them.
+
+    Args:
+        error: Any exception.
+        remedy: A sentence that says what to change.
+    """
+    if isinstance(error, UserError):
+        # Code that wraps every OSError of a file does not know that this one is about memory.
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.ENOMEM:
+            return error if isinstance(error, ShortageError) else None
+    elif not isinstance(error, MemoryError) and not _SHORTAGE.search(str(error)):
+        return None
+    asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return ShortageError(
+        "out of memory"
+        + (f": cannot allocate {asked[1]}" if asked else "")
+        + (f" (`ulimit -v` gives each process {limit / 1e9:.2f} GB)" if limit > 0 else "")
+        + f". {remedy}"
+    )
+
+
+@contextmanager
+def shortage_errors(remedy: str) -> Iterator[None]:
+    """Turn every error that says memory is short into one that names a remedy.
+
+    Args:
+        remedy: A sentence that says what to change.
+
+    Raises:
+        ShortageError: The device or the host ran out of memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        shortage = shortage_of(error, remedy)
+        if shortage is None or shortage is error:
+            raise
+        raise shortage from error
 
 
 class OutputClosedError(UserError, exit_code=141):

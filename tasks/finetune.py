@@ -330,9 +330,9 @@ class _AtEpochsEnd(Callback):
         return run.progress.iteration + 1 in self._finetuning.epoch_ends
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Evaluate at the end of an epoch, unless a signal ends the run."""
+        """Evaluate at the end of an epoch, unless the run ends at once."""
         at_end = run.progress.iteration in self._finetuning.epoch_ends
-        if at_end and not (leave is not None and leave.by_signal):
+        if at_end and not (leave is not None and leave.at_once):
             self._finetuning.evaluate(run)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the tasks are not part of the installed package
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron.command import end_on_interrupt, run_command
+from megatron.command import guard_imports, run_command
 from megatron.processes.launch import Launch
 from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
@@ -51,5 +51,5 @@ def _help(everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    end_on_interrupt()
+    guard_imports()
     sys.exit(main())

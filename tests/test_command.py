@@ -151,8 +151,8 @@ def test_an_interruption_while_torch_is_imported_ends_a_script_in_silence(tmp_pa
 def test_an_interruption_of_a_run_unwinds_and_ends_it_in_silence() -> None:
     script = """
 import os, signal, sys
-from megatron.command import end_on_interrupt, run_command
-end_on_interrupt()
+from megatron.command import guard_imports, run_command
+guard_imports()
 from megatron.processes.process import run_process
 def work(*launch):
     try:

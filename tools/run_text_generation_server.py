@@ -16,7 +16,7 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import end_on_interrupt
+from megatron.command import guard_imports
 from megatron.config.generation import ServerConfig
 from megatron.config.parser import help_if_asked
 
@@ -31,5 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_on_interrupt()
+    guard_imports()
     sys.exit(main())

@@ -10,7 +10,15 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron.errors import ConfigError, NumericsError, UserError, say_on_stderr
+from megatron.errors import (
+    EXIT_OK,
+    EXIT_SAVED_ON_SIGNAL,
+    ConfigError,
+    NumericsError,
+    OutputClosedError,
+    UserError,
+    say_on_stderr,
+)
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch, leave_message
 from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
@@ -80,7 +88,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 
 
 class ExitRequest:
-    """A request to exit early, by a signal or a time limit.
+    """A request to exit early, by a signal, a time limit, or the end of the log's reader.
 
     A signal handler only sets a flag. The flag is reduced together with the losses of every step,
     so all ranks exit after the same iteration, with a checkpoint.
@@ -94,6 +102,7 @@ class ExitRequest:
         """Start the clock, and install signal handlers if requested."""
         self._signal: str | None = None
         self._interrupts = 0
+        self._is_unread = False
         self._minutes = duration_minutes
         self._deadline = time.monotonic() + 60.0 * (duration_minutes or 0)
         for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
@@ -111,10 +120,21 @@ class ExitRequest:
         """Whether a signal asked this process to exit."""
         return self._signal is not None
 
+    def log_is_unread(self) -> None:
+        """Ask for the exit because the reader of this process's log has gone."""
+        self._is_unread = True
+
+    @property
+    def code(self) -> int:
+        """The exit code of a run that must end before anything else, otherwise 0."""
+        if self.by_signal:
+            return EXIT_SAVED_ON_SIGNAL
+        return OutputClosedError.exit_code if self._is_unread else EXIT_OK
+
     @property
     def wanted(self) -> bool:
         """Whether this process has been asked to exit. Other processes may not know yet."""
-        return self.by_signal or self._late
+        return self.code != EXIT_OK or self._late
 
     @property
     def _late(self) -> bool:
@@ -125,6 +145,8 @@ class ExitRequest:
         """The reason for the exit, for the log."""
         if self._signal is not None:
             return f"received {self._signal}"
+        if self._is_unread:
+            return "nobody reads this log any more"
         if self._late:
             return f"--exit-duration-in-mins {self._minutes} has elapsed"
         return "another rank asked to exit"

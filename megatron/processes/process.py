@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from megatron.command import open_missing_streams, say, take_interrupts
+from megatron.command import prepare_streams, say, take_interrupts
 from megatron.config import RunConfig, rules_parallel
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ConfigError, UserError, shortage_of
 from megatron.kernels.library import LibraryChoice, find_library
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
@@ -36,21 +36,24 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         The exit code of the work, or of the error, whose message is printed once for all
         processes; 130 if Ctrl-C interrupts the work.
     """
-    open_missing_streams()
+    prepare_streams()
     launch = Launch()
     try:
         take_interrupts()
         launch = Launch(rank=slurm_task())  # so that one of several bare tasks reports errors
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)
-    except UserError as error:  # before the processes connect, or with a single process
-        if launch.rank == 0 or not isinstance(error, ConfigError):
-            report(error, launch)
-        else:
-            time.sleep(_TURN)  # torchrun ends all when the first exits: let rank 0 print
-        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:  # before the processes connect, or with a single process
+        shown = shortage_of(error) or error
+        if not isinstance(shown, UserError):
+            raise
+        if launch.rank == 0 or not isinstance(shown, ConfigError):
+            report(shown, launch)
+        else:
+            time.sleep(_TURN)  # torchrun ends all when the first exits: let rank 0 print
+        return shown.exit_code
 
 
 def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = say) -> None:

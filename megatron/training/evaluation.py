@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.command import say
 from megatron.config.run import evaluations_until
 from megatron.data.sample import SampleDataset
+from megatron.errors import EXIT_OK
 from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.scalars import Scalars
@@ -25,7 +26,7 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
         skip: The number of samples to skip first.
 
     Returns:
-        Losses by name, or `None` if a rank received a signal to exit during the evaluation.
+        Losses by name, or `None` if a rank was asked to exit at once during the evaluation.
     """
     count = run.batches.global_batch // run.batches.samples_per_pass
     batches = batches_from(run, dataset, consumed=skip)
@@ -36,7 +37,7 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
     for _ in range(run.config.evaluation.eval_iters):
         passes = Passes(run, batches, count)
         passes.forward()
-        losses, weight, (exit_wanted,) = reduce_losses(passes, [run.exit.by_signal], run)
+        losses, weight, (exit_wanted,) = reduce_losses(passes, [run.exit.code != EXIT_OK], run)
         if exit_wanted:
             return None
         weights += weight
@@ -100,9 +101,9 @@ class Evaluation(Callback):
         return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Evaluate if it is due, unless a signal ends the run."""
+        """Evaluate if it is due, unless the run ends at once."""
         iteration = run.progress.iteration
-        leaving_now = leave is not None and leave.by_signal
+        leaving_now = leave is not None and leave.at_once
         if iteration % run.config.evaluation.eval_interval or leaving_now:
             return
         skip, where = evaluation_position(run, iteration - 1), f"iteration {iteration}"

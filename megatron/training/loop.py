@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
+from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
 from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
@@ -15,7 +17,7 @@ from megatron.training.callbacks.scalars import Scalars, Writer
 from megatron.training.callbacks.small import EmptyCache, GarbageCollection, ProgressBar, SampleIds
 from megatron.training.evaluation import Evaluation
 from megatron.training.run import Run
-from megatron.training.step import Updates, any_rank, skip_iteration
+from megatron.training.step import Updates, any_rank, reduce_losses, skip_iteration
 
 
 def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:
@@ -75,7 +77,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
 def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     leave = None
     if any_rank(run.exit.wanted, run):
-        leave = Leave(run.exit.reason, run.exit.by_signal)
+        leave = _agreed_leave(run)
     updates, exit_interval = Updates(run), run.config.training.exit_interval
     while leave is None and not run.finished:
         if run.skips_next:
@@ -88,9 +90,19 @@ def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
             callback.before_step(run)
         outcome = updates.make(look_ahead=not is_interrupted)
         if outcome.exit_wanted:
-            leave = Leave(run.exit.reason, run.exit.by_signal)
+            leave = _agreed_leave(run)
         elif exit_interval and run.progress.iteration % exit_interval == 0:
             leave = Leave(f"--exit-interval {exit_interval}")
         for callback in callbacks:
             callback.after_step(run, outcome, leave)
     return leave
+
+
+def _agreed_leave(run: Run) -> Leave:
+    """Return the reason for the exit, with an exit code that is the same on all ranks. Collective.
+
+    Ranks that differed would not all take part in the evaluation that may be due now.
+    """
+    codes = (EXIT_SAVED_ON_SIGNAL, OutputClosedError.exit_code)
+    asked = reduce_losses(None, [run.exit.code == code for code in codes], run)[2]
+    return Leave(run.exit.reason, max([EXIT_OK, *itertools.compress(codes, asked)]))

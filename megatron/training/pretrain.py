@@ -10,14 +10,13 @@ from pathlib import Path
 
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import save_lock
-from megatron.command import say
+from megatron.command import outliving_output, say
 from megatron.config import RunConfig
 from megatron.config.parser import Program, parse_config
 from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
-from megatron.device import shortage_errors
 from megatron.durable import replace_file, writing_to
-from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
+from megatron.errors import EXIT_OK, StorageError, shortage_errors
 from megatron.models.plan import model_plan
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
@@ -31,6 +30,12 @@ from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import format_panel, size_rows, start_panel
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
+
+_LESS_MEMORY = (
+    "To reduce memory, use a smaller --micro-batch-size, --recompute-activations, "
+    "--use-distributed-optimizer, or split the model with --tensor-model-parallel-size or "
+    "--pipeline-model-parallel-size; --dry-run estimates the memory per process"
+)
 
 
 class Extras:
@@ -55,8 +60,8 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         argv: The command line, or `None` for the process's own.
 
     Returns:
-        The exit code: 0 after a complete run, 3 after a signal made the run save and exit,
-        otherwise the code of the error (`megatron.errors`).
+        The exit code: 0 after a complete run; 3 after a signal made the run save and exit, or 141
+        if the end of the log's reader did; otherwise the code of the error (`megatron.errors`).
     """
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -115,7 +120,7 @@ def pretrain(
     at_end = ExitStack()  # callbacks for the end of the process groups
     with (
         processes(config, launch, at_end) as (device, layout),
-        shortage_errors(),
+        shortage_errors(_LESS_MEMORY),
         lost_workers(),
         ExitStack() as stack,
     ):
@@ -129,6 +134,7 @@ def pretrain(
         for writer in writers:
             stack.callback(_close, writer)
         run = build_run(config, recipe, device, layout)
+        stack.enter_context(outliving_output(run.exit.log_is_unread))
         at_end.callback(run.forward.release)
         _warn_of_newer(run)
         extras.begin(run)
@@ -185,4 +191,4 @@ def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Seque
         extras.end(run)
     elif run.layout.world.rank == 0:
         say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
-    return EXIT_SAVED_ON_SIGNAL if leave is not None and leave.by_signal else EXIT_OK
+    return EXIT_OK if leave is None else leave.code

@@ -184,7 +184,7 @@ def _timed(layout, folder):
             passed[0] += seconds
 
     leave = train(run, [Clock(), *callbacks])
-    return leave.reason, leave.by_signal, run.progress.iteration
+    return leave.reason, leave.at_once, run.progress.iteration
 
 
 def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.errors import EXIT_OK
+
 if TYPE_CHECKING:
     from megatron.training.run import Run
     from megatron.training.step import StepOutcome
@@ -12,10 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Leave:
-    """The reason why the loop ends before the requested training is complete."""
+    """The reason why the loop ends before the requested training is complete.
+
+    Attributes:
+        reason: The reason in a few words.
+        code: The exit code, the same on all ranks. It is not 0 if nothing but a checkpoint may
+            delay the end: after a signal, or once nobody reads the log.
+    """
 
     reason: str
-    by_signal: bool = False
+    code: int = EXIT_OK
+
+    @property
+    def at_once(self) -> bool:
+        """Whether only a checkpoint may delay the end."""
+        return self.code != EXIT_OK
 
 
 class Callback:
