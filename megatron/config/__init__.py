@@ -1,10 +1,10 @@
-"""What was asked for and what will be: frozen dataclasses, from which flags and YAML are made.
+"""The configuration of a run: frozen dataclasses from which flags and YAML keys are made.
 
     fields           a dataclass's field as a flag: its help, bounds and needs
     run              `RunOptions` (asked) and `RunConfig` (resolved), with a section per concern:
                      `model`, `training`, `parallel` ...
-    parser           command line and YAML to one checked `RunConfig`
-    resolve          what follows from what was given
+    parser           reads command line and YAML into one checked `RunConfig`
+    resolve          derives what was not given
     checks           the table of rules, which are functions in the modules `rules_*`
     stages           which layers each pipeline stage holds
     other_flags      flags without a field, old and new, with what to do instead

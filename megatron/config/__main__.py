@@ -20,7 +20,7 @@ END = "<!-- end of flags -->"
 
 
 def insert_tables(document: str) -> str:
-    """Return a document with today's tables between its two marks."""
+    """Return the document with the current tables between its two markers."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{flag_tables()}\n{END}{after}"
@@ -69,7 +69,7 @@ def _known() -> Iterator[str]:
 
 
 def _families(flags: Sequence[Field]) -> list[tuple[str, str]]:
-    """Return a row for each run of flags with the same reason."""
+    """Return one row for each group of consecutive flags that share a reason."""
     return [
         (", ".join(f"`{flag.name}`" for flag in group), reason)
         for reason, group in groupby(flags, key=lambda flag: flag.help)

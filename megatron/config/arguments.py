@@ -1,4 +1,4 @@
-"""A command line: split into flags, read by a tool's parser, and explained by `--help`."""
+"""Command lines: splitting into flags, parsing for a tool, and the text of `--help`."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class _Group:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A tool's command line. Mistakes exit with the code of a ConfigError, without a usage line.
+    """A parser of a tool's command line. A mistake exits like a ConfigError, without a usage line.
 
     Args:
         prog: The tool's file.
-        doc: What it does.
+        doc: A description of the tool.
         gone: Flags of Megatron's tool that this one lacks, with what to do instead.
         shows_defaults: Whether --help appends the defaults.
     """
@@ -133,7 +133,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 class _Switch(argparse.Action):
-    """A flag without value: True, or False by one of its `off` spellings."""
+    """A flag without a value: True, or False for one of its `off` spellings."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, *, off: Sequence[str], **rest: Any
@@ -178,7 +178,7 @@ def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Fiel
 
 
 def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:
-    """Return an instance of a dataclass with the values given by field name, and defaults."""
+    """Return an instance of a dataclass from values by field name, with defaults for the others."""
     kind: type = config_type
     names = [field.name for field in fields_of(kind) if field.name in given]
     values = {name: given[name] for name in names}
@@ -186,7 +186,7 @@ def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:
 
 
 def _reader(field: Field) -> Any:
-    """Return the function from text to value, with argparse's kind of error."""
+    """Return a function that reads a value from text and raises argparse's kind of error."""
 
     def read(text: str) -> Any:
         try:

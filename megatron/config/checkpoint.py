@@ -1,4 +1,4 @@
-"""Options of saving and loading checkpoints."""
+"""Options for saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CheckpointConfig:
             23.08 can load. Both formats can be read.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
-        async_save: Write checkpoints in the background. Training only waits until its state is
+        async_save: Write checkpoints in the background. Training waits only while its state is
             copied to host memory.
         keep_latest: Keep only this many of the newest checkpoints in --save.
         save_retain_interval: Keep checkpoints at multiples of this number, which must be a multiple

@@ -26,7 +26,7 @@ def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
 def requirements(
     config: RunOptions, world_size: int, among: Container[str] | None = None
 ) -> Iterator[str]:
-    """Yield a line for each flag whose requirement is not met, or that is for other networks.
+    """Yield a line for each flag whose requirement is not met or that is meant for other networks.
 
     Args:
         config: The resolved run.
@@ -108,10 +108,10 @@ def find_problems(
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        spoilt: Names of fields whose values could not be read, as was reported already. Lines about
-            their flags are left out, because they would follow from a default that the user did
-            not ask for.
-        rules: What to check.
+        spoilt: Names of fields whose values could not be read, which has been reported already.
+            Lines about their flags are left out, because they would follow from a default that the
+            user did not ask for.
+        rules: The rules to apply.
     """
     unknown = (field for _, field, _ in values_of(config) if field.name in spoilt)
     flags = {name for field in unknown for name in field.spellings}
@@ -125,8 +125,8 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        start: The run that flags and YAML file change, with the values taken from a checkpoint:
-            those were not given.
+        start: The run before flags and YAML file are applied, but with the values taken from a
+            checkpoint, because the user did not give those.
     """
     before = flatten(start)
     given = [(field, value) for path, field, value in values_of(config) if value != before[path]]

@@ -1,4 +1,4 @@
-"""Text in, samples out: tokenizer, corpus, splits, sampler."""
+"""Options of the data: tokenizer, corpus, splits and sample order."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class DataConfig(DataOptions):
 
     @property
     def decoder_tokens(self) -> int:
-        """Number of tokens per sample that a T5's decoder reads; 0 for other networks."""
+        """Number of tokens per sample that the decoder of a T5 reads; 0 for other networks."""
         return self.decoder_seq_length or 0
 
     @property

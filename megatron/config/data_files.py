@@ -1,8 +1,8 @@
-"""Corpora that are named in a file: --data-args-path and --per-split-data-args-path.
+"""Corpora named in a file: --data-args-path and --per-split-data-args-path.
 
-The words in the file take the place of the flags that it stands for as soon as flags and YAML file
-are read. A saved config.yaml therefore names the corpora themselves, and caches, fingerprints and
-positions are those of a run that named them on its command line.
+As soon as flags and YAML file are read, the words in the file become the values of the flags that
+it stands for. A saved config.yaml therefore names the corpora themselves, and caches, fingerprints
+and positions are the same as if the command line had named them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list
 def read_data_files(
     config: RunOptions, by_flag: Collection[str], unread: Collection[str], found: Findings
 ) -> dict[str, Any]:
-    """Return the words of the files that a run names, by "section.field".
+    """Return the words in the files that a run names, by "section.field".
 
     Flags override the YAML file: if they override a file that it names, that file becomes `None`.
 

@@ -24,11 +24,11 @@ _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or fal
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A condition of a flag: without it the flag changes nothing, or is an error.
+    """A condition of a flag. If it is not met, the flag changes nothing or is an error.
 
     Attributes:
         is_met: Tells whether it holds for a resolved run (a `RunOptions`).
-        what: The flags that meet it, for "changes nothing without" and "requires".
+        what: The flags that meet it, as named after "changes nothing without" and "requires".
     """
 
     is_met: Callable[[Any], Any]
@@ -41,22 +41,22 @@ class FlagInfo:
 
     Attributes:
         unit: What the number counts, for example "tokens" or "minutes".
-        names: Flag spellings separated by spaces, the preferred one first. Empty for `--` and the
+        names: Flag spellings separated by spaces, the preferred one first. If empty, `--` and the
             field's name.
-        off: Spellings that turn a switch off. Empty for `--no-` and the preferred spelling.
+        off: Spellings that turn a switch off. If empty, `--no-` and the preferred spelling.
         choices: The accepted values.
-        convert: The function from text to value, if it is not that of the type.
+        convert: The function that reads the value from text, if it is not that of the type.
         notice: Printed once if the value is not the default, for a flag that is accepted although
             it has no effect.
         at_least: The smallest value.
-        above: A number that every value exceeds.
-        below: A number that no value reaches.
+        above: A number that every value must exceed.
+        below: A number that every value must stay below.
         at_most: The largest value.
-        needs: What the flag changes nothing without.
-        requires: What must hold if the value is not the default.
-        only_for: The kinds of network that have the flag. Empty for all.
-        is_common: Whether `--help` shows the flag, and not only `--help-all`.
-        required: What `--help` says of a flag that must be given. `--help` shows it.
+        needs: The condition without which the flag changes nothing.
+        requires: The condition that must be met if the value is not the default.
+        only_for: The kinds of network that the flag is for. If empty, all.
+        is_common: Whether `--help` shows the flag; otherwise only `--help-all` does.
+        required: The remark in `--help` on a flag that must be given. Such a flag is always shown.
         is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
             keeps it.
     """
@@ -82,8 +82,8 @@ class FlagInfo:
 def flag(default: Any, **info: Any) -> Any:
     """Return a dataclass field with a default and the given attributes of `FlagInfo`.
 
-    A field that needs none of them is a flag too, with a plain default. The help of all fields
-    stands in the docstring of their class, under `Attributes:`.
+    A field that needs none of these attributes can have a plain default and is still a flag. The
+    help of each field is in the docstring of its class, under `Attributes:`.
     """
     return dataclasses.field(default=default, metadata={"flag": FlagInfo(**info)})
 
@@ -97,9 +97,9 @@ class Field:
         kind: The type of the value, or of each of `many` values: int, float, str or bool.
         optional: Whether None is a value too.
         many: Whether the value is a tuple, and the flag takes any number of values.
-        default: The value if nothing is asked for.
+        default: The value if none is given.
         info: Unit, spellings, bounds and the like.
-        help: A few sentences, which name the off value if there is one.
+        help: The help text: a few sentences, which name the off value if there is one.
     """
 
     name: str
@@ -133,12 +133,12 @@ class Field:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All spellings, those that turn a switch off included."""
+        """All spellings, including those that turn a switch off."""
         return self.names + self.off_names
 
     @property
     def shown_names(self) -> tuple[str, ...]:
-        """Spellings that documentation lists: with those of `off` if the default is on."""
+        """Spellings that documentation lists, including those of `off` if the default is on."""
         return self.names + (self.off_names if self.default is True else ())
 
     @property
@@ -147,7 +147,7 @@ class Field:
         return self.off_names[0] if self.default is True else self.names[0]
 
     def spell(self, value: Any) -> str:
-        """Write a value as on a command line: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
+        """Return a value as written on a command line: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
         if self.is_switch and self.names and (value or self.off_names):
             return self.names[0] if value else self.off_names[0]
         unset = '""' if self.kind is str else "none"
@@ -199,7 +199,7 @@ def by_spelling(config_types: Iterable[type]) -> dict[str, Field]:
 
 
 def attribute_texts(kind: type) -> dict[str, str]:
-    """Return what the docstrings of a class and its bases say of each name under `Attributes:`."""
+    """Return the text on each name under `Attributes:` in docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         entries = inspect.cleandoc(owner.__doc__ or "").partition("\nAttributes:\n")[2]
@@ -230,7 +230,7 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
     Args:
         word: The word as it was written.
         known: The words that it may stand for.
-        others: Further words, for which it stands only if no known word is as near.
+        others: Further words, considered only if no known word is equally near.
     """
     import difflib  # only mistakes need it
 
@@ -284,7 +284,7 @@ def from_text(field: Field, text: str) -> Any:
 
 
 def text_to(kind: type, text: str) -> Any:
-    """Read a text as int, float, bool or str.
+    """Convert text to int, float, bool or str.
 
     Raises:
         ValueError: The message says what was expected.
@@ -305,7 +305,7 @@ def text_to(kind: type, text: str) -> Any:
 
 
 def _check_size(value: Any) -> None:
-    """Refuse a whole number that is beyond 64 bits, whatever it counts.
+    """Refuse an integer that does not fit in 64 bits.
 
     Raises:
         ValueError: The message says how large it may be.
@@ -367,13 +367,13 @@ def _is_number(value: Any) -> bool:
 
 
 def near_multiples(number: int, step: int) -> str:
-    """Write the positive multiples of a step next to a number: `32 or 64` for 48 and 32."""
+    """Name the positive multiples of a step next to a number: `32 or 64` for 48 and 32."""
     below = number // step * step
     return " or ".join(str(value) for value in (below, below + step) if value)
 
 
 def divisors(number: int) -> str:
-    """Write the process counts that divide a number: `1, 2, 3 or 6` for 6."""
+    """Name the process counts that divide a number: `1, 2, 3 or 6` for 6."""
     most = min(number, _MOST_DIVISORS)
     values = [str(value) for value in range(1, most + 1) if number % value == 0]
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -91,8 +91,8 @@ class SamplesConfig:
 
     Attributes:
         prompt: Prompt to continue; the result is printed.
-        sample_input_file: File with one prompt per line. In a *.jsonl file, the "prompt" of each
-            object, or its "text" if there is no prompt.
+        sample_input_file: File with one prompt per line. In a *.jsonl file, the prompt is the
+            "prompt" of each object, or its "text" if it has no "prompt".
         sample_output_file: JSON Lines file for the generated texts. An existing file is continued.
             Default: the input file's name with .out appended.
         num_samples: Number of texts to generate without a prompt, or for --prompt (where 0 means

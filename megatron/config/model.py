@@ -39,15 +39,15 @@ class ModelOptions:
 
     Attributes:
         architecture: Network architecture, set by the script that trains it.
-        num_layers: Transformer layers.
-        decoder_num_layers: Layers of the T5 decoder. Default: --num-layers.
+        num_layers: Number of transformer layers.
+        decoder_num_layers: Number of layers of the T5 decoder. Default: --num-layers.
         hidden_size: Width of the residual stream.
         ffn_hidden_size: Inner width of the MLP. Default: 4 x --hidden-size; with --swiglu or
             --geglu, 8/3 x --hidden-size rounded down to a multiple of 64.
-        num_attention_heads: Query heads.
+        num_attention_heads: Number of query heads.
         kv_channels: Size of an attention head. Default: --hidden-size / --num-attention-heads.
         group_query_attention: Share keys and values among groups of query heads.
-        num_query_groups: Key-value heads with --group-query-attention.
+        num_query_groups: Number of key-value heads with --group-query-attention.
         max_position_embeddings: Longest sequence the position embedding covers. Default:
             --seq-length.
         position_embedding_type: How the network encodes positions. relative adds biases to the
@@ -60,9 +60,9 @@ class ModelOptions:
         rotary_base: Base of the rotary frequencies.
         rotary_seq_len_interpolation_factor: Divide positions by this factor before rotating.
             Default: 1.
-        use_rope_scaling: Slow the rotary frequencies down as Llama 3.1 does (original context
-            length 8192).
-        rope_scaling_factor: Factor by which --use-rope-scaling slows the lowest frequencies down.
+        use_rope_scaling: Lower the rotary frequencies as Llama 3.1 does (original context length
+            8192).
+        rope_scaling_factor: Factor by which --use-rope-scaling divides the lowest frequencies.
         make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times the
             tensor-parallel size.
         normalization: Normalization before each block.
@@ -83,8 +83,8 @@ class ModelOptions:
         scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
             --hidden-size (original T5).
         add_output_bias: Add a bias for every vocabulary entry in the T5 output layer.
-        softmax_scale: Factor of the attention scores of a T5 (Google's models: 1.0). Default: 1 /
-            square root of --kv-channels.
+        softmax_scale: Factor applied to the attention scores of a T5 (1.0 in Google's models).
+            Default: 1 / square root of --kv-channels.
         add_bias_linear: Add biases to the linear layers.
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
         qk_layernorm: Normalize each head's query and key with --normalization before the attention
@@ -213,12 +213,12 @@ class ModelConfig(ModelOptions):
 
     @property
     def decoder_layers(self) -> int:
-        """Number of layers of a T5's decoder; 0 for other networks."""
+        """Number of layers in the decoder of a T5; 0 for other networks."""
         return self.decoder_num_layers or 0
 
     @property
     def all_layers(self) -> int:
-        """Number of transformer layers, including those of a decoder beside an encoder."""
+        """Number of transformer layers, including those of the decoder if there is one."""
         return self.num_layers + self.decoder_layers
 
     @property
@@ -261,7 +261,7 @@ WITHOUT_TABLE = ("rope", "none")  # positions without weights, for sequences of 
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
-    """Return whether a field has no effect with the network's kind of positions."""
+    """Return whether a field has no effect with the network's type of position embedding."""
     positions = model.position_embedding_type
     if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
         return positions != "rope"
@@ -276,7 +276,7 @@ def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
     """Return why flash attention does not support heads of this size, or "".
 
     Args:
-        size: Channels of a head.
+        size: The number of channels per head.
         largest: The largest head size of the kernels. Default: that of PyTorch's kernels.
     """
     if size % _FLASH_HEAD_STEP or size > largest:

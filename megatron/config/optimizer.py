@@ -67,9 +67,9 @@ class ScheduleConfig:
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
         lr_decay_iters: Length of the decay. Default: the whole run.
         lr_decay_samples: Length of the decay. Default: the whole run.
-        lr_warmup_fraction: Linear warm-up as a share of the decay length.
-        lr_warmup_iters: Linear warm-up.
-        lr_warmup_samples: Linear warm-up.
+        lr_warmup_fraction: Length of the linear warm-up as a fraction of the decay length.
+        lr_warmup_iters: Length of the linear warm-up.
+        lr_warmup_samples: Length of the linear warm-up.
         lr_warmup_init: Learning rate at the start of the warm-up.
         min_lr: Minimum learning rate of the decay.
         decoupled_lr: Peak learning rate of the word embeddings and the output layer. Default: --lr.

@@ -8,16 +8,16 @@
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  names that other programs use for what Megatron has a flag for
 
-An entry of `refused` and `honoured` says what its flag takes:
+An entry of `refused` or `honoured` says which values its flag takes:
 
     --name            nothing: a switch
-    --[no-]name       nothing, with an opposite that is what Megatron does anyway
+    --[no-]name       nothing: a switch whose opposite is what Megatron does by default
     --name:int        a value of that type (int, float, str, bool) without a default
-    --name=0.5        a value whose default says the type; `:str=1` where it does not
+    --name=0.5        a value whose default implies the type; `:str=1` states another type
     --name=a|b        one of these, the default first
     --name:int...     any number of values
 
-The file is only read when a command line holds a flag that is not a field's.
+The file is read only when a command line contains a flag that belongs to no field.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class OldFlag:
         now: What it is called today, for the documentation.
         becomes: Today's flags, each with the words of its value, where `*` stands for those of the
             old flag. With `unless`, a flag is left out if one of these flags is given.
-        program: The program that takes it, by file and by a flag that it has. Empty for all.
+        program: The program that takes it, identified by its file and by one of its flags. If
+            empty, all.
     """
 
     name: str
@@ -134,7 +135,7 @@ def other_flags() -> OtherFlags:
 def read_entry(entry: str, reason: str) -> tuple[Field, ...]:
     """Return the flags that an entry of the file describes: one, or a switch and its opposite.
 
-    They are fields whose name is the flag, whose help is the reason, and whose default passes.
+    Each is a field with the flag's name, the reason as its help, and a default that is accepted.
     """
     match = _ENTRY.fullmatch(entry)
     assert match is not None, f"{entry} describes no flag"
@@ -173,7 +174,7 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
     Args:
         flags: The command line.
         found: Receives a notice for each old flag, and a problem for each one that is gone.
-        own: Flags of this program alone, which are never old.
+        own: Flags that only this program has, which are never treated as old.
     """
     table = other_flags()
     old = {flag.name: flag for flag in table.translated if flag.name not in own}

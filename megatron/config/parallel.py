@@ -1,4 +1,4 @@
-"""Parallelism: how many processes share what, and how they communicate."""
+"""Options of parallelism: how processes share the work and how they communicate."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ParallelOptions:
     """Parallelism.
 
     Attributes:
-        tensor_model_parallel_size: Processes that split each layer.
-        pipeline_model_parallel_size: Processes that split the layers into stages.
-        context_parallel_size: Processes that split each sequence.
+        tensor_model_parallel_size: Number of processes that split each layer.
+        pipeline_model_parallel_size: Number of processes that split the layers into stages.
+        context_parallel_size: Number of processes that split each sequence.
         num_layers_per_virtual_pipeline_stage: Split each stage into virtual stages of this many
             layers (interleaved schedule). Default: one virtual stage.
         num_virtual_stages_per_pipeline_rank: Number of virtual stages per pipeline rank. Default:
@@ -33,10 +33,10 @@ class ParallelOptions:
             with virtual stages.
         pipeline_model_parallel_layout: Contents of each stage, for example Ett|tt|tt|ttL, where E
             is the embedding, t a layer and L the loss.
-        decoder_first_pipeline_num_layers: Layers on the first stage. Default: as many as on the
-            others.
-        decoder_last_pipeline_num_layers: Layers on the last stage. Default: as many as on the
-            others.
+        decoder_first_pipeline_num_layers: Number of layers on the first stage. Default: as many as
+            on the others.
+        decoder_last_pipeline_num_layers: Number of layers on the last stage. Default: as many as on
+            the others.
         pipeline_model_parallel_split_rank: Pipeline stage on which the T5 decoder begins. Default:
             encoder and decoder layers are distributed as one sequence.
         account_for_embedding_in_pipeline_split: Count the embedding as a layer when distributing
@@ -120,13 +120,13 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(ParallelOptions):
-    """Parallelism options after resolving: what data-parallel processes share is known."""
+    """Parallelism options after resolving: the ZeRO stage is known."""
 
     zero_stage: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the grid of processes, as the arguments of `Layout.at`."""
+        """The sizes of the process grid, as the arguments of `Layout.at`."""
         return {
             "tensor": self.tensor_model_parallel_size,
             "context": self.context_parallel_size,

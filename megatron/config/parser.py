@@ -1,4 +1,4 @@
-"""The command line and the YAML file to one checked `RunConfig`.
+"""Parsing of the command line and the YAML file into one checked `RunConfig`.
 
     old flags translated  ->  values  ->  over YAML  ->  over defaults  ->  resolved  ->  checked
 
@@ -49,19 +49,20 @@ _CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with t
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a program takes, reads and checks. The defaults are those of pretraining.
+    """The flags that a program takes, reads and checks. The defaults are those of pretraining.
 
     Attributes:
         name: The name that `--help` shows.
         extra: Dataclasses of the program's own flags.
-        find_start: For programs that start from a trained model, a function from the command line,
-            by field name, to the run that YAML and flags change. By default that run has the
-            defaults.
-        rules: What to check.
-        reads: For programs that do not train, a function from the command line, by field name, to
-            the fields that have an effect in them or are refused by name, by "section.field".
-            Others are accepted, and one notice names them. `None` stands for all fields.
-        check_extra: A function from the instances of `extra` to the mistakes in them.
+        find_start: For programs that start from a trained model, a function that takes the values
+            on the command line, by field name, and returns the run that YAML and flags change. By
+            default that run has the default values.
+        rules: The rules to apply.
+        reads: For programs that do not train, a function that takes the values on the command line,
+            by field name, and returns the fields that have an effect in the program or are refused
+            by name, as "section.field". Other fields are accepted, and one notice names them.
+            `None` stands for all fields.
+        check_extra: A function that returns the mistakes in the instances of `extra`.
         elsewhere: Flags that belong to other tasks of the program, with the names of those tasks.
     """
 
@@ -91,7 +92,7 @@ class ParsedRun:
 
 @dataclass
 class _CommandLine(Findings):
-    """The values on the command line by field name, with what is found wrong with the run."""
+    """The values on the command line by field name, and the findings about the run."""
 
     given: dict[str, Any] = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ class _CommandLine(Findings):
         return {path: self.given[name] for path, name in names.items() if name in self.given}
 
     def ask(self, work: Callable[[], Result]) -> Result:
-        """Return the result of work on which the rest depends.
+        """Run a step on which all later ones depend, and return its result.
 
         Raises:
             UserError: The work failed. The mistakes found so far are reported with its error.
@@ -129,9 +130,9 @@ def parse_config(
         words: The command line, without the program's name.
         world_size: The number of launched processes.
         architecture: The kind of network that the program trains.
-        program: What the program takes, reads and checks.
-        read_checkpoint: A function from --load and --ckpt-step to the network's shape, by
-            "section.field", for --use-checkpoint-args. These values win over flags.
+        program: The flags that the program takes, reads and checks.
+        read_checkpoint: A function that takes --load and --ckpt-step and returns the network's
+            shape, by "section.field", for --use-checkpoint-args. These values override flags.
 
     Raises:
         ConfigError: The command line, the YAML file or the resulting run is mistaken. The error
@@ -201,7 +202,7 @@ def help_if_asked(
 def show_help(
     program: str, extra: Sequence[type] = (), *, trains: bool = True, everything: bool = False
 ) -> None:
-    """Print the flags that are used most, or all flags in a group for each section.
+    """Print the most common flags, or all flags in one group per section.
 
     Args:
         program: The program's file.
@@ -243,8 +244,8 @@ def show_help(
 def asks_for_mpi(words: Sequence[str]) -> bool:
     """Return whether the command line or its YAML file asks for --use-mpi.
 
-    The world size must be known before `parse_config`, and this flag says where to read it.
-    `parse_config` reports mistakes.
+    The world size must be known before `parse_config` runs, and this flag says where to read it.
+    `parse_config`, not this function, reports mistakes.
     """
     given = split(words)
     switches = [flag.name for flag in given if flag.name in ("--use-mpi", "--no-use-mpi")]
@@ -312,7 +313,7 @@ def _drop_unknown(
 def _find_contradictions(
     flags: Sequence[Given], known: Mapping[str, Field], found: Findings
 ) -> None:
-    """Report spellings of one field with different values. If one is repeated, the last wins."""
+    """Report fields that two spellings set differently. The last value of one spelling wins."""
     last: dict[str, Given] = {}
     for flag in flags:
         if not flag.name:
@@ -337,7 +338,7 @@ def _answer(others: Mapping[str, Field], line: _CommandLine) -> None:
 def _unread(
     asked: RunOptions, start: RunOptions, reads: Collection[str] | None, found: Findings
 ) -> dict[str, Any]:
-    """Return values for the fields that have no effect in this program: those of the start.
+    """Return the starting values of the fields that have no effect in this program.
 
     A notice names the flags that were given for such fields.
     """
@@ -390,9 +391,9 @@ def _from_checkpoint(
 def _stretch(
     values: dict[str, Any], config: RunOptions, given: Collection[str], found: Findings
 ) -> None:
-    """Let a checkpoint's positions reach as far as is asked for, if they have no weights.
+    """Extend a checkpoint's positions to the length asked for, if they have no weights.
 
-    In finetuning, rotary positions also turn at the speed that is given (`check_network`).
+    In finetuning, given values of the rotary base and scaling also apply (`check_network`).
     """
     path = "model.max_position_embeddings"
     held, kind = values.get(path), values.get("model.position_embedding_type")

@@ -1,4 +1,4 @@
-"""Values that follow from others: a pure function of the configuration and the world size.
+"""Derived values: a pure function of the configuration and the world size.
 
 `resolve` fills in only what is unset (or implied by a mode) and never fails: what cannot be derived
 stays unset, and `checks` says why.
@@ -37,7 +37,7 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
 def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     """Return the value of each field that follows from others, by "section.field".
 
-    It is `None` if the others are unset.
+    A value is `None` if those it follows from are unset.
     """
     model, training, optimizer = config.model, config.training, config.optimizer
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -79,8 +79,9 @@ def data_parallel_size(config: RunOptions, world_size: int) -> int:
 def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
     """Unset what `resolve` would derive again, so that a changed flag changes what follows from it.
 
-    A saved `config.yaml` holds resolved values. Run again with another --hidden-size, its derived
-    --kv-channels must follow; one that the user chose differs from the derived value and stays.
+    A saved `config.yaml` holds resolved values. If it is run again with another --hidden-size, the
+    derived --kv-channels must follow. A value that the user chose differs from the derived one and
+    stays.
     """
     resolved = resolve(config, world_size)
     for path in _FOLLOWING:

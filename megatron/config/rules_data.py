@@ -30,7 +30,7 @@ def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
 
 
 def _spelt(data: DataOptions, field: str) -> str:
-    """Return where such words were given: a flag, or a flag and its file."""
+    """Return where the words that name corpora were given: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
@@ -128,7 +128,7 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if a T5's tokenizer has no sentinels."""
+    """Yield an error if the tokenizer of a T5 has no sentinels."""
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:
         return

@@ -1,4 +1,4 @@
-"""Rules for what Megatron-LM's files cannot hold, checked before a run instead of at a save."""
+"""Rules for what Megatron-LM's files cannot hold, checked at startup and not at the first save."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def not_computed(model: ModelOptions) -> Iterator[str]:
-    """Yield the flags of a network that Megatron-LM 23.08 cannot compute from any weights."""
+    """Yield the flags of a network that Megatron-LM 23.08 cannot compute, whatever its weights."""
     for name, on in (
         ("--position-embedding-type relative", model.position_embedding_type == "relative"),
         ("--geglu", model.geglu),
@@ -95,7 +95,7 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
 def tensor_misfit(model: ModelOptions, ranks: int) -> str:
     """Return why Megatron-LM 23.08 cannot split attention among so many ranks, or "".
 
-    This package repeats keys and values on the ranks beyond their groups instead.
+    If there are more ranks than query groups, this package repeats keys and values instead.
     """
     for flag, count in (
         ("--num-attention-heads", model.num_attention_heads),

@@ -36,7 +36,7 @@ def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def heads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield head counts that do not divide as they must."""
+    """Yield numbers of heads that do not divide evenly."""
     model = config.model
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if not count or count < 1:
@@ -137,7 +137,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the buckets of relative positions, and what these exclude."""
+    """Yield mistakes in the buckets of relative positions, and flags that exclude them."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
@@ -163,7 +163,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what a T5 lacks or does not support."""
+    """Yield settings that a T5 requires or does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -215,7 +215,7 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield each dimension of an 8-bit matrix product: its name, its size and its equal parts."""
+    """Yield each dimension of an 8-bit product: name, size and number of equal parts."""
     model, parallel, data = config.model, config.parallel, config.data
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0

@@ -198,7 +198,7 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in what is sharded over data-parallel processes."""
+    """Yield mistakes in the sharding over data-parallel processes."""
     parallel = config.parallel
     if parallel.use_distributed_optimizer and not parallel.zero_stage:
         yield "--use-distributed-optimizer and --zero-stage 0 cannot be combined: use one of them"
@@ -210,7 +210,7 @@ def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what cannot be combined with --DDP-impl torch."""
+    """Yield settings that cannot be combined with --DDP-impl torch."""
     if config.parallel.ddp_impl == "torch":
         yield from _excluded(config, "--DDP-impl torch", _NOT_WITH_TORCH_DDP)
 
@@ -246,7 +246,7 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what cannot be combined with --tp-comm-overlap."""
+    """Yield settings that cannot be combined with --tp-comm-overlap."""
     parallel, shown = config.parallel, "--tp-comm-overlap"
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # a notice says so for a single process
@@ -256,7 +256,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what cannot be combined with recorded passes (--cuda-graph-impl)."""
+    """Yield settings that cannot be combined with recorded passes (--cuda-graph-impl)."""
     training, parallel, model = config.training, config.parallel, config.model
     shown = f"--cuda-graph-impl {training.cuda_graph_impl}"
     if training.cuda_graph_impl == "transformer_engine":
@@ -294,7 +294,7 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
 def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]:
     """Yield a line for each flag that the device does not support.
 
-    It is not among `checks.RULES`, which also apply to a dry run for other machines.
+    This rule is not in `checks.RULES`, because those also apply to a dry run for other machines.
 
     Args:
         config: The run.

@@ -281,7 +281,7 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def logging(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if there is no pipeline whose bubble could be logged."""
+    """Yield an error if the bubble is to be logged but there is no pipeline."""
     if config.logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (
             "--log-pipeline-bubble: one pipeline stage never waits for another: give "

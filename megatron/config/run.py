@@ -1,7 +1,7 @@
-"""A run as it was asked for (`RunOptions`) and as it will be (`RunConfig`).
+"""A run as it was asked for (`RunOptions`) and as resolved (`RunConfig`).
 
-Both hold one frozen dataclass for each concern. If resolving fills in fields of a section, the
-section of a `RunConfig` is a subclass of that of `RunOptions`, with narrower types.
+Both hold one frozen dataclass for each concern. If resolving fills in fields of a section,
+`RunConfig` has a subclass of that section in `RunOptions`, with narrower types.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun(RunOptions):
-    """A run whose model is resolved, as a checkpoint holds it. How it was trained may be unknown.
+    """A run whose model is resolved, as a checkpoint holds it. The training options may be unknown.
 
     Programs that only build or convert a model need no more.
     """
@@ -57,7 +57,7 @@ class ModelRun(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(ModelRun):
-    """A run as it will be: resolved and checked. Nothing that must be known is None."""
+    """A resolved and checked run. No required value is None."""
 
     training: TrainingConfig = field()
     parallel: ParallelConfig = field()
@@ -69,7 +69,7 @@ Run = TypeVar("Run", bound=RunOptions)
 
 @dataclass
 class Findings:
-    """What is found wrong, or given in vain, while a run is read.
+    """The mistakes and the flags without effect that are found while a run is read.
 
     Attributes:
         problems: One line for each mistake.
@@ -86,7 +86,7 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
     """Return resolved and checked options as the configuration that other code takes.
 
     Args:
-        options: Everything that is known of the run.
+        options: Everything that is known about the run.
         into: `RunConfig`, or `ModelRun` for a program that does not train.
 
     Raises:
@@ -143,7 +143,7 @@ def with_values(config: Run, values: Mapping[str, Any]) -> Run:
 
 
 def evaluations_until(config: RunOptions, iteration: int) -> int:
-    """Return how many times a run has evaluated after so many iterations.
+    """Return how many times a run has evaluated after the given number of iterations.
 
     There is no evaluation at the iterations that --iterations-to-skip leaves out.
     """

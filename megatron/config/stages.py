@@ -1,7 +1,7 @@
 """The layers of each stage and chunk of a pipeline: a plan, as data.
 
-A model is cut into stages x chunks parts, in order. Part k stands on stage k % stages as its chunk
-k // stages, so with several chunks every micro-batch passes every stage several times.
+A model is cut into stages x chunks parts, in order. Part k is chunk k // stages of stage k %
+stages, so with several chunks every micro-batch passes through every stage several times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_DEALING = (*_VIRTUAL, *_ENDS, *_COUNTED)  # flags that deal out layers by numbers
+_DEALING = (*_VIRTUAL, *_ENDS, *_COUNTED)  # flags that distribute layers by number
 _SIZES = ("num_layers", "decoder_num_layers", "pipeline_model_parallel_size", *_VIRTUAL, *_ENDS)
 _UNSET = ParallelOptions()
 Parallel = TypeVar("Parallel", bound=ParallelOptions)
@@ -43,7 +43,7 @@ class ModelPart:
     head: bool
 
     def halves(self, encoder: int) -> tuple[range, range]:
-        """Return a T5's encoder layers in this part, and its decoder layers counted from 0.
+        """Return the encoder layers of a T5 in this part, and its decoder layers counted from 0.
 
         Args:
             encoder: The number of layers of the whole encoder, which come first.
@@ -59,14 +59,14 @@ def whole_model(num_layers: int) -> ModelPart:
 
 
 def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
-    """Return the parts of a model, first to last. A decoder's layers follow its encoder's."""
+    """Return the parts of a model, from first to last. Decoder layers follow encoder layers."""
     encoder, decoder = model.num_layers, model.decoder_num_layers or 0
     assert encoder is not None, "a rule asks for it"
     return plan_parts(encoder + decoder, config, decoder_layers=decoder)
 
 
 def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
-    """Return whether there are layers, and all sizes are in bounds. Otherwise a rule says so."""
+    """Return whether there are layers and all sizes are in bounds. Otherwise a rule reports it."""
     sizes = vars(model) | vars(config)
     fields = (*fields_of(ModelOptions), *fields_of(ParallelOptions))
     wrong = (one for one in fields if one.name in _SIZES and one.out_of_bounds(sizes[one.name]))
@@ -84,7 +84,7 @@ def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPar
 def plan_parts(
     num_layers: int, config: ParallelOptions, *, decoder_layers: int = 0
 ) -> list[ModelPart]:
-    """Return the parts of the given number of layers, as the flags ask.
+    """Split the given number of layers into parts, as the flags ask.
 
     Args:
         num_layers: The total number of layers.
@@ -92,8 +92,8 @@ def plan_parts(
         decoder_layers: The number of layers at the end that form a T5's decoder.
 
     Raises:
-        ConfigError: The layers do not fit the stages or leave one with nothing, the layout string
-            cannot be read, or two flags that deal out layers were given.
+        ConfigError: The layers do not fit the stages or leave one empty, the layout string cannot
+            be read, or two flags that distribute layers were given.
     """
     _check_flags(config)
     stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
@@ -116,18 +116,18 @@ def plan_parts(
 
 
 def dealing_flags(config: ParallelOptions) -> list[str]:
-    """Return the given flags that deal out layers by numbers; a layout string excludes them."""
+    """Return the given flags that distribute layers by number; a layout string excludes them."""
     return _shown(config, _DEALING)
 
 
 def with_layout(config: Parallel, text: str) -> Parallel:
-    """Return the flags with a layout string instead of other flags that deal out layers."""
+    """Return the flags with a layout string instead of other flags that distribute layers."""
     unset = {name: getattr(_UNSET, name) for name in _DEALING}
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
 def _shown(config: ParallelOptions, names: Collection[str]) -> list[str]:
-    """Write those flags that were given, as on a command line."""
+    """Return the flags among these that were given, as written on a command line."""
     given = [(one, getattr(config, one.name)) for one in fields_of(ParallelOptions)]
     return [one.spell(value) for one, value in given if one.name in names and value != one.default]
 
@@ -142,9 +142,9 @@ def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) ->
 
     Args:
         parts: The parts of the model, first to last.
-        stages: The pipeline stages that hold them.
-        encoder: The number of layers of a T5's encoder, which its decoder's follow, or `None` for
-            other networks.
+        stages: The number of pipeline stages that hold them.
+        encoder: The number of encoder layers of a T5, which come before its decoder layers, or
+            `None` for other networks.
     """
     halves = [parts]
     if encoder is not None and len(parts) > 1:
@@ -186,7 +186,7 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
 
 
 def _check_flags(config: ParallelOptions) -> None:
-    """Refuse two flags that deal out the same layers."""
+    """Refuse two flags that distribute the same layers."""
     virtual, ends = _shown(config, _VIRTUAL), _shown(config, _ENDS)
     if len(virtual) > 1:
         raise ConfigError(
@@ -222,7 +222,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
     """Return the layers of each part: equal, except for fixed ends and counted extras.
 
     Args:
-        num_layers: The layers to deal out.
+        num_layers: The number of layers to distribute.
         config: The flags of parallelism.
         shown: The number of layers by its flags.
     """
@@ -247,7 +247,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
 
 
 def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
-    """Return encoder layers for the stages below the split rank, decoder layers for the others."""
+    """Split the layers: encoder layers below the split rank, decoder layers from there on."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     shown = f"--pipeline-model-parallel-split-rank {split}"
@@ -308,8 +308,8 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
 
     Args:
         text: The layout string.
-        num_layers: The layers that it must name.
-        stages: The pipeline stages.
+        num_layers: The number of layers that it must name.
+        stages: The number of pipeline stages.
         shown: The number of layers by its flags.
 
     Raises:

@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of plain values. It refuses repeated keys, which would lose their first value."""
+    """A loader of plain values. It refuses a repeated key, whose first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
