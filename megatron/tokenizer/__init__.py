@@ -2,6 +2,7 @@
 
     build, base                             building a tokenizer from flags; the common interface
     files                                   vocabulary files, and entries appended to them
+    library                                 the errors of libraries, as errors about the file
     gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
     huggingface, sentencepiece, tiktoken    the other kinds
     wordpiece                               BERT's kind

@@ -52,6 +52,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     module, name = _CLASSES[kind]
     found = importlib.import_module(f"megatron.tokenizer.{module}")
     tokenizer: Tokenizer = getattr(found, name)(config)
+    tokenizer.tokenize_open("0")  # some libraries report a damaged file only now
     return tokenizer
 
 

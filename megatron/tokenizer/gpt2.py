@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fast_bpe import Encoder, build_encoder, byte_of_character, compiled_encoder
 from megatron.tokenizer.files import VocabularyFile, digest
+from megatron.tokenizer.library import Library
 
 _END = "<|endoftext|>"
 
@@ -28,22 +29,27 @@ class GPT2Tokenizer(Tokenizer):
         DataError: A file is missing, damaged, or does not fit the other.
     """
 
-    _encoder: Encoder
-
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the files, and compile them if they are new."""
         self._file = VocabularyFile.read("--vocab-file", config.vocab_file)
         merge_file = VocabularyFile.read("--merge-file", config.merge_file)
         key = digest(self._file.data, merge_file.data)
+        self._encoder = Library(
+            self._file, "GPT-2's vocab.json", partial(self._load, merge_file, key)
+        )
+        size, end = self._size_and_end
+        super().__init__("GPT2BPETokenizer", key, {"eod": end, "eos": end}, size)
+
+    def _load(self, merge_file: VocabularyFile, key: str) -> Encoder:
         compiled = compiled_encoder(key)
         if compiled is not None:  # the files were checked when they were compiled
-            self._encoder, size, end = compiled
-        else:
-            merges = _parse_merges(merge_file)
-            _check(self._file, self.vocab, merge_file, merges)
-            end, size = self.vocab[_END], len(self.vocab)
-            self._encoder = build_encoder(self.vocab, merges, end, key)
-        super().__init__("GPT2BPETokenizer", key, {"eod": end, "eos": end}, size)
+            encoder, *self._size_and_end = compiled
+            return encoder
+        merges = _parse_merges(merge_file)
+        _check(self._file, self.vocab, merge_file, merges)
+        end = self.vocab[_END]
+        self._size_and_end = [len(self.vocab), end]
+        return build_encoder(self.vocab, merges, end, key)
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -56,11 +62,13 @@ class GPT2Tokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text."""
-        return self._encoder.encode([text])[0].tolist()
+        ids: list[int] = self._encoder.encode([text])[0].tolist()
+        return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of many texts, one array per text."""
-        return self._encoder.encode(texts)
+        arrays: list[NDArray[np.integer]] = self._encoder.encode(texts)
+        return arrays
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; padding ids outside the vocabulary become U+FFFD."""

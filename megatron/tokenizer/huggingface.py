@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import VocabularyFile, digest, find_sentinels
+from megatron.tokenizer.library import Library
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,11 +47,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 "local file or folder (nothing is downloaded)"
             )
         file = VocabularyFile.read("--tokenizer-model", str(path))
-        text = file.text()
-        try:
-            self._tokenizer = Pipeline.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{file}: not a tokenizer.json of Hugging Face ({error})") from error
+        make = partial(Pipeline.from_str, file.text())
+        self._tokenizer = Library(file, "a tokenizer.json of Hugging Face", make)
         # A corpus is neither truncated nor padded, even if the file says so.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -85,11 +84,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, after the file's post-processing."""
-        return self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
 
     def tokenize_spelled(self, text: str) -> list[int]:
         """Return the ids of a text, without the file's post-processing."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of parts of a text, without the file's post-processing."""
@@ -100,4 +101,5 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens spelled out."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text

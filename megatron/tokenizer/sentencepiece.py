@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import VocabularyFile, digest, extra_ids, find_sentinels
+from megatron.tokenizer.library import Library
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -29,11 +31,10 @@ class GPTSentencePieceTokenizer(Tokenizer):
         from sentencepiece import SentencePieceProcessor
 
         file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
-        try:
-            model = self._model = SentencePieceProcessor(model_proto=file.data)
-        except RuntimeError as error:
-            raise DataError(f"{file}: not a SentencePiece model: give a .model file") from error
-        vocab = self._vocab = {model.id_to_piece(i): i for i in range(len(model))}
+        make = partial(SentencePieceProcessor, model_proto=file.data)
+        model = self._model = Library(file, "a SentencePiece model (.model)", make)
+        self._pieces: int = model.get_piece_size()
+        vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._pieces)}
         own, extra = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
         self._entry_of: dict[int, str] = {}  # entries found in text in addition to the pieces
         special = self._find_special_ids(file, own, extra)
@@ -71,7 +72,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, in which appended special tokens are recognized."""
         if not self._entry_of:
-            return self._model.encode_as_ids(text)
+            whole: list[int] = self._model.encode_as_ids(text)
+            return whole
         ids: list[int] = []
         # With one group, split() returns text and special tokens alternately.
         for i, part in enumerate(self._pattern.split(text)):
@@ -84,16 +86,18 @@ class GPTSentencePieceTokenizer(Tokenizer):
         Appended special tokens are included, with spaces around them.
         """
         if not self._entry_of:
-            return self._model.decode_ids([int(i) for i in ids if int(i) < len(self._model)])
+            ids = [int(i) for i in ids if int(i) < self._pieces]
+            plain: str = self._model.decode_ids(ids)
+            return plain
         text = ""
         pending: list[int] = []
         for i in map(int, ids):
             if i in self._entry_of:
                 text += f"{self._model.decode_ids(pending)} {self._entry_of[i]} "
                 pending = []
-            elif i < len(self._model):
+            elif i < self._pieces:
                 pending.append(i)
-        return text + self._model.decode_ids(pending)
+        return f"{text}{self._model.decode_ids(pending)}"
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):

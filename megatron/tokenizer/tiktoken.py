@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
@@ -12,6 +12,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fast_bpe import GPT2_SPLIT
 from megatron.tokenizer.files import VocabularyFile, digest
+from megatron.tokenizer.library import Library
 
 _END = "<|endoftext|>"
 _TEKKEN_SPECIAL = ("<unk>", "<s>", "</s>")
@@ -66,9 +67,14 @@ class TikTokenizer(Tokenizer):
         file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
         read = _read_tekken if file.path.endswith(".json") else _read_ranks
         ranks, special, split, size = read(config, file)
-        self._encoding = tiktoken.Encoding(
-            file.path, pat_str=SPLITS[split], mergeable_ranks=ranks, special_tokens=special
+        make = partial(
+            tiktoken.Encoding,
+            file.path,
+            pat_str=SPLITS[split],
+            mergeable_ranks=ranks,
+            special_tokens=special,
         )
+        self._encoding = Library(file, "a rank file or Tekken json", make)
         self._ranks, self._special_tokens = ranks, special
         self._used_ids = frozenset((*ranks.values(), *special.values()))
         ids = {name: special[t] for name, t in (("bos", "<s>"), ("eos", "</s>")) if t in special}
@@ -84,11 +90,13 @@ class TikTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text; special tokens in it are ordinary text."""
-        return self._encoding.encode_ordinary(text)
+        ids: list[int] = self._encoding.encode_ordinary(text)
+        return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; unused ids are left out."""
-        return self._encoding.decode([int(i) for i in ids if int(i) in self._used_ids])
+        text: str = self._encoding.decode([int(i) for i in ids if int(i) in self._used_ids])
+        return text
 
 
 def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import VocabularyFile, digest, extra_ids
+from megatron.tokenizer.library import Library
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
@@ -31,7 +33,8 @@ class WordPieceTokenizer(Tokenizer):
         kind = config.tokenizer_type or ""
         vocab = self._vocab = _parse_vocab(file)
         entries = len(vocab)
-        self._tokenizer = wordpiece_pipeline(vocab, lower_case="LowerCase" in kind)
+        make = partial(wordpiece_pipeline, vocab, lower_case="LowerCase" in kind)
+        self._tokenizer = Library(file, "a BERT vocabulary", make)
         sentinels = extra_ids(config.vocab_extra_ids)
         for entry in ("[BOS]", "[EOS]", *sentinels):
             vocab.setdefault(entry, len(vocab))
@@ -43,7 +46,8 @@ class WordPieceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, without [CLS] and [SEP]."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the words separated by single spaces; the original spacing is lost."""

@@ -10,6 +10,7 @@ finding and does not end the search.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import mmap
 import os
 import resource
@@ -30,10 +31,14 @@ WAIT = 120  # seconds; the machine may be busy
 MEMORY = 2 << 30  # bytes
 CORPUS = Path(__file__).parent / "corpus"  # inputs that failed once, by target
 
-_INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000)
-_INTERESTING += (0xFFFFFFFF, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
-_JSON = (b"NaN", b"-Infinity", b"1e999", b"-1", b"0", b"1.5", b"null", b"true", b'""', b"[]", b"{}")
-_JSON += (b"9223372036854775808", b"1" * 400, b"[" * 5000, b'"\\ud800"', b"\xff", b"\x00", b",")
+_INTERESTING = (
+    *(0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF),
+    *(1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
+)
+_JSON = (
+    *(b"NaN", b"-Infinity", b"1e999", b"-1", b"0", b"1.5", b"null", b"true", b'""', b"[]", b"{}"),
+    *(b"9223372036854775808", b"1" * 400, b"[" * 5000, b'"\\ud800"', b"\xff", b"\x00", b","),
+)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,10 @@ def fuzz(target: Target, inputs: int, number: int) -> Outcome:
     child = os.fork()
     if child == 0:
         os.close(read_end)
+        null = os.open(os.devnull, os.O_WRONLY)  # libraries print their panics
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        faulthandler.disable()
         with open(write_end, "w") as report:
             try:
                 _limit_memory()

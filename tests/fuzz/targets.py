@@ -6,6 +6,7 @@ import io
 import json
 import tempfile
 from argparse import Namespace
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -237,6 +238,20 @@ def _pipeline(folder: Path) -> list[bytes]:
     return [*made, bpe.to_str().encode()]
 
 
+def _sentencepiece(folder: Path) -> list[bytes]:
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b ab ba aab abb"] * 20),
+        model_writer=model,
+        vocab_size=12,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return [model.getvalue()]
+
+
 # What travels over the network
 
 
@@ -321,6 +336,18 @@ TARGETS = (
         "tokenizer.json",
         _made(_pipeline),
         _tokenizer("HuggingFaceTokenizer", "tokenizer_model"),
+        (DataError, ConfigError),
+    ),
+    Target(
+        "SentencePiece model",
+        _made(_sentencepiece),
+        _tokenizer("GPTSentencePieceTokenizer", "tokenizer_model"),
+        (DataError, ConfigError),
+    ),
+    Target(
+        "tiktoken file",
+        lambda: [b"".join(b"%s %d\n" % (b64encode(bytes([i])), i) for i in range(256))],
+        _tokenizer("TikTokenizer", "tokenizer_model"),
         (DataError, ConfigError),
     ),
     Target("request", _requests, _read_request, (ApiError,)),

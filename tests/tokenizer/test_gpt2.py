@@ -212,7 +212,7 @@ def test_without_gigatoken_tiktoken_gives_the_same(tiny, cache_folder, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = build_tokenizer(tiny)
-    assert isinstance(tokenizer._encoder, TiktokenEncoder)
+    assert isinstance(tokenizer._encoder._object, TiktokenEncoder)
     assert tokenizer.tokenize("It's 1999.\n\n  Fine") == expected
 
 

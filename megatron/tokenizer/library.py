@@ -1,0 +1,51 @@
+"""Calls of tokenizer libraries, which may raise anything when a file or a text is hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.errors import DataError, UserError
+
+
+class Library:
+    """An object of a tokenizer library whose methods raise no errors but DataError.
+
+    Every library is built and called through this class. Libraries raise what they like:
+    RuntimeError, plain Exception, and, when Rust code panics, PanicException. The latter is not an
+    Exception, so that handlers everywhere else would let it pass.
+
+    Args:
+        file: The flag and path that messages show.
+        kind: The kind of file that the library expects, for messages.
+        make: A function that builds the object.
+
+    Raises:
+        DataError: The library refuses the file.
+    """
+
+    def __init__(self, file: object, kind: str, make: Callable[[], Any]) -> None:
+        """Build the object."""
+        problem = f"{file}: not {kind}, or damaged; give another file"
+        self._object = _call(problem, make)
+        self._problem = f"{file}: the tokenizer fails; if it fails on every text, give another file"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the object."""
+        if name.startswith("_"):  # copies and pickles ask for such names before there is an object
+            raise AttributeError(name)
+        return partial(_call, self._problem, getattr(self._object, name))
+
+
+def _call(problem: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return function(*args, **options)
+    except (MemoryError, UserError):
+        raise
+    except BaseException as error:
+        # Each library has a class PanicException of its own, which cannot be imported.
+        name = type(error).__name__
+        if isinstance(error, Exception) or name == "PanicException":
+            raise DataError(f"{problem} ({name}: {error})") from error
+        raise
