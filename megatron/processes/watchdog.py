@@ -24,12 +24,12 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from itertools import groupby
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple
 
@@ -48,6 +48,10 @@ _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
 _PACKAGE = Path(__file__).parents[1]
 _TORCH_DISTRIBUTED = Path(dist.__file__).parent
+_OUTPUT = (
+    _PACKAGE / "command.py",
+    _PACKAGE / "errors.py",
+)  # the files with the functions that print
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 
 Ranks = tuple[int, ...]
@@ -123,7 +127,7 @@ def explain(
     first = min(awaited, key=lambda r: (waiting[r].iteration, waiting[r].place), default=None)
     if not missing and first is not None:  # all wait: name the ranks already past the earliest wait
         missing = missed[first]
-    missing = missing or silent
+    missing = missing or silent or frozenset(states.keys() - waiting.keys())
     # One line per set of ranks in the same state, beginning with those not waiting.
     texts = {rank: _describe(rank, state, silent) for rank, state in states.items()}
     same: dict[str, list[int]] = {}
@@ -245,6 +249,7 @@ class Watchdog:
         self._store: dist.Store = dist.HashStore()  # until `connect`
         self._journal = Journal()
         self._beat = 0
+        self._progress, self._since = self._journal.progress, time.monotonic()
         self._is_hanging = False
         self._claim: _Claim | None = None
         self._has_won = False  # whether the verdict is the claim
@@ -422,28 +427,35 @@ class Watchdog:
         transfer = self._journal.waits_for
         if transfer is not None:
             return Wait(transfer.kind, transfer.ranks, transfer.number)
-        frame = sys._current_frames().get(self._main)
-        if self._journal.device_is_behind or frame is None:
-            return None
-        if not Path(frame.f_code.co_filename).is_relative_to(_TORCH_DISTRIBUTED):
+        if self._journal.device_is_behind or not self._main_is_in(_TORCH_DISTRIBUTED):
             return None
         return Wait("communication", tuple(range(self._launch.world_size)), None)
 
+    def _main_is_in(self, *places: Path) -> bool:
+        frame = sys._current_frames().get(self._main)
+        file = Path(frame.f_code.co_filename if frame is not None else "")
+        return any(file.is_relative_to(place) for place in places)
+
     def _watch(self) -> None:
-        """Watch the time. This thread never waits: neither for the network nor for output."""
-        progress, since = None, time.monotonic()
+        """Watch the time. This thread waits for no network, file system or reader of output."""
         while not self._stopped.wait(BEAT / 4):
-            now, before, due = time.monotonic(), progress, self._due
-            progress = self._journal.progress
-            if due is not None and now >= due.time:
-                self._leave(due.code, due.text)
-            elif progress != before or not (self._wait() or self._journal.device_is_behind):
-                since = now
-            elif due is None and now - since >= self._seconds:
-                patience = _PATIENCE if self._talker.is_alive() else 0.0
-                self.end_within(patience, HangError.exit_code, self._own_view())
-                self._is_hanging = True
-                self._wake.set()
+            with suppress(Exception):  # for example a lack of memory: there is a next time
+                self._look()
+
+    def _look(self) -> None:
+        """End this process if that is due, or raise the alarm if it waits for too long."""
+        now, due, progress = time.monotonic(), self._due, self._journal.progress
+        # Output may go to another machine too, and block this process if nobody reads it there.
+        waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
+        if due is not None and now >= due.time:
+            self._leave(due.code, due.text)
+        elif progress != self._progress or not waits:
+            self._progress, self._since = progress, now
+        elif due is None and now - self._since >= self._seconds:
+            patience = _PATIENCE if self._talker.is_alive() else 0.0
+            self.end_within(patience, HangError.exit_code, self._own_view())
+            self._is_hanging = True
+            self._wake.set()
 
     def _own_view(self) -> str:
         """Return a hang report for the case that the other ranks' states cannot be read."""
@@ -480,13 +492,17 @@ def _write_last(text: str | None) -> None:
 
 
 def source_of(frame: FrameType | None) -> str:
-    """Return a thread's position: the innermost line of ours that is not communication code."""
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    ours = [entry for entry in stack if Path(entry.filename).is_relative_to(_PACKAGE)]
-    ours = [entry for entry in ours if Path(entry.filename).name not in _PLUMBING] or stack
+    """Return a thread's position: the innermost line of ours that is not communication code.
+
+    It reads no source file, because files may be on a machine that no longer answers.
+    """
+    frames = walk_stack(frame) if frame is not None else ()
+    stack = [(Path(each.f_code.co_filename), each.f_code.co_name, line) for each, line in frames]
+    ours = [entry for entry in stack if entry[0].is_relative_to(_PACKAGE)]
+    ours = [entry for entry in ours if entry[0].name not in _PLUMBING] or stack
     if not ours:
         return "an unknown place"
-    lines = [f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}"]
-    if ours[-1] is not stack[-1] and Path(stack[-1].filename).name not in _PLUMBING:
-        lines.append(f"{Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}")
-    return ", ".join(lines)
+    shown = [ours[0]]
+    if ours[0] is not stack[0] and stack[0][0].name not in _PLUMBING:
+        shown.append(stack[0])
+    return ", ".join(f"{path.name}:{line} in {name}" for path, name, line in shown)

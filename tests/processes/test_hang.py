@@ -78,3 +78,9 @@ def test_where_all_have_joined_the_network_is_suspected():
 def test_ranks_are_written_short():
     assert ranks_text([3]) == "rank 3"
     assert ranks_text({5, 0, 2, 1}) == "ranks 0-2, 5"
+
+
+def test_where_nobody_waits_those_that_are_alive_are_named():
+    missing, report = explain({1: _state("logging")}, frozenset(), 60.0)
+    assert missing == {1}
+    assert report.startswith("hang: rank 1 made no progress within 60 s")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import linecache
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.errors import say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.processes import watchdog
 from megatron.processes.launch import Launch
@@ -127,19 +129,52 @@ def test_an_end_that_is_due_is_not_put_off(tmp_path: Path) -> None:
     assert time.monotonic() - started < 10.0
 
 
-def test_output_that_nobody_reads_keeps_no_process(tmp_path: Path) -> None:
+def _fill_errors() -> None:
+    """Let the error output be a pipe that is full and that nobody reads."""
+    _, send = os.pipe()
+    os.set_blocking(send, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(send, bytes(4096))
+    os.set_blocking(send, True)
+    os.dup2(send, 2)
+
+
+def test_output_that_nobody_reads_keeps_no_process_that_is_to_end(tmp_path: Path) -> None:
     def hang() -> None:
-        receive, send = os.pipe()
-        os.set_blocking(send, False)
-        with suppress(BlockingIOError):
-            while True:
-                os.write(send, bytes(4096))
-        os.set_blocking(send, True)
-        os.dup2(send, 2)
+        _fill_errors()
         Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "a report that does not fit")
-        print(receive, "another that does not fit", file=sys.stderr, flush=True)
+        say_on_stderr("another that does not fit")
 
     assert _ended(hang, tmp_path).code == 5
+
+
+def test_a_process_whose_output_nobody_reads_keeps_others_waiting(tmp_path: Path) -> None:
+    """The reader may be on a machine that is frozen, as that of `srun` or `ssh` is."""
+
+    def hang() -> None:
+        _fill_errors()
+        Watchdog(Launch(0, 2), 0.5).begin(Journal())
+        say_on_stderr("a line that does not fit")
+
+    assert _ended(hang, tmp_path).code == 5
+
+
+def test_a_report_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources may be on a machine that is frozen."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a file is read")
+
+    dog = Watchdog(Launch(0, 2), 9.0)
+    try:
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "stat"), (builtins, "open"), (linecache, "checkcache")):
+                patch.setattr(module, name, refuse)
+            report = dog._own_view()
+    finally:
+        dog.stop()
+    assert "rank 0: alive in iteration 0, start-up, at watchdog.py" in report
 
 
 def test_a_call_that_forms_a_group_is_a_communication(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -121,6 +121,14 @@ def children(pid: int) -> list[int]:
             if int(parent) == pid and state != "Z":
                 found.append(int(stat.parent.name))
     return found
+
+
+def until(condition: Callable[[], object], seconds: float) -> None:
+    """Wait until something holds; AssertionError where it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.05)
 
 
 def module(*flags: str) -> list[str]:

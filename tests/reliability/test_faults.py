@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.reliability.processes import TIMEOUT, Outcome, module, run_ranks, torchrun
+from tests.reliability.processes import (
+    TIMEOUT,
+    Outcome,
+    children,
+    module,
+    run_ranks,
+    torchrun,
+    until,
+)
 
 _TENSOR = ("--tensor-model-parallel-size", "2")
 _LATEST = TIMEOUT + 10.0
@@ -73,3 +83,27 @@ def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     text = output.read_text()
     assert "iteration        1/       4" in text
     assert "iteration        4/       4" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "seconds", "code"), [(signal.SIGKILL, 60.0, 1), (signal.SIGSTOP, TIMEOUT, 5)]
+)
+def test_a_frozen_launcher_keeps_no_survivor(
+    number: signal.Signals, seconds: float, code: int, tmp_path: Path
+) -> None:
+    """A killed rank breaks connections at once; a stopped one is noticed after the limit."""
+    limit = ("--distributed-timeout-minutes", f"{seconds / 60:.4f}", "--train-iters", "1000000")
+    words = ["--standalone", "--nproc-per-node", "2", *module(*limit)]
+    with torchrun(words, "none:0:0", tmp_path) as (process, output):
+        until(lambda: "iteration        3/" in output.read_text(), 120.0)
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        os.kill(process.pid, signal.SIGSTOP)
+        victim, survivor = ranks if number == signal.SIGKILL else reversed(ranks)
+        os.kill(victim, number)
+        until(lambda: survivor not in children(process.pid), TIMEOUT + 10.0)
+        status = int(Path(f"/proc/{survivor}/stat").read_text().split()[-1])
+        os.kill(victim, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(status) == code, output.read_text()
+        assert "error: " in output.read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.processes import TIMEOUT, children, module, torchrun
+from tests.reliability.processes import TIMEOUT, children, module, torchrun, until
 
 _PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
 
@@ -116,12 +116,12 @@ def test_a_cut_cable_ends_both_sides(machines: list[Machine], tmp_path: Path) ->
         torchrun(_words(b, flags), "none:0:0", tmp_path, inside=_inside(b), name="b") as (two, _),
     ):
         outputs = [tmp_path / "a", tmp_path / "b"]
-        _until(lambda: any("iteration        3/" in o.read_text() for o in outputs), 90.0)
+        until(lambda: any("iteration        3/" in o.read_text() for o in outputs), 90.0)
         workers = [children(one.pid), children(two.pid)]
         assert all(workers)
         _ip("-n", a.namespace, "link", "set", a.interface, "down")
         cut = time.monotonic()
-        _until(lambda: not children(one.pid) and not children(two.pid), TIMEOUT + 12.0)
+        until(lambda: not children(one.pid) and not children(two.pid), TIMEOUT + 12.0)
         assert time.monotonic() - cut > TIMEOUT
     for output in outputs:
         text = output.read_text()
@@ -130,11 +130,3 @@ def test_a_cut_cable_ends_both_sides(machines: list[Machine], tmp_path: Path) ->
     texts = "".join(output.read_text() for output in outputs)
     assert "no sign of life (stopped, killed, or cut off)" in texts
     assert "the launcher's store does not answer" in texts
-
-
-def _until(condition: object, seconds: float) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.1)

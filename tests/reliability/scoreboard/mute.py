@@ -174,7 +174,7 @@ class _Attack:
             fault = f"{('mistake', 'bug')[self.count // 4]}:{(self.victim + 1) % self.count}:2"
         endless = self.phase in ("step", "hang report", "save")
         flags = [*self.flags, "--train-iters", "1000000" if endless else "3"]
-        if self.phase == "save":
+        if self.phase in ("save", "end of the run"):
             flags += ["--save", str(folder / "checkpoints"), "--save-interval", "1"]
             flags += ["--keep-latest", "2", *(["--async-save"] if self.victim % 2 else [])]
         with _job(self.count, fault, folder, *flags) as started:
