@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -160,22 +162,30 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 
 
 def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Return whether boxes fill a tensor of this shape without gaps, overlaps or overhangs."""
-    boxes = list(boxes)
-    volume = sum(box.volume for box in boxes)
-    if volume != math.prod(global_shape) or not all(box.fits(global_shape) for box in boxes):
+    """Return whether boxes fill a tensor of this shape without gaps, overlaps or overhangs.
+
+    The time grows linearly with the number of boxes, however they are cut, but doubles with each
+    dimension in which a box does not span the tensor.
+    """
+    whole, boxes = Box.whole(global_shape), list(boxes)
+    if not all(box.fits(global_shape) for box in (whole, *boxes)):
         return False
-    if not global_shape:
-        return len(boxes) == 1
-    # Because the volumes add up, any gap implies an overlap. Sweep along the first dimension, so
-    # that thousands of shards do not become millions of pairs.
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offset):
-        active = [other for other in active if other.end[0] > box.offset[0]]
-        if any(box.intersect(other) for other in active):
-            return False
-        active.append(box)
-    return True
+    cut = [
+        axis
+        for axis, size in enumerate(global_shape)
+        if any(box.shape[axis] != size for box in boxes)
+    ]
+    # The function that counts how many boxes cover an index is determined by its differences along
+    # all dimensions, and these are zero except at the boxes' corners: +1 where a box starts in
+    # every dimension, and another sign for each dimension in which it ends. So boxes tile the
+    # whole if and only if their corners add up to those of the whole.
+    corners = Counter[tuple[int, ...]]()
+    for box, count in [(whole, -1), *((box, 1) for box in boxes)]:
+        spans = (((box.offset[axis], 1), (box.end[axis], -1)) for axis in cut)
+        for corner in itertools.product(*spans):
+            signs = math.prod(sign for _, sign in corner)
+            corners[tuple(place for place, _ in corner)] += count * signs
+    return not any(corners.values())
 
 
 class LazyTensor(torch.Tensor):

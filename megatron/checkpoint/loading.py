@@ -85,13 +85,19 @@ def open_found(
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
     """
-    world = world or Layout.single().world
+    try:
+        return _open(found, verify, world or Layout.single().world)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # the files come from outside: whatever they cause is their damage
+        kind = "a Megatron-LM" if found.format == "legacy" else "a native"
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"not {kind} checkpoint: {what:.500}") from error
+
+
+def _open(found: find.FoundCheckpoint, verify: bool, world: Axis) -> Reader:
     if found.format == "legacy":
-        try:
-            return LegacyReader(found.path, world, verify=verify)
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            # The tree comes from outside: any value in it may not be the dict or number we expect.
-            raise CheckpointError(f"not a Megatron-LM checkpoint: {error}") from error
+        return LegacyReader(found.path, world, verify=verify)
     reader = NativeReader(found.path)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")

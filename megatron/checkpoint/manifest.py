@@ -10,10 +10,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Le, MaxLen
 
 from megatron.checkpoint.entries import DTYPES, Box, Json, is_tiled
 from megatron.checkpoint.shard import digest_of
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MANIFEST = "manifest.json"
 FORMAT = "megatron-native"
@@ -21,7 +27,10 @@ VERSION = 1
 MAX_BYTES = 1 << 30  # ten times the size of a manifest with a million shards
 
 _FILE_NAME = re.compile(r"rank_\d{5,}(_\d+)?\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+# The limits of these types are checked when a manifest is read (`parse`).
+Size = Annotated[int, Ge(0), Le((1 << 63) - 1)]
+Sizes = Annotated[tuple[Size, ...], MaxLen(8)]
 
 
 class ManifestError(ValueError):
@@ -32,8 +41,8 @@ class ManifestError(ValueError):
 class FileInfo(NamedTuple):
     """A shard file: its size, and the size (both in bytes) and SHA-256 of its header."""
 
-    bytes: int
-    header_bytes: int
+    bytes: Size
+    header_bytes: Size
     header_sha256: str
 
 
@@ -41,10 +50,10 @@ class TensorPiece(NamedTuple):
     """A part of a tensor: its file, the indices it covers, and its bytes' position and SHA-256."""
 
     file: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
+    offset: Sizes
+    shape: Sizes
+    start: Size
+    bytes: Size
     sha256: str
 
     @property
@@ -57,7 +66,7 @@ class TensorInfo(NamedTuple):
     """A whole tensor: safetensors' type name, its shape, and the pieces that tile it."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Sizes
     pieces: tuple[TensorPiece, ...]
 
 
@@ -90,10 +99,10 @@ class Manifest(NamedTuple):
         tensors: Tensors by entry name.
     """
 
-    iteration: int
+    iteration: Size
     created: str
-    layout: dict[str, int]
-    meta: Json
+    layout: dict[str, Size]
+    meta: dict[str, Json]
     files: dict[str, FileInfo]
     tensors: dict[str, TensorInfo]
 
@@ -172,49 +181,41 @@ def parse(data: bytes) -> Manifest:
         found = body.get("version")
         raise ManifestError(f"format version {found!r}; this program reads version {VERSION}")
     claimed = body.pop("sha256", None)
-    if claimed != digest_of(_text(body)) or data != _sign(body):
+    try:
+        is_signed = claimed == digest_of(_text(body)) and data == _sign(body)
+    except (ValueError, RecursionError) as error:  # NaN and infinity, which Python reads
+        raise ManifestError(f"damaged: not JSON: {error}") from None
+    if not is_signed:
         raise ManifestError("damaged: its digest does not match its content")
     # The digest rules out only accidents, so types are checked as well.
-    files = {name: FileInfo(**_checked(FileInfo, one)) for name, one in _get(body, "files").items()}
-    tensors = {}
-    for name, one in _get(body, "tensors").items():
-        tensor = TensorInfo(**_checked(TensorInfo, one))
-        pieces = tuple(TensorPiece(**_checked(TensorPiece, piece)) for piece in tensor.pieces)
-        tensors[name] = tensor._replace(pieces=pieces)
-    manifest = Manifest(**_checked(Manifest, body))._replace(files=files, tensors=tensors)
+    text = _text({key: body.get(key) for key in Manifest._fields})
+    manifest: Manifest = validate(Manifest, text)
     manifest.check()
     return manifest
 
 
-def _checked(kind: type[Any], record: Any) -> dict[str, Any]:
-    """Return the values of a record's fields, checked one by one."""
-    return {key: _get(record, key) for key in kind._fields}
+def validate(kind: Any, text: bytes) -> Any:
+    """Return JSON text as a value of this type, whose annotations must hold exactly.
+
+    Raises:
+        ManifestError: A part has another type or is out of range. The message names the first.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return _schema(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ManifestError(f"{place:.200}: {first['msg']}") from None
 
 
-# The kinds of values by key.
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("layout", "files", "tensors", "meta"), dict),
-    **dict.fromkeys(("iteration", "bytes", "header_bytes", "start"), int),
-    **dict.fromkeys(("shape", "offset", "pieces"), list),
-    **dict.fromkeys(("created", "dtype", "file", "sha256", "header_sha256"), str),
-}
+@cache
+def _schema(kind: Any) -> TypeAdapter[Any]:
+    # Imported here because the import takes 70 ms, which only a run that loads should pay.
+    from pydantic import ConfigDict, TypeAdapter
 
-
-def _get(record: Any, key: str) -> Any:
-    """Return a record's value after checking it. Lists of sizes become tuples."""
-    value: Any = record.get(key) if isinstance(record, dict) else None
-    kind, found = _KINDS[key], type(value)
-    if found is not kind:
-        raise ManifestError(f"{key!r} is missing or not a {kind.__name__}")
-    if kind is int and value < 0:
-        raise ManifestError(f"{key!r} is negative")
-    if key in ("shape", "offset"):
-        if not all(type(one) is int and one >= 0 for one in value):
-            raise ManifestError(f"{key!r} is not a list of sizes")
-        return tuple(value)
-    if key.endswith("sha256") and not _DIGEST.fullmatch(value):
-        raise ManifestError(f"{key!r} is not a SHA-256 digest")
-    return value
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def describe(dtype: str, shape: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from megatron.checkpoint.find import FoundCheckpoint
 from megatron.checkpoint.inspection import summarize
 from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, _sign, parse
+from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.shard import parse_header, plan_shard
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, make_state, save_state
@@ -119,9 +120,18 @@ def _body(path):
         (lambda b: b["tensors"]["random"].update(shape=[38]), "do not cover"),
         (lambda b: b["tensors"]["random"].update(dtype="OBJECT"), "unknown type"),
         (lambda b: b["tensors"]["random"]["pieces"][0].update(start=1 << 60), "lies outside"),
-        (lambda b: b["tensors"]["random"]["pieces"][0].update(bytes=-1), "is negative"),
+        (lambda b: b["tensors"]["random"]["pieces"][0].update(bytes=-1), "greater than"),
         (lambda b: b["tensors"]["random"]["pieces"][0].update(file="y"), "does not list"),
-        (lambda b: b.update(iteration="1"), "'iteration' is missing or not a int"),
+        (lambda b: b.update(iteration="1"), "iteration: .* valid integer"),
+        (lambda b: b.pop("iteration"), "iteration: .* valid integer"),
+        (lambda b: b.update(iteration=True), "iteration: .* valid integer"),
+        (lambda b: b.update(meta=[]), "meta: Input should be an object"),
+        (lambda b: b["layout"].update(world=1.5), "layout.world: .* valid integer"),
+        (lambda b: b["tensors"].update(random=None), "tensors.random: Input"),
+        (lambda b: b["tensors"]["random"].update(shape=[-1]), "shape.0: .* greater than"),
+        (lambda b: b["tensors"]["random"].update(shape=[1 << 64]), "shape.0: .* less than"),
+        (lambda b: b["tensors"]["random"].update(shape=[1] * 64), "shape: .* at most 8 items"),
+        (lambda b: b["tensors"]["random"]["pieces"].append({}), "pieces.1.file: Field required"),
         (lambda b: b.update(format="zip"), "not a manifest"),
     ],
 )
@@ -130,6 +140,33 @@ def test_a_well_signed_manifest_must_still_make_sense(tmp_path, change, message)
     change(body)
     with pytest.raises(ManifestError, match=message):
         parse(_sign(body))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000])
+def test_a_number_that_json_lacks_does_not_stop_the_fallback(tmp_path, capsys, number):
+    save_state(tmp_path, 1)
+    manifest = save_state(tmp_path, 2) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"meta": {', f'"meta": {{"x": {number}, '))
+    assert assert_loads(tmp_path, [1]) == 1
+    assert "iter_0000002 is not used: manifest.json: damaged: not JSON" in capsys.readouterr().err
+
+
+def test_any_error_while_a_checkpoint_is_opened_leads_to_the_next(tmp_path, capsys, monkeypatch):
+    for iteration in (1, 2):
+        save_state(tmp_path, iteration)
+    verify = NativeReader.verify
+
+    def fails(error, reader, *share):
+        if reader.iteration == 2:
+            raise error
+        verify(reader, *share)
+
+    monkeypatch.setattr(NativeReader, "verify", lambda *args: fails(KeyError("x"), *args))
+    assert assert_loads(tmp_path, [1]) == 1
+    assert "not a native checkpoint: KeyError: 'x'" in capsys.readouterr().err
+    monkeypatch.setattr(NativeReader, "verify", lambda *args: fails(MemoryError(), *args))
+    with pytest.raises(MemoryError):  # the machine's problem, not the file's
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\x00" * 99, b"[" * 100_000])

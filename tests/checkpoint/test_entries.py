@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -56,6 +57,35 @@ def test_tiling_agrees_with_counting_every_index():
         assert is_tiled(shape, boxes) == expected, (shape, boxes)
         verdicts.add(expected)
     assert verdicts == {True, False}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_twenty_thousand_pieces_take_less_than_a_second(axis):
+    count, shape = 20_000, [4, 3, 2]
+    shape[axis] = count
+    part = [1 if i == axis else size for i, size in enumerate(shape)]
+    boxes = [Box(tuple(k if i == axis else 0 for i in range(3)), tuple(part)) for k in range(count)]
+    random.Random(0).shuffle(boxes)
+    started = time.process_time()
+    assert is_tiled(tuple(shape), boxes)
+    assert not is_tiled(tuple(shape), [*boxes[1:], boxes[1]])  # a gap, and an overlap elsewhere
+    assert time.process_time() - started < 2
+
+
+def test_a_grid_of_pieces_is_checked_in_three_dimensions():
+    cuts = [(0, 1, 4), (0, 2, 3), (0, 5)]
+    spans = [list(itertools.pairwise(cut)) for cut in cuts]
+    boxes = [
+        Box(tuple(a for a, _ in corner), tuple(b - a for a, b in corner))
+        for corner in itertools.product(*spans)
+    ]
+    assert is_tiled((4, 3, 5), boxes)
+    assert is_tiled((4, 3, 5), [*boxes, Box((1, 1, 1), (0, 1, 1))])  # an empty box fills nothing
+    for i in range(len(boxes)):
+        assert not is_tiled((4, 3, 5), boxes[:i] + boxes[i + 1 :])
+        assert not is_tiled((4, 3, 5), [*boxes, boxes[i]])
+    assert not is_tiled((4, -3, 5), [])
+    assert is_tiled((4, 0, 5), [])
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 3), (2, 3, 2, 2)])
