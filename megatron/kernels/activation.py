@@ -48,8 +48,9 @@ def choose_activation(
     Args:
         name: The name, as in `ModelConfig.activation`.
         library: The fused kernels; `None` means PyTorch's operations.
-        handovers: For the amaxes of the result and of the gradient of x. Only a kernel finds them.
-        fuses_gelu: False keeps GeLU off the fused kernels (--no-bias-gelu-fusion).
+        handovers: The places for the amaxes of the result and of the gradient of x. Only a kernel
+            finds these amaxes.
+        fuses_gelu: Whether GeLU may use the fused kernels; False with --no-bias-gelu-fusion.
     """
     plain = _FORMULAS[name]
     if library is None or name not in KINDS or (plain in (gelu, gelu_tanh) and not fuses_gelu):
@@ -113,7 +114,7 @@ def fused_activation(
         plain: gelu, gelu_tanh, squared_relu or swiglu.
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
-        handovers: For the amaxes of the result and of the gradient of x.
+        handovers: The places for the amaxes of the result and of the gradient of x.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
     if not takes(x, bias) or columns * x.element_size() % VECTOR_BYTES:
@@ -137,7 +138,7 @@ def activation_forward(
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
         kind: The formula's number in `KINDS`.
-        handovers: For the amaxes of the result and, in backward, of the gradient of x.
+        handovers: The places for the amaxes of the result and, in backward, of the gradient of x.
 
     Returns:
         The result [..., f].
@@ -167,7 +168,7 @@ def activation_backward(
         x: The input of `activation_forward`.
         bias: The bias of `activation_forward`, or `None`.
         kind: The formula's number in `KINDS`.
-        handover: For the amax of x's gradient.
+        handover: The place for the amax of x's gradient.
 
     Returns:
         The gradient of x, and that of the bias (`None` without a bias).

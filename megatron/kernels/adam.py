@@ -46,7 +46,8 @@ class AdamNumbers:
         weight_decay: Decoupled weight decay.
         step: The number of the update, from 1; a scalar fp32 tensor on the device.
         gradient_scale: The divisor of the gradients; a scalar fp32 tensor on the device.
-        found_nonfinite: Nothing changes if this is not 0; a scalar fp32 tensor on the device.
+        found_nonfinite: If this is not 0, the update changes nothing; a scalar fp32 tensor on the
+            device.
     """
 
     lr: float
@@ -62,7 +63,7 @@ class AdamNumbers:
 def choose_adam(
     tensors: AdamTensors, library: KernelLibrary | None
 ) -> Callable[[AdamNumbers], None]:
-    """Choose how to update these tensors: by a kernel, or without a library by plain PyTorch."""
+    """Choose how to update these tensors: by a kernel, or by plain PyTorch without a library."""
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}

@@ -32,13 +32,13 @@ VECTORS = 2**20  # elements of vectors that are zeroed at once
 
 
 class Zeros:
-    """A supply of zeros, which kernels raise to the magnitudes that they find."""
+    """A supply of zeros, each of which a kernel raises to the largest magnitude that it finds."""
 
     _zeros: Iterator[Tensor]
     _vectors: Tensor
 
     def __init__(self) -> None:
-        """Begin with an empty supply."""
+        """Create an empty supply."""
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
@@ -77,7 +77,7 @@ class Handover:
     _left: tuple[Tensor, int] | None  # the amax, and how many elements its tensor has
 
     def __init__(self, zeros: Zeros) -> None:
-        """Begin with nothing left here."""
+        """Create a handover that holds nothing."""
         self._zeros = zeros
         self.forget()
 
@@ -104,9 +104,9 @@ class Handovers(NamedTuple):
     """The handovers of a layer, or of a kernel between two layers.
 
     Attributes:
-        forward: For the layer's input, or the kernel's result; `None` hands nothing over.
-        backward: For the gradient of the layer's output, or of the kernel's argument; `None` hands
-            nothing over.
+        forward: The handover for the layer's input or the kernel's result, if any.
+        backward: The handover for the gradient of the layer's output or of the kernel's argument,
+            if any.
     """
 
     forward: Handover | None = None

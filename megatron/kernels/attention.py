@@ -8,11 +8,11 @@ learned bias, such as the one for T5's positions); either replaces `causal`. A p
 row for all queries of a sample, and PyTorch's fused kernels take it as it is. `Segments` describe a
 mask by the ends of documents, so that the flash kernel can do without it.
 
-FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
-where --use-flash-attn asks for it: its kernels, for Hopper and later GPUs, are compiled when they
-are first needed, which takes 15 s with the package's own start. They are faster than cuDNN's on
-contiguous tensors [b, s, n, d] (docs/benchmarks/kernels.md), and far slower on ours, [s, b, n, d]
-transposed, unless b is 1, where the two are the same.
+FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only if
+--use-flash-attn asks for it: its kernels, for Hopper and later GPUs, are compiled when they are
+first needed, which takes 15 s including the package's own start-up. They are faster than cuDNN's on
+contiguous tensors [b, s, n, d] (docs/benchmarks/kernels.md), and far slower on ours, which are [s,
+b, n, d] transposed, unless b is 1 and the two layouts are the same.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Segments:
     """A batch of b samples of s tokens, cut into k segments: tokens attend within their own.
 
     Attributes:
-        ends: int32 [k + 1]: 0, then where each segment ends, counted over all tokens, sample after
+        ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample after
             sample. A segment begins where the one before it ends, lies in a single sample, and may
             be empty.
         shape: The sizes b and s.
-        causal: Whether a token attends to itself and earlier ones only.
+        causal: Whether a token attends only to itself and to earlier ones.
         longest: The largest number of tokens in a segment; `None` means s.
     """
 
@@ -83,7 +83,7 @@ class Segments:
 
         Args:
             padding: True for tokens, which come first in each sample. The tokens and the padding
-                after them are separate segments, in which attention goes both ways.
+                after them are separate segments, in which attention is bidirectional.
         """
         samples, length = padding.shape
         starts = torch.arange(samples, device=padding.device) * length
@@ -105,16 +105,16 @@ Mask = Tensor | Segments
 
 
 class AttentionOptions(NamedTuple):
-    """How queries attend to keys, beside the tensors themselves.
+    """The settings by which queries attend to keys.
 
     Attributes:
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers [b
             or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
             queries. `None` leaves the choice to `causal`.
-        causal: Without a mask, attend only to the token itself and earlier ones.
+        causal: Whether a query, without a mask, attends only to its own token and earlier ones.
         dropout: The probability of dropping an attention weight.
         layer_number: The number of the layer, from 1, for query-key layer scaling.
-        scale: The factor of the scores; `None` means 1 / sqrt(d).
+        scale: The factor applied to the scores; `None` means 1 / sqrt(d).
     """
 
     mask: Mask | None = None
@@ -141,7 +141,7 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the form, once, when a model is built."""
+    """Choose the form of the attention core, once, when a model is built."""
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -212,7 +212,7 @@ def masked_softmax(
         scores: [b, n, s, keys].
         mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; replaces `causal`.
         causal: Without a mask, query i sees keys up to i + keys - s.
-        factor: Factor of the scores.
+        factor: The factor applied to the scores.
         dtype: Type of the result.
 
     Returns:

@@ -41,8 +41,8 @@ class CrossEntropy:
 
     Attributes:
         statistics: (logits [n, v], labels [n] counted from this part's first entry) -> Statistics.
-        gradient: (logits, labels, maxima, sums, upstream, out): out [n, v], which may be the
-            logits' own memory, becomes upstream * (exp(logit - maximum) / sum - [is the label]).
+        gradient: (logits, labels, maxima, sums, upstream, out) -> None: sets out [n, v], which may
+            be the logits' own memory, to upstream * (exp(logit - maximum) / sum - [is the label]).
         name: The name for the start-up panel.
     """
 
@@ -115,7 +115,7 @@ REFERENCE = CrossEntropy(statistics_reference, gradient_reference, "plain PyTorc
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Return slices of at most CHUNK elements each, but of at least one row."""
+    """Return slices of at most CHUNK elements each, but at least one row."""
     height = max(1, CHUNK // rows.shape[1])
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 

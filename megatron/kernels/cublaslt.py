@@ -5,7 +5,7 @@ do not depend on how many there are (`row_product.py`). The library is the one t
 loaded; the numbers below are those of its public header, cublasLt.h.
 
 A product here is out [m, n] = left [m, k] right^T with right [n, k], all row-major. The library's
-matrices are column-major: right is its A, transposed, and left its B.
+matrices are column-major, so right is its A, transposed, and left is its B.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CublasLt:
         self._handles: dict[int, ctypes.c_void_p] = {}
 
     def problem(self, left: Tensor, right: Tensor, out: Tensor, *, bias: bool = False) -> Problem:
-        """Describe a product of matrices like these.
+        """Describe a product of matrices with the shapes and formats of these.
 
         Args:
             left: The left matrix [m, k].
@@ -106,7 +106,7 @@ class CublasLt:
             problem: The product.
             gpu: The number of the GPU.
             count: The largest number of ways to return.
-            workspace: The bytes of memory that each of them may need.
+            workspace: The number of bytes of memory that each of them may use.
             whole: Whether to return only ways that do not cut k into parts to be added up.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
@@ -138,7 +138,7 @@ class CublasLt:
     ) -> Algorithm | None:
         """Return an algorithm with another number of parts of k.
 
-        The result is `None` if the algorithm cannot do this, or not with so much workspace.
+        The result is `None` if the algorithm cannot do this, or needs more workspace.
         """
         changed, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
         reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32

@@ -1,4 +1,4 @@
-"""Dropout of a layer's output, with its bias before it and the residual stream after it."""
+"""Dropout of a layer's output, after adding its bias and before adding the residual stream."""
 
 from __future__ import annotations
 

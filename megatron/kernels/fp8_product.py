@@ -64,7 +64,7 @@ class Fp8Product:
         return out if into is None else into.copy_(out)
 
     def _add(self, left: Fp8, right: Fp8, into: Tensor) -> bool:
-        """Add the product to `into` while it is computed, and return whether this is possible."""
+        """Add the product to `into` while computing it, or return False if that is not possible."""
         return False
 
 
@@ -79,9 +79,10 @@ def choose_fp8_product(device: torch.device) -> Fp8Product:
 class LibraryProduct(Fp8Product):
     """Products by `torch._scaled_mm`, and by cuBLASLt itself to add to fp32 sums.
 
-    Adding then costs no pass over memory of its own: 58 of the 2131 ms of a step of Llama 3 8B
-    (docs/benchmarks.md). The sum is computed separately if rows have their own scales, for which
-    cuBLASLt has no such product, and without cuBLASLt (another vendor's GPU).
+    Adding within the product saves a pass over memory, which would take 58 of the 2131 ms of a step
+    of Llama 3 8B (docs/benchmarks.md). The sum is computed separately if rows have their own
+    scales, for which cuBLASLt has no such product, or if there is no cuBLASLt (another vendor's
+    GPU).
     """
 
     def __init__(self) -> None:

@@ -78,8 +78,8 @@ def add_norm(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: For the amaxes of the normalized sum and of delta's gradient. Only the kernel
-            finds them.
+        handovers: The places for the amaxes of the normalized sum and of delta's gradient. Only the
+            kernel finds these amaxes.
 
     Returns:
         The sum in the residual's type, and its normalization in the weights' type.
@@ -137,7 +137,8 @@ def add_norm_forward(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: For the amaxes of the normalized sum and, in backward, of delta's gradient.
+        handovers: The places for the amaxes of the normalized sum and, in backward, of delta's
+            gradient.
 
     Returns:
         The sum (`None` without a delta), its normalization, and the moments of each row, fp32:
@@ -182,7 +183,7 @@ def add_norm_backward(
         weight: The weight [h].
         moments: The moments that `add_norm_forward` returned.
         round_for_delta: Whether to return the sum's gradient in the weight's type too.
-        handover: For the amax of the sum's gradient in the weight's type.
+        handover: The place for the amax of the sum's gradient in the weight's type.
 
     Returns:
         The gradients of the sum in its own type, of the sum in the weight's type (`None` unless

@@ -5,8 +5,8 @@ s tokens of any number of sequences: first the tokens of sequences that add a si
 ("singles"), then the chunks of prompts.
 
 In 16 bits on a GPU, the kernels go through the keys of a query in an order that depends only on the
-keys' positions. So neither the other sequences nor the points at which a prompt is cut change a bit
-of the result.
+keys' positions. So the result has the same bits whatever the other sequences are and wherever a
+prompt is cut.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Singles:
     Attributes:
         tables: The blocks of each sequence, int32 [u, m]; the entries after its last have no
             meaning.
-        lengths: The number of tokens of each sequence with the new one, int32 [u].
+        lengths: The number of tokens of each sequence, including the new one, int32 [u].
         longest: An upper bound of the lengths.
-        block_size: The number of tokens of a block.
+        block_size: The number of tokens in a block.
     """
 
     tables: Tensor
@@ -61,7 +61,7 @@ class Chunks:
     Attributes:
         starts: The number of tokens of each sequence that are in the cache already.
         sizes: The number of new tokens of each sequence.
-        ends: Where the new tokens of each sequence end, and where all of its tokens end, counted
+        ends: The ends of each sequence's new tokens, and the ends of all of its tokens, counted
             over the sequences in order: int32 [2, c + 1], each row beginning with 0.
         slots: The slots of all tokens, sequence after sequence, int64 [l]; `None` if all tokens are
             new.
@@ -96,7 +96,7 @@ class PagedAttention:
     can_capture = False
 
     def __init__(self, reason: str = "as asked for") -> None:
-        """Keep the reason for not using a kernel."""
+        """Store the reason for not using a kernel."""
         self.name = f"plain PyTorch ({reason})"
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:

@@ -52,7 +52,7 @@ def rotation_table(
         base: The base of the frequencies.
         interpolation: The divisor of positions that stretches a trained context (Chen et al.,
             2023).
-        scaling: The factor by which low frequencies are slowed down, as in Llama 3.1.
+        scaling: The factor by which low frequencies are divided, as in Llama 3.1.
         device: The device of the table.
     """
     assert rotary_size % 2 == 0, rotary_size
@@ -69,8 +69,8 @@ def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
     """Return frequencies [r/2] for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
 
     Planes that turn often within the first context distinguish near positions and keep their
-    frequency. Planes that turn less than once are slowed down by `factor`, so that far positions
-    look like known ones. The frequencies in between are a mixture of the two.
+    frequency. The frequencies of planes that turn less than once are divided by `factor`, so that
+    far positions look like known ones. The frequencies in between are a mixture of the two.
 
     Args:
         frequency: The frequencies in radians per token.
@@ -123,7 +123,8 @@ def split_rotate(
         groups: The number g of key-value heads.
         head_size: The size d of a head.
         rotation: The cosines and sines; `None` rotates nothing.
-        handover: For the amax of the projection's gradient. Only the kernel finds it.
+        handover: The place for the amax of the projection's gradient. Only the kernel finds this
+            amax.
 
     Returns:
         Queries [s, b, n, d], keys and values [s, b, g, d]: views, or rotated copies.
@@ -217,7 +218,7 @@ def split_rotate_backward(
         grad_value: The gradient of the values, in any layout.
         cosine: The cosines, as for `split_rotate_forward`.
         sine: The sines, of the same shape as the cosines.
-        handover: For the amax of the result.
+        handover: The place for the amax of the result.
 
     Returns:
         The gradient, in the shape of the projection.

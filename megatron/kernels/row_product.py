@@ -4,9 +4,10 @@ A library chooses its kernel by the sizes, and with the kernel the order in whic
 are added up: a generated text then depends, in its last bits and sometimes in its words, on what
 else was in the batch. However, all of cuBLASLt's kernels of one family add up in the same order,
 whatever their tiles are; only the number of parts that k is cut into makes a difference (measured
-on an H200: docs/benchmarks/generation.md). So each weight gets a family and a number of parts, and
-each number of rows the fastest kernel among these. Whether the bits are then the same is tested
-when a weight's shape is first met; if they are not, PyTorch multiplies, and one line says so.
+on an H200: docs/benchmarks/generation.md). So each weight is assigned a family and a number of
+parts, and each number of rows uses the fastest kernel among these. Whether the bits are then the
+same is tested when a weight's shape is first met; if they are not, PyTorch multiplies, and one line
+says so.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add up in one order, by the library's number and the number of parts of k."""
+    """Kernels that add up in the same order: the library's number and the number of parts of k."""
 
     kind: int
     cut: int
 
 
 class _Shape(NamedTuple):
-    """Everything but the number of rows that the library's choice for a weight depends on."""
+    """Everything that the library's choice for a weight depends on, except the number of rows."""
 
     gpu: int
     dtype: torch.dtype
@@ -58,7 +59,7 @@ class _Shape(NamedTuple):
 
 
 def choose_row_product(device: torch.device) -> RowProduct | None:
-    """Return cuBLASLt's product, or `None` where there is none: on CPUs and other vendors' GPUs."""
+    """Return cuBLASLt's product, or `None` if there is none: on CPUs and other vendors' GPUs."""
     if not Device(device).is_gpu:
         return None
     try:
@@ -162,7 +163,7 @@ class RowProduct:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the library accepts these: 16 bits, row-major, at aligned addresses."""
+    """Return whether the library accepts these matrices: 16 bits, row-major, aligned addresses."""
     if x.dtype not in _FORMATS or weight.dtype != x.dtype or not len(x):
         return False
     if not (x.is_contiguous() and weight.is_contiguous()):

@@ -41,7 +41,7 @@ class TensorTable:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Tensor | None]], device: torch.device) -> TensorTable:
-        """Make a table of rows of contiguous tensors.
+        """Make a table from rows of contiguous tensors.
 
         Args:
             rows: The rows. A row's tensors have the same size, and its first is not `None`.
@@ -69,14 +69,14 @@ def choose_tensor_sums(
     *,
     counts: bool = True,
 ) -> Sums:
-    """Choose how to compute (sum of squares, nonzero elements), fp64 [2], bitwise repeatable.
+    """Choose how to compute (sum of squares, number of nonzero elements): fp64 [2], repeatable.
 
     Args:
         tensors: Contiguous tensors that do not move.
         device: The device of the tensors and of the result.
         library: The compiled kernels; `None` means plain PyTorch.
-        counts: Whether the second number is needed. Plain PyTorch reads everything again for it;
-            without this it may be 0.
+        counts: Whether the second number is needed, for which plain PyTorch reads everything again.
+            Otherwise it may be 0.
     """
     if library is None:
         return partial(tensor_sums_reference, tensors, device, counts=counts)

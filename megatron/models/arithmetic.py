@@ -38,7 +38,7 @@ def count_parameters(plan: ModelPlan) -> int:
 
 
 def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
-    """Count the parameters that one of `tensor` ranks holds of a part of the model.
+    """Count the parameters of a part of the model that one of `tensor` ranks holds.
 
     If a model with tied embeddings is cut into several parts, the last one holds a second copy of
     the word embedding. Every part with layers of a stack holds a copy of the stack's table of
@@ -61,12 +61,12 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> i
 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
-    """Count the elements of the layers' matrices that one of `tensor` ranks holds of a part."""
+    """Count the elements of a part's layer matrices that one of `tensor` ranks holds."""
     return sum(Block.matrix_parameters(plan.layers[i]) for i in part.layers) // tensor
 
 
 def largest_layer(plan: ModelPlan, *, tensor: int) -> int:
-    """Count the parameters that one of `tensor` ranks holds of the largest layer."""
+    """Count the parameters of the largest layer that one of `tensor` ranks holds."""
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )

@@ -20,7 +20,7 @@ from megatron.parallel.random import split_region
 
 
 class KeyValueCache(Protocol):
-    """The keys and values of earlier tokens, which inference passes to a model with new tokens.
+    """The keys and values of earlier tokens, which inference passes to a model with new ones.
 
     Such a pass has a single sample of s tokens. The tokens may belong to any number of sequences,
     each at its own position in its own sequence.
@@ -58,7 +58,7 @@ class AttentionCore(nn.Module):
         plan: The record of the attention that contains it.
         context: Layout, device, kernels and number formats.
         layer_number: Number of the layer in the model, from 1.
-        recompute: Whether to recompute it in backward instead of keeping its intermediates.
+        recompute: Whether to recompute the core in backward instead of keeping its intermediates.
         site: Name that distinguishes its dropout from that of the layer's other core.
     """
 

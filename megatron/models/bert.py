@@ -36,7 +36,7 @@ SHORTEST_IN_ONE = 256  # tokens per sample; at 128 the flash kernel is slower
 
 
 class BertResult(NamedTuple):
-    """The results of a BERT's heads.
+    """The results of the heads of a BERT.
 
     Attributes:
         tokens: If labels were given, the loss of each token, fp32 [b, s], or their weighted sum
@@ -52,7 +52,7 @@ class BertResult(NamedTuple):
 class BertModel(Network):
     """A BERT: embedding, layers, final normalization, heads.
 
-    Parameters are those of a GPT and
+    The parameters are those of a GPT and the following:
 
         embedding.token_type.weight   [2, h]   segments (this and the next two with a pooler only)
         pooler.dense.weight, .bias    [h, h]
@@ -163,7 +163,7 @@ def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
 def padding_mask(padding: Tensor) -> Tensor:
     """Return the mask of keys to attend to, [b, 1, 1, s], from bool [b, s], True for a token.
 
-    Padding attends too, but nothing reads its result.
+    Padding tokens attend too, but nothing reads their results.
     """
     return padding[:, None, None, :]
 
@@ -194,7 +194,7 @@ class Classifier(Linear):
 
     @staticmethod
     def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
-        """Return 0: a few vectors per sequence are negligible beside the layers' activations."""
+        """Return 0: a few vectors per sequence are negligible next to the layers' activations."""
         return 0
 
 
@@ -257,8 +257,8 @@ class MaskedTokenHead(nn.Module):
 class BertChooser(BertModel):
     """BERT with a task's head that chooses among classes, or among several texts.
 
-    It has BERT's layers and pooler, dropout, and a linear layer, but no pretraining heads.
-    Parameters are those of a BERT and `HEAD.weight` [outputs, h], `HEAD.bias` [outputs].
+    It has BERT's layers and pooler, dropout, and a linear layer, but no pretraining heads. Its
+    parameters are those of a BERT, `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
 
     Args:
         plan: The whole network, with a task's head.

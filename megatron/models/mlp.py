@@ -11,7 +11,7 @@ from megatron.parallel.layers import Linear
 
 
 class MLP(nn.Module):
-    """A dense MLP from h to f and back. A gated one has gate and up in its first projection.
+    """A dense MLP from h to f and back. The first projection of a gated one computes gate and up.
 
     Args:
         plan: The record of its sizes.

@@ -24,8 +24,8 @@ class Stream(NamedTuple):
         residual: The hidden states before the last sublayer, [s, b, h].
         update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
             model, and if dropout has added it already.
-        handover: For the amax of the update's gradient, which the layer that computed the update
-            takes in backward; `None` if that layer does not need it.
+        handover: The place for the amax of the update's gradient, which the layer that computed the
+            update takes in backward; `None` if that layer does not need it.
     """
 
     residual: Tensor
@@ -69,7 +69,8 @@ class Norm(nn.Module):
 
         Args:
             stream: The residual stream.
-            handover: For the amax of the normalization; `None` if the next layer does not need it.
+            handover: The place for the amax of the result; `None` if the next layer does not need
+                it.
         """
         weight = self.weight + 1 if self.offset else self.weight
         handovers = Handovers(handover, stream.handover)

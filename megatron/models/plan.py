@@ -147,8 +147,7 @@ class RotaryPlan:
         channels: Number of channels of each head that rotate.
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` keeps them.
-        scaling: Factor by which the lowest frequencies are slowed down (Llama 3.1); `None` keeps
-            them.
+        scaling: Factor by which the lowest frequencies are divided (Llama 3.1); `None` keeps them.
     """
 
     positions: int
@@ -197,7 +196,7 @@ class AttentionPlan(MixerPlan):
         kv_heads: Number of key-value heads.
         head_size: Channels of a query, a key and a value.
         dropout: Dropout probability of the attention weights.
-        scale: Factor of the scores; `None` means 1 / sqrt(head_size).
+        scale: Factor applied to the scores; `None` means 1 / sqrt(head_size).
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
         head_norm: Normalization of each head's query and key before the scores; `None` for none.
         rotary: Rotary positions of queries and keys; `None` for none.
@@ -303,7 +302,7 @@ class PositionBiasPlan:
     Attributes:
         heads: Number of query heads.
         buckets: Number of distance buckets, each with a bias for every head.
-        longest: Distance from which on all distances share one bucket.
+        longest: Distance from which all distances share one bucket.
         positions: Length of the longest sequence.
         init: Distribution of the initial table.
     """
@@ -338,7 +337,7 @@ class OutputPlan(HeadPlan):
         vocabulary: Number of entries, padding included.
         tied: Whether its matrix is the word embedding table.
         bias: Whether each entry has a bias.
-        scale: Factor of its input; `None` leaves the input as it is.
+        scale: Factor applied to its input; `None` leaves the input as it is.
     """
 
     kind: str = "output"
@@ -378,7 +377,7 @@ class ClassifierPlan(HeadPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """A whole network, whatever part of it a process holds.
+    """The plan of a whole network, whichever part of it a process holds.
 
     Attributes:
         embedding: The embedding before the first layer.
@@ -460,7 +459,7 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
     Args:
         model: Resolved network flags.
         causal: Whether tokens, without a mask, attend only to themselves and earlier tokens.
-        crosses: Whether it belongs to a decoder that also attends to an encoder's output.
+        crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)

@@ -31,8 +31,8 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
     Args:
         distances: Position of the key minus that of the query, of any shape.
         both_ways: Whether later keys have buckets of their own; otherwise they share the first.
-        buckets: Number of buckets, of both directions together.
-        longest: Distance in tokens from which on all distances share the last bucket.
+        buckets: Number of buckets, counting both directions.
+        longest: Distance in tokens from which all distances share the last bucket.
 
     Returns:
         int64, from 0 to below `buckets`.
@@ -60,7 +60,8 @@ class PositionBias(SharedTable):
     Args:
         plan: The record of its sizes.
         context: Layout, device, kernels and number formats.
-        both_ways: Whether it belongs to an encoder. A decoder's bias includes the causal mask.
+        both_ways: Whether the table belongs to an encoder. A decoder's bias includes the causal
+            mask.
         is_copy: Whether another part of the model holds the original.
     """
 
@@ -88,7 +89,7 @@ class PositionBias(SharedTable):
 
     @staticmethod
     def parameter_count(plan: PositionBiasPlan, tensor: int) -> int:
-        """Count the parameters that one of `tensor` ranks holds of a stack's table."""
+        """Count the parameters of a stack's table that one of `tensor` ranks holds."""
         return plan.buckets * plan.heads // tensor
 
     @staticmethod

@@ -94,8 +94,8 @@ def recompute(
         layers: The first argument of the function.
         x: The second argument of the function, [s, b, h].
         *others: The other arguments of the function.
-        split_over: The ranks that hold the same x and keep an equal part of it each. A single
-            process keeps it whole.
+        split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
+            single process keeps it whole.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, layers, x, *others, use_reentrant=False)

@@ -7,8 +7,8 @@ v padded vocabulary, t tensor-parallel size.
 
 In a pipeline the hidden states of encoder and decoder travel together, [e + d, b, h]: the first
 part embeds both, the encoder's parts pass on the decoder's embedding, and the decoder's parts pass
-on the encoder's output. So every message has the same shape wherever the decoder begins, and the
-embeddings are in a single place.
+on the encoder's output. Every message therefore has the same shape wherever the decoder begins, and
+the embeddings are in a single place.
 """
 
 from __future__ import annotations

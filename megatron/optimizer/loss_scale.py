@@ -1,7 +1,8 @@
 """The loss scale: constant, or dynamic for fp16.
 
-fp16 gradients below 6e-8 vanish. So the loss is multiplied by a scale before backward, and the
-gradients are divided by it before the update. A scale is immutable: `update` returns the next one.
+fp16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before backward, and
+the gradients are divided by it before the update. A scale is immutable: `update` returns the next
+one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GROWTH = 2.0
 
 @dataclass(frozen=True)
 class LossScale:
-    """A factor of the loss. A dynamic one halves on overflows and doubles after clean iterations.
+    """A factor of the loss. If dynamic, it halves on overflows and doubles after clean iterations.
 
     Attributes:
         value: Current scale. 1 means no scaling.
@@ -24,7 +25,7 @@ class LossScale:
         minimum: Lower bound of the scale.
         window: Clean iterations before it doubles.
         hysteresis: Overflows, not necessarily in a row, before it starts to halve.
-        overflows_left: Overflows left until it halves. Only a doubling refills them.
+        overflows_left: Overflows left until it halves. Only a doubling restores their number.
         clean_iterations: Iterations since the last overflow or doubling.
     """
 
@@ -71,7 +72,7 @@ class LossScale:
     def with_state(self, state: dict[str, Any]) -> LossScale:
         """Return this scale with a state that `state()` gave.
 
-        If the scale of either run is constant, this one starts from the flags.
+        If either run has a constant scale, this one starts from the flags.
         """
         if not (state and self.is_dynamic):
             return self

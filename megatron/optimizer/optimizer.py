@@ -40,11 +40,11 @@ class StepResult:
     """The outcome of a step.
 
     Attributes:
-        applied: Whether weights and state changed; otherwise not one bit of them did.
+        applied: Whether weights and state changed; otherwise every bit of them stayed the same.
         grad_norm: Global L2 norm before clipping, with the loss scale divided out.
         found_nonfinite: Whether some rank's gradients held inf or nan.
-        overflow: Whether they did and a dynamic loss scale can still shrink in response, which is a
-            normal part of fp16 training.
+        overflow: Whether gradients were not finite and a dynamic loss scale can still shrink in
+            response, which is a normal part of fp16 training.
         zeros: Gradient entries of the whole model that are exactly zero; `None` if not counted.
     """
 
@@ -129,7 +129,7 @@ class _OwnPart:
 
 
 class Optimizer:
-    """Turns the gradients in a buffer into new weights.
+    """An optimizer that turns the gradients in a buffer into new weights.
 
     Args:
         groups: All parameters of the gradient buffer, in groups.

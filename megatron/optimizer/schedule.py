@@ -27,7 +27,7 @@ class LearningRateSchedule:
         initial: Learning rate at the start of the warm-up.
         warmup: Length of the warm-up in samples, which need not be whole if it is a fraction of
             the decay.
-        decay: Samples, warm-up included, after which the minimum is reached.
+        decay: Number of samples, warm-up included, after which the minimum is reached.
         style: "constant", "linear", "cosine", "inverse-square-root" or "WSD" (warm-up, stable,
             decay; Hu et al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are
             left.

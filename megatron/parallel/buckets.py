@@ -38,7 +38,7 @@ class Span:
         return self.end - self.start
 
     def intersect(self, other: Span) -> Span | None:
-        """Return the elements in both, or `None` if there are none."""
+        """Return the elements that both spans contain, or `None` if there are none."""
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Span(start, end) if start < end else None
 
@@ -51,7 +51,7 @@ class Span:
         return Span(self.start - outer.start, self.end - outer.start)
 
     def shard(self, rank: int, shards: int) -> Span:
-        """Return part `rank` of `shards` equal ones."""
+        """Return part `rank` of `shards` equal parts."""
         size = self.size // shards
         assert size * shards == self.size, f"{self} does not divide into {shards}"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)
@@ -221,7 +221,7 @@ def plan_buckets(
         replicas: The number of processes along each replica axis.
         zero_stage: The ZeRO stage, 0 to 2. A single replica has nothing to share and uses stage 0.
         gradients_in_fp32: Keep 16-bit parameters' gradients in fp32.
-        bucket_bytes: The smallest bucket (except for the last) that is reduced on its own.
+        bucket_bytes: The minimum size of every bucket except for the last.
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
     arranged = list(parameters)[::-1]
@@ -306,10 +306,10 @@ def lay_out(
         shards: The number of equal parts of each bucket.
         ends: The indices of tensors that must end a bucket.
         keeps_whole: No tensor may cross the border of a shard. A bucket then has at least as many
-            tensors as shards, dealt out to the shards by size, the largest first.
+            tensors as shards; they are distributed over the shards by size, the largest first.
 
     Returns:
-        For each bucket its span, and the index and slot of each tensor in the order of the slots.
+        For each bucket, its span, and the index and slot of each tensor in the order of the slots.
     """
     unit = alignment * shards
     aligned = [-(-size // alignment) * alignment for size in sizes]

@@ -1,7 +1,7 @@
 """The context that layers are built in: device, number formats, kernels and communication.
 
 A layer's constructor takes its own sizes and a `BuildContext`. The layer asks the context for
-everything else that it needs, now or later; nobody assigns into a layer once it is built.
+everything else that it needs, now or later; nothing is assigned to a layer after it is built.
 """
 
 from __future__ import annotations
@@ -196,12 +196,12 @@ def choose_kernels(
 def attention_over(
     axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the form of attention over sequences of which each context rank may have a part.
+    """Choose the form of attention if each context rank may hold only a part of the sequences.
 
     Args:
         axis: The context ranks; a single rank has whole sequences.
         comm_type: How several ranks attend to each other: "p2p" for ring attention, "a2a" for
-            Ulysses around the form of a single process.
+            Ulysses, which runs the form for a single process between two exchanges.
         model: The resolved network flags.
         precision: The number formats.
         device: The device on which the model runs.

@@ -27,7 +27,7 @@ Collective = Callable[[Tensor, Axis], Tensor]
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum the axis' partial results: all-reduce in forward, identity in backward."""
+    """Sum partial results over the axis: all-reduce in forward, identity in backward."""
     if axis.size == 1:
         return x
 
@@ -214,17 +214,17 @@ class Communication:
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:
-        """Begin to join the whole input from its parts."""
+        """Start to gather the whole input from its parts."""
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """Begin to take the maximum over the ranks, in place, if the input is only a part."""
+        """Start to take the maximum over the ranks, in place, if the input is only a part."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))
 
     def start_sum(self, grad: Tensor) -> Pending:
-        """Begin to sum the input's gradient over the ranks; may change `grad`."""
+        """Start to sum the input's gradient over the ranks; `grad` may change in place."""
         start = start_reduce_scatter if self.gathers else start_all_reduce
         return self._maybe_wait(start(grad, self.axis))
 
@@ -236,7 +236,7 @@ ALONE = Communication()
 
 
 class _Communicate(torch.autograd.Function):
-    """A communication whose backward is another one."""
+    """A communication whose backward pass is another communication."""
 
     @staticmethod
     def forward(

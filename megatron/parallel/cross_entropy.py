@@ -1,8 +1,8 @@
 """Cross entropy over a vocabulary that is split over tensor ranks, without fp32 copies of logits.
 
-The logits are the largest activation of a language model. Here they are kept once, in the format
-they came in, and their gradient may take their memory; with `linear_cross_entropy` they never exist
-all at once.
+The logits are the largest activation of a language model. Here they are kept once, in their
+original format, and their gradient may reuse their memory; with `linear_cross_entropy` they never
+exist all at once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def vocabulary_cross_entropy(
         labels: The labels [s, b], ids in the whole vocabulary.
         axis: The tensor axis.
         form: The form, a kernel or plain PyTorch.
-        reuse_logits: Backward writes the gradient over the logits. They must not be needed
-            elsewhere then, and backward runs once: autograd refuses any later use.
+        reuse_logits: Backward writes the gradient over the logits. In that case nothing else may
+            need them, and backward can run only once: autograd refuses any later use.
 
     Returns:
         The losses [s, b] in fp32, equal on every rank.
@@ -118,11 +118,12 @@ def linear_cross_entropy(
     slot: WeightSlot | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> ChunkedLoss:
-    """Return the cross entropy of x W^T + bias, of which only a few rows exist at a time.
+    """Return the cross entropy of x W^T + bias, computing only a few rows of logits at a time.
 
-    While a chunk of logits exists, forward computes from it everything that backward needs, so that
-    no product is computed twice: the gradients of sum(losses * loss_mask). Backward multiplies them
-    by that sum's own gradient, one number. So only this sum can be differentiated.
+    While a chunk of logits exists, forward computes from it everything that backward needs, namely
+    the gradients of sum(losses * loss_mask), so that no product is computed twice. Backward
+    multiplies them by that sum's own gradient, a single number. Only this sum can be
+    differentiated.
 
     Args:
         x: The input [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
@@ -238,7 +239,7 @@ class _HeadGradients:
         return cls(x.new_empty(x.shape), of_weight, of_bias)
 
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add some rows' part, from the logits' gradient [rows, v/t] and the input [rows, h]."""
+        """Add the share of some rows, from logits' gradient [rows, v/t] and input [rows, h]."""
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
         weight_gradient(of_logits, x, self.weight, accumulate=rows.start > 0)
         if self.bias is not None:
@@ -246,7 +247,7 @@ class _HeadGradients:
 
 
 def _chunks(rows: int, size: int, limit: int) -> Iterator[slice]:
-    """Return equal parts of the rows, each of at most about `limit` elements, `size` per row."""
+    """Return equal parts of the rows, each with at most about `limit` elements (`size` per row)."""
     count = max(1, min(rows, -(-rows * size // limit)))
     height = -(-rows // count)
     if height > _ROWS_OF_A_TILE:

@@ -24,7 +24,7 @@ from megatron.parallel.layout import Axis
 
 
 class Use(Protocol):
-    """A message to and one from every other rank of the axis, all of one shape [rows, ...]."""
+    """One message to and one from every other rank, all of the same shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
         """Begin to send contiguous rows, which nobody changes until `close`."""
@@ -33,12 +33,13 @@ class Use(Protocol):
         """Note that the kernels which run beside the messages have been launched."""
 
     def receive(self, step: int) -> Tensor:
-        """Return the received rows, [rows, ...], to be read until `close`."""
+        """Return the received rows, [rows, ...], which may be read until `close`."""
 
     def whole(self, own: Tensor) -> Tensor:
         """Return everything received and this rank's own rows, in the order of the ranks.
 
-        The result is [t rows, ...], to be read until `close`. Call it after all of `receive`.
+        The result is [t rows, ...], which may be read until `close`. Call it after all of
+        `receive`.
         """
 
     def close(self) -> None:
@@ -54,11 +55,11 @@ class Exchange(Protocol):
         """Return whether messages of this many elements can be sent; the same on every rank."""
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use, with messages like `rows`."""
+        """Begin a use whose messages have the shape and type of `rows`."""
 
 
 class GroupExchange:
-    """An exchange through messages of the axis' process group, for CPUs.
+    """An exchange through messages in the axis's process group, for CPUs.
 
     Args:
         axis: The axis, of at least two processes.
@@ -74,7 +75,7 @@ class GroupExchange:
         return True
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use, with messages like `rows`."""
+        """Begin a use whose messages have the shape and type of `rows`."""
         return _GroupUse(self.axis, rows)
 
 

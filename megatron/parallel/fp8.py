@@ -47,7 +47,7 @@ class DelayedScaling:
         length: The number of updates that are remembered.
         takes_max: Scale by the maximum of all of them; otherwise by the last one.
         margin: Scales are this many powers of 2 smaller than the amax would allow.
-        interval: The number of updates from one choice of scales to the next.
+        interval: The number of updates between two choices of scales.
     """
 
     length: int = 1
@@ -90,7 +90,7 @@ class AmaxHistory:
     """The slots of all layers of this process, in three buffers.
 
     Args:
-        layers: The names of the layers; no other process gives them to another layer.
+        layers: The names of the layers, which no other process uses for different layers.
         largest: The largest number of the fp8 format of each role, in the order of `ROLES`.
         scaling: How scales follow from the history.
         layout: The grid whose tensor ranks have parts of these layers and whose replicas have
@@ -134,9 +134,9 @@ class AmaxHistory:
     def update(self, iteration: int) -> None:
         """Make the amaxes just found the newest entry of the history. Collective.
 
-        Values that are not finite leave no trace. If one gradient is not finite, no gradient
-        leaves one: a loss scale that is too high, and will be lowered, has made them large. A
-        tensor that was zero keeps its scale.
+        Values that are not finite are not recorded. If one gradient is not finite, no gradient is
+        recorded, because a loss scale that is too high, and will be lowered, has made them all
+        large. A tensor that was zero keeps its scale.
 
         Args:
             iteration: The number of updates of the run so far, including this one.
@@ -189,7 +189,8 @@ class Fp8Format:
         values: The format of inputs and weights.
         gradients: The format of outputs' gradients, which need range more than precision.
         by_row: Each row of a factor has its own scale; otherwise the factor has one.
-        weight_gradient: This product is in 8 bits too; otherwise in the tensors' own format.
+        weight_gradient: The weight's gradient is also computed in 8 bits; otherwise in the tensors'
+            own format.
     """
 
     values: torch.dtype = E4M3
@@ -223,8 +224,9 @@ class Fp8Products(Products):
         form: The formats.
         casts: The casts, by kernels or in plain PyTorch.
         multiply: The product, by a kernel or in plain PyTorch.
-        zeros: The zeros that kernels raise to the amaxes of the input and of the output's
-            gradient, if they are to hand them over; `None` if the casts need no amax or measure it.
+        zeros: Zeros that other kernels raise to the amaxes of the input and of the output's
+            gradient, if the casts are to read them there; `None` if the casts need no amax or
+            measure it.
 
     Attributes:
         slots: The slots for delayed scaling; without them, casts scale by their tensors' own
@@ -304,7 +306,7 @@ class Fp8Products(Products):
         return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
-        """Return the amax that casts of the weight scale by, fp32 []; `None` for its own."""
+        """Return the amax by which casts scale the weight, fp32 []; `None` means its own."""
         slot = self.slots.get("weight")
         return slot.held if slot is not None and slot.has_begun() else None
 
@@ -323,7 +325,7 @@ class Fp8Products(Products):
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool
     ) -> Callable[[], tuple[Fp8, Fp8 | None]]:
-        """Begin to cast and gather the input.
+        """Start to cast and gather the input.
 
         Returns:
             A function that waits for the whole input, and for its transpose if the weight's
@@ -381,7 +383,7 @@ class Fp8Products(Products):
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop the cast weight, the casts' memory, and amaxes that were left and not taken."""
+        """Drop the cast weight, the casts' memory, and amaxes that were recorded but not used."""
         self._weight = None
         self.casts.forget()
         for handover in self.handovers:
@@ -389,7 +391,7 @@ class Fp8Products(Products):
                 handover.forget()
 
     def rows_of(self, factor: Kept) -> Tensor:
-        """Return the rows as bytes: gloo knows no fp8."""
+        """Return the rows as bytes, because gloo does not support fp8."""
         return factor[1].view(torch.uint8)
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
@@ -417,7 +419,7 @@ class Fp8Products(Products):
         return self.casts.cast(x, amax, self._formats[role], found=found)
 
     def _both(self, x: Tensor, role: Role, *, records: bool) -> tuple[Fp8, Fp8]:
-        """Cast [m, k] and its transpose [k, m]."""
+        """Cast a matrix [m, k] and its transpose [k, m]."""
         if self._form.by_row:
             return self.casts.cast_transpose_rows(x, self._formats[role])
         amax, found = self._amaxes(x, role, ALONE, records=records)

@@ -11,7 +11,7 @@ depends on the stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations To
 Trillion Parameter Models", 2020):
 
     stage 0  All-reduce. A process keeps all gradients: g bytes.
-    stage 1  Reduce-scatter. A process keeps all gradients, of which only its shard is averaged:
+    stage 1  Reduce-scatter. A process keeps all gradients, but only its shard is averaged:
              g bytes.
     stage 2  Reduce-scatter in the backward of every micro-batch. A process keeps its shard, g / d
              bytes, and at most two buckets, one being filled and one on its way.
@@ -56,7 +56,7 @@ class PendingBucket:
     Args:
         plan: The plan of the bucket.
         axis: The processes to average over.
-        parameters: The parameters by name, those of the bucket among them.
+        parameters: The parameters by name, including those of the bucket.
         kept: The memory for the reduced gradients: the whole bucket or this process's shard.
         whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
 
@@ -71,7 +71,7 @@ class PendingBucket:
     def __init__(
         self, plan: Bucket, axis: Axis, parameters: Parameters, kept: Tensor, whole: Tensor | None
     ) -> None:
-        """Expect nothing yet."""
+        """Create a bucket that expects no gradients yet."""
         self.plan, self.axis, self.kept, self.whole = plan, axis, kept, whole
         places = [
             (member.traits, parameters[member.traits.name], member.slot.relative_to(plan.span))
@@ -101,14 +101,14 @@ class Reducer:
     Attributes:
         overlap: The argument, but always False if no other process holds the same weights.
         uses: How often a backward adds to the gradients of parameters that have slots, by `id`. The
-            other parameters' gradients are added to once. It is read again whenever buckets are
-            expected.
+            other parameters' gradients are added to once. This mapping is read again whenever
+            buckets are expected.
     """
 
     def __init__(
         self, buckets: Iterable[PendingBucket], tensor: Axis, *, zero_stage: int, overlap: bool
     ) -> None:
-        """Expect all gradients."""
+        """Create a reducer that expects all gradients."""
         self.buckets = list(buckets)
         self.uses: dict[int, int] = {}
         self._is_alone = all(bucket.axis.size == 1 for bucket in self.buckets)
@@ -132,8 +132,8 @@ class Reducer:
         """Send completed buckets in the last micro-batch of an update; in stage 2 in every one.
 
         Args:
-            is_last: No other backward of this update reaches the same parameters.
-            wave: The wave of gradients that this backward brings.
+            is_last: Whether this is the last backward of the update to reach these parameters.
+            wave: The wave of gradients that this backward computes.
         """
         self._collecting = self._zero_stage == 2 or (self.overlap and is_last)
         if self._zero_stage == 2:
@@ -238,7 +238,7 @@ class GradientBuffer:
         plan: The plan.
         flats: The buffers that carry it out.
         is_sharded: Whether each process keeps and updates only its own shard.
-        shares_weights: Whether a process lacks some of the weights: never, in stages 0 to 2.
+        shares_weights: Whether a process lacks some of the weights; always False in stages 0 to 2.
     """
 
     shares_weights = False
@@ -400,7 +400,7 @@ class GradientBuffer:
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> WeightBuffer | None:
-        """Return the weight half of a sharded update; `None` if every process updates everything.
+        """Return the object that gathers updated weights; `None` if each process updates all.
 
         This moves the parameters' values, so call it before `part`.
 
@@ -429,7 +429,7 @@ class GradientBuffer:
         self._reducer.expect(self._reducer.buckets)
 
     def _runs_without_slot(self) -> list[Tensor]:
-        """Return the gradients that autograd adds to, as runs of neighbors."""
+        """Return the gradients that autograd adds to, as runs of adjacent gradients."""
         return [
             run.of(bucket.allocate())
             for bucket in self._reducer.buckets
@@ -438,12 +438,12 @@ class GradientBuffer:
 
     @property
     def to_overwrite(self) -> frozenset[int]:
-        """The parameters, by `id`, whose old gradient the next backward writes over."""
+        """The parameters, by `id`, whose old gradient the next backward overwrites."""
         return frozenset(self._stale)
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
-        """Surround a backward whose kernels a device only records: no gradient is there yet.
+        """Wrap a backward whose kernels a device only records, so that no gradient exists yet.
 
         Yields a function to call each time the recorded kernels have run with the same
         `to_overwrite`.
@@ -468,13 +468,13 @@ class GradientBuffer:
         self._stale.clear()
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Surround each backward. With overlap the last one sends buckets as they are completed.
+        """Wrap each backward. With overlap, the last one sends buckets as they are completed.
 
         Collective over the replica axis with overlap or in stage 2.
 
         Args:
-            is_last: No other backward of this update reaches the same parameters.
-            wave: The gradients that it brings, one of the plan's waves.
+            is_last: Whether this is the last backward of the update to reach these parameters.
+            wave: The gradients that this backward computes, one of the plan's waves.
         """
         wave = wave if self._has_waves else None
         return self._reducer.micro_batch(is_last=is_last, wave=wave)

@@ -26,7 +26,7 @@ _KEPT_PLACES = 4096  # a process is never further ahead of its device
 
 
 class Place(NamedTuple):
-    """Line `number` of the journal."""
+    """One line of the journal: its number, the iteration, and the operation."""
 
     number: int
     iteration: int
@@ -78,7 +78,7 @@ class Journal:
     """
 
     def __init__(self, marks: StreamMarks | None = None) -> None:
-        """Begin at start-up."""
+        """Create the journal of a process that is starting up."""
         self.iteration = 0
         self.waits_for: Transfer | None = None
         self.started: dict[tuple[int, ...], int] = {}
@@ -107,7 +107,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Surround work that a device only records: every replay would resend a mark in it."""
+        """Wrap work that a device only records, because every replay would resend a mark in it."""
         marks, self._marks = self._marks, None
         try:
             yield
@@ -121,7 +121,7 @@ class Journal:
 
     @contextmanager
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Surround a collective that another library starts and itself waits for.
+        """Wrap a collective that another library starts and itself waits for.
 
         On a GPU it is only queued, in a stream of that library, where marks would be out of order.
         """
@@ -150,7 +150,7 @@ class Journal:
 
     @property
     def place(self) -> Place:
-        """The place of the process, or of its device, which follows it."""
+        """The place of the process, or of its device, which lags behind it."""
         if self._marks is None:
             return self._place
         behind = self._marks.behind(self._place.number)

@@ -39,12 +39,12 @@ class Axis:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the axis' first."""
+        """Whether this process is the first of the axis."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this process is the axis' last."""
+        """Whether this process is the last of the axis."""
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:
@@ -52,7 +52,7 @@ class Axis:
         return self.journal.transfer(kind, self.ranks, work)
 
     def joining(self, kind: str) -> AbstractContextManager[None]:
-        """Surround a collective of this axis that another library starts and waits for."""
+        """Wrap a collective of this axis that another library starts and waits for."""
         return self.journal.joining(kind, self.ranks)
 
     def barrier(self) -> None:
@@ -70,8 +70,8 @@ class Layout:
     `replica` is data x context, context fastest: the processes that hold the same weights.
 
     Attributes:
-        sequence_parallel: Tensor ranks also divide activations between the split layers, along the
-            sequence.
+        sequence_parallel: Whether tensor ranks also divide the activations between split layers,
+            along the sequence.
     """
 
     world: Axis = Axis()
@@ -172,14 +172,14 @@ class Layout:
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
-    """Return the size of every axis; the data axis gets the processes that the others leave."""
+    """Return the size of every axis. The data axis gets the processes that the others leave."""
     model = tensor * context * pipeline
     assert world_size % model == 0, "rules_parallel.layout: the sizes divide the world"
     return dict(zip(AXES, (pipeline, world_size // model, context, tensor), strict=True))
 
 
 def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | None]:
-    """Return the axes' process groups by name. Every process makes all groups, in one order."""
+    """Return the axes' process groups by name. Every process makes all of them in one order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

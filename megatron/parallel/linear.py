@@ -17,10 +17,10 @@ the transport that brings the factors to the ranks that need them:
 
 The backward of a gathered product is a scattered one, and vice versa. The other ranks' rows that
 the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition", 2023). Every number is the same sum for each transport,
-but the library may choose another kernel for a product of fewer rows, with different last bits. In
-8 bits, parts are cast first and travel in 8 bits: parts of an input, as without cutting, and parts
-of the output's gradient, which otherwise travel in 16 bits.
+Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but the
+library may choose another kernel for a product of fewer rows, so that the last bits differ. In 8
+bits, parts are cast first and travel in 8 bits: parts of an input, as without cutting, and parts of
+the output's gradient, which otherwise travel in 16 bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ or overwrite it. When the context ends, this use has added its part.
 
 
 class SavedTensors(NamedTuple):
-    """The tensors that forward leaves to backward.
+    """The tensors that forward saves for backward.
 
     Attributes:
         x: The input, if the format keeps it.

@@ -31,8 +31,8 @@ def derive_key(*parts: int | str) -> tuple[int, int]:
 def micro_batch_seed(seed: int, first_sample: int) -> int:
     """Return the seed of the dropout masks of one micro-batch.
 
-    It depends on the run's seed and the place in the run's sample order of the micro-batch's first
-    sample. Neither a restart nor another number of data-parallel processes changes it.
+    It depends on the run's seed and on the position of the micro-batch's first sample in the run's
+    sample order. Neither a restart nor another number of data-parallel processes changes it.
     """
     return derive_seed(seed, "micro batch", first_sample)
 
@@ -49,7 +49,8 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
     Args:
         axis: The ranks that hold different parts of the tensor for which numbers are drawn.
         device: The device that draws.
-        site: Tells places in the network apart, for example (layer number, "attention").
+        site: A value that identifies the place in the network, for example (layer number,
+            "attention").
     """
     if axis.size == 1:
         yield

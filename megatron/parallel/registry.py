@@ -41,7 +41,7 @@ class LayerRegistry:
     """
 
     def __init__(self) -> None:
-        """Begin without layers."""
+        """Create an empty registry."""
         self._reserved: list[tuple[nn.Parameter, int, ReservedSlot]] = []
         self._products: list[Products] = []
         self.deferrable_weights: list[nn.Parameter] = []
@@ -82,7 +82,7 @@ class LayerRegistry:
             products.forget()
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
-        """Return the weights that only 8-bit products of a single scale read, with the products."""
+        """Return the weights read only by 8-bit products of a single scale, with the products."""
         return {w: products for w, products in self._fp8.items() if products.weight_format}
 
     def keep_history(

@@ -78,13 +78,13 @@ class Gradients(Protocol):
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
         /,
     ) -> SharedWeights | None:
-        """Return the weight half of a sharded update; `None` if each process updates everything."""
+        """Return the object that gathers updated weights; `None` if each process updates all."""
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Surround each backward of an update; `wave` says which gradients it brings."""
+        """Wrap each backward of an update; `wave` says which gradients it computes."""
 
     def complete(self) -> None:
         """Zero the gradients that no backward of this update has reached, before any is read."""

@@ -40,10 +40,10 @@ class ShardedModel:
     not filled. Each keeps its `spec` and has its gradient's shard as `main_grad`, 1-D.
 
     Args:
-        parts: The parts, built with fp32 parameters without memory ("meta") or whose values may be
-            lost.
-        layout: The grid; its replica axis, of several processes, shares the model, and partial
-            gradients are added over its tensor axis.
+        parts: The parts, built with fp32 parameters that have no memory ("meta") or whose values
+            may be lost.
+        layout: The grid. The processes of its replica axis, of which there are several, share the
+            model, and partial gradients are added over its tensor axis.
         device: The device of the shards.
         compute_dtype: The data type that forward computes in.
         reduce_dtype: The data type in which gradients travel.
@@ -158,7 +158,7 @@ class ShardedModel:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Surround each backward, which itself reduces what it computes. Collective."""
+        """Wrap each backward, which itself reduces the gradients that it computes. Collective."""
         yield
 
     def complete(self) -> None:
@@ -218,8 +218,8 @@ class _NamedCollective:
 def _merge_leading_dimensions(part: nn.Module) -> None:
     """Make every parameter a matrix or a vector.
 
-    Shards are runs of rows: of a weight [2, f, h] (gate and up), at most two processes would hold
-    something.
+    Shards are runs of rows, so at most two processes would hold a part of a weight [2, f, h] (gate
+    and up).
     """
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

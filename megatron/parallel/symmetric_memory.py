@@ -1,8 +1,8 @@
 """An exchange through memory that the GPUs of one machine map from each other.
 
-Rows are written into the receiver's memory by copy engines, which leave the multiprocessors to
-the product that runs meanwhile; a flag beside them says that they are there. That is PyTorch's
-symmetric memory. NVLink's multicast is not used.
+Rows are written into the receiver's memory by copy engines, which leave the multiprocessors to the
+product that runs meanwhile; a flag next to them signals their arrival. This is PyTorch's symmetric
+memory; NVLink multicast is not used.
 
 No rank asks a receiver whether it has read earlier messages: `Ledger` knows. If it cannot tell, the
 ranks meet at a barrier.
@@ -79,7 +79,7 @@ class SymmetricExchange:
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use, with messages like `rows`."""
+        """Begin a use whose messages have the shape and type of `rows`."""
         while len(self._ends) >= _AHEAD:
             end, transfer = self._ends.popleft()
             self.axis.journal.begin_wait(transfer)

@@ -7,9 +7,9 @@ Weights that are only read by products in 8 bits may be gathered in 8 bits. A sc
 whole weight, of which a process knows only its shard. With current scaling the processes first take
 the maximum of the amaxes of their parts, for all weights at once. With delayed scaling they already
 know the scale, and a part's amax goes into the history, which takes the maximum later. Each process
-casts its shard, and the bytes of the casts travel, half as many. They equal a cast of the gathered
-weight, bit for bit. In 16 bits a process then has only the weights that it updates, until somebody
-asks for the rest with `wait`.
+casts its shard and sends the bytes of the cast, half as many. The result equals a cast of the
+gathered weight, bit for bit. In 16 bits a process then has only the weights that it updates, until
+`wait` asks for the rest.
 """
 
 from __future__ import annotations

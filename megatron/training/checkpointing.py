@@ -127,7 +127,7 @@ def shard_state(
     *,
     is_copy: bool = False,
 ) -> State:
-    """Return this process's shards of the parameters when the weights are sharded.
+    """Return this process's shards of the parameters if the weights are sharded.
 
     Args:
         named_parameters: The parameters.
@@ -227,7 +227,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             or `--finetune` asks for its weights.
         CheckpointError: There is no checkpoint and `--exit-on-missing-checkpoint` is given, or none
             of the iteration `--ckpt-step`; or the folder is not `--save` and only a folder inside
-            it holds checkpoints; or all checkpoints are damaged; or the checkpoint is of another
+            it holds checkpoints; or all checkpoints are damaged; or the checkpoint is for another
             network.
     """
     if config.checkpoint.load is None:

@@ -33,7 +33,7 @@ def _schedule(
 
 
 def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedule:
-    """Return the operations of every stage in this many micro-batches of training or evaluation."""
+    """Return every stage's operations for a number of micro-batches in training or evaluation."""
     kind = pipeline.schedule_kind(run.config.parallel, len(run.parts))
     return _schedule(kind, run.layout.pipeline.size, len(run.parts), micro_batches, trains)
 

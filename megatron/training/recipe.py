@@ -34,7 +34,7 @@ class Recipe(Protocol):
         """The specification of the model's heads.
 
         The losses of a language-model head are mean negative log likelihoods of tokens, so the log
-        shows exp(loss) beside them, as Megatron's does.
+        also shows exp(loss), as Megatron's does.
         """
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ needs longer to start a kernel than the kernel takes to run.
 
 The recordings cover the passes of the whole model, from a micro-batch in fixed memory to its
 losses, and from gradients of the losses to those of the weights. Everything around them happens as
-it does without recordings: the seed (a recording reads it anew), the losses' sum and scale,
+it does without recordings: the seed (which a replay reads anew), the losses' sum and scale,
 gradients shared with other processes, the update. So every result has the same bits as without
-them.
+recordings.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RecordedPasses:
         forget: Callable[[], None],
         warm_up: int,
     ) -> None:
-        """Begin without recordings."""
+        """Create the passes without recordings."""
         self._forward, self._gradients, self._recorder = forward, gradients, recorder
         self._journal, self._forget, self._warm_up = journal, forget, warm_up
         self._met: set[_Key] = set()

@@ -55,7 +55,7 @@ class Updates:
     """
 
     def __init__(self, run: Run) -> None:
-        """Begin without a pass under way."""
+        """Create the sequence, with no pass under way."""
         self._run = run
         self._begun: Passes | None = None
 
@@ -168,8 +168,8 @@ def _may_look_ahead(run: Run) -> bool:
     """Return whether the next forward pass may start before this update's result is known.
 
     It may not if this is the last update, if the pass depends on another pipeline stage, or if the
-    loss scale can still change. If parts of an update are timed, each update must be timed
-    separately.
+    loss scale can still change. It may not either if parts of an update are timed, because each
+    update must be timed separately.
     """
     return (
         not run.finished

@@ -1,9 +1,9 @@
 """Attention between a block of queries and a block of keys, and the merging of blocks.
 
-Besides its result a block gives the logarithm of the sum of exponentials of its scores. This merges
-the results of several blocks; once they are merged, the result and logarithm of the whole row are
-all that another block's backward needs. Dropout does not change the logarithm, because it drops
-weights after they were divided by their sum.
+Besides its result, a block returns the logarithm of the sum of exponentials of its scores, which is
+needed to merge the results of several blocks. After the merge, the result and logarithm of the
+whole row are all that the backward pass of each block needs. Dropout does not change the logarithm,
+because it drops weights after they have been divided by their sum.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
@@ -26,7 +26,7 @@ Drawn = tuple[Tensor, ...]
 
 
 class QueryRows(NamedTuple):
-    """Queries, and what is known of them once all of their blocks have been merged.
+    """Queries and their merged results, which exist once all blocks have been merged.
 
     Attributes:
         grad: The gradient of `out`.
@@ -92,7 +92,7 @@ class BlockBackward(Protocol):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """A form of both functions, and the reason for choosing it."""
+    """The forward and backward functions of one form, and the reason for choosing it."""
 
     name: str
     reason: str
@@ -109,7 +109,7 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
 
 
 def plain_block(reason: str) -> BlockAttention:
-    """Return the plain form."""
+    """Return the form that uses only PyTorch's basic operations."""
     return BlockAttention("plain", reason, reference_forward, reference_backward)
 
 

@@ -48,7 +48,7 @@ class RingStep:
 
 
 def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
-    """Return this rank's steps in order, which together are the whole attention of its queries.
+    """Return this rank's steps in order, which together make up the attention of its queries.
 
     Ranks hold an early and a late half (see `split`), of `length` tokens together. A lower rank's
     early half lies before all our tokens and its late half after them; a higher rank's two halves

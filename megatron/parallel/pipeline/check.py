@@ -1,4 +1,4 @@
-"""Proof that a schedule can run: nothing missing or out of order, no deadlock, no excess."""
+"""Proof that a schedule can run: nothing missing or out of order, no deadlock, no excess memory."""
 
 from __future__ import annotations
 

@@ -124,9 +124,9 @@ class PipelineChannel:
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
     """Make this process's edges. Collective over the world, because it makes process groups.
 
-    A first message goes over each edge at once, and all stages use the same order: NCCL builds a
-    connection at the first message and blocks until both ends take part, which during a schedule
-    would be a deadlock.
+    One message is sent over each edge immediately, in the same order on all stages: NCCL builds a
+    connection at the first message and blocks until both ends take part, which would be a deadlock
+    during a schedule.
     """
     stages = layout.pipeline.size
     if stages == 1:

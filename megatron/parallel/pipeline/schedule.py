@@ -171,7 +171,7 @@ def _one_forward_one_backward(
 
 
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run ZB-H1: 1F1B whose weight gradients are `stage` micro-batches behind the input's.
+    """Run ZB-H1: 1F1B whose weight gradients are `stage` micro-batches behind the input gradients.
 
     A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients. It
     computes them at the end, when there are gaps between the gradients that arrive.

@@ -35,7 +35,7 @@ class WeightGradientQueue:
     """A queue of waiting weight-gradient products, by the backward pass (`key`) they belong to."""
 
     def __init__(self) -> None:
-        """Begin without work."""
+        """Create an empty queue."""
         self._waiting: dict[Hashable, list[Work]] = {}
         self._open: list[Work] | None = None
 

@@ -18,8 +18,8 @@ class Leave:
 
     Attributes:
         reason: The reason in a few words.
-        code: The exit code, the same on all ranks. It is not 0 if nothing but a checkpoint may
-            delay the end: after a signal, or once nobody reads the log.
+        code: The exit code, the same on all ranks. It is not 0 if only a checkpoint may delay the
+            end: after a signal, or once nothing reads the log.
     """
 
     reason: str

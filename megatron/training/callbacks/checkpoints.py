@@ -29,7 +29,7 @@ class Checkpoints(Callback):
     """
 
     def __init__(self) -> None:
-        """Start without a background save."""
+        """Create the callback without a background save."""
         self._background: BackgroundSaver | None = None
         self._step_began = 0.0
         self._is_advised = False

@@ -110,7 +110,7 @@ class WandbWriter:
             ) from None
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
-        """Log the scalars, with the consumed samples beside them."""
+        """Log the scalars together with the number of consumed samples."""
         self._run.log({**scalars, "consumed-samples": samples}, step=iteration)
 
     def close(self) -> None:
