@@ -39,6 +39,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def cores_per_process() -> int:
+    """Return this process's share of the cores, if the launcher started several on this machine."""
+    return max(1, usable_cores() // max(1, whole_number("LOCAL_WORLD_SIZE", 1)))
+
+
 def cuda_home() -> Path | None:
     """Return the CUDA toolkit that CUDA_HOME or CUDA_PATH names, if any."""
     found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

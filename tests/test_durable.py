@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -76,8 +77,8 @@ def _folder(path: Path) -> None:
 
 def _socket(path: Path) -> None:
     path.unlink()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(path.parent):
+        listening.bind(path.name)  # a longer name does not fit
 
 
 def _foreign(path: Path) -> None:

@@ -3,31 +3,41 @@
 The file names are those of Megatron-LM, `<md5>.dsc` and `<md5>_<suffix>.npy`, so each program finds
 the other's caches. A file appears under its name complete or not at all: it is written under a
 temporary name, flushed and renamed. Any number of processes and jobs may therefore build the same
-arrays at the same time; they write the same bytes. An array on disk is used only if it loads, has
-the expected type and shape, passes the caller's check and is not older than the dataset. Otherwise
-it is built again.
+arrays at the same time; they write the same bytes.
+
+Nothing in a file of Megatron-LM tells a sound permutation from one with swapped entries. A further
+file, `<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
+from. Arrays on disk are used only if they match it, are not older than the dataset, and were
+written by this user, by root or by the owner of the dataset, with nobody else allowed to write to
+them. Otherwise they are built again, even those that Megatron-LM wrote, which have no digest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.durable import renamed_when_done
+from megatron.durable import open_trusted, renamed_when_done
+from megatron.environment import cores_per_process
 from megatron.errors import DataError, warn
 
 Arrays = tuple[NDArray[Any], ...]
+_PIECE = 1 << 24  # bytes that a core hashes at a time
+_HEX_DIGITS = 64
 
 
 class ArraySpec(NamedTuple):
-    """The required type and shape of a cached array, and the end of its file name."""
+    """The type and shape of a cached array, and the end of its file name."""
 
     suffix: str
     dtype: np.dtype[Any]
@@ -52,7 +62,7 @@ class IndexCache(NamedTuple):
         specs: Sequence[ArraySpec],
         build: Callable[[], Arrays],
         *,
-        is_sound: Callable[[Arrays], bool] = lambda arrays: True,
+        inputs: Sequence[NDArray[Any]] = (),
         source: Path | None = None,
     ) -> Arrays:
         """Return the arrays that `description` names, memory-mapped or newly built.
@@ -61,16 +71,18 @@ class IndexCache(NamedTuple):
             description: The text whose md5 names the files.
             specs: The expected arrays, in the order in which `build` returns them.
             build: A function that makes the arrays. It is called only if they are not found.
-            is_sound: A further check of arrays found on disk.
+            inputs: The arrays that determine the result together with the description.
             source: The file that the arrays are made from. Arrays older than it are not used.
 
         Raises:
             DataError: The arrays do not fit in memory.
         """
         stem = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
-        for folder in self.folders:
-            found = _load(folder / stem, specs, source)
-            if found is not None and is_sound(found):
+        suffixes, origin = tuple(f"_{s.suffix}" for s in specs), digest_of(description, inputs)
+        places = [ArrayFiles(path / stem, suffixes, origin, source) for path in self.folders]
+        for files in places:
+            found = files.load()
+            if found is not None:
                 return found
         try:
             arrays = build()
@@ -81,16 +93,12 @@ class IndexCache(NamedTuple):
                 "of the run: give fewer --train-iters or --train-samples, fewer --eval-iters or a "
                 "larger --eval-interval"
             ) from None
-        for folder in self.folders[-1:]:
-            with saving(f"index cache {folder}", warns=self.warns):
-                folder.mkdir(parents=True, exist_ok=True)
-                for spec, array in zip(specs, arrays, strict=True):
-                    with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
-                        np.save(file, array, allow_pickle=False)
-                with renamed_when_done(folder / f"{stem}.dsc") as file:
+        for files in places[-1:]:
+            with saving(f"index cache {files.stem.parent}", warns=self.warns):
+                mapped = files.save(arrays)
+                with renamed_when_done(Path(f"{files.stem}.dsc")) as file:
                     file.write(description.encode())
-                # Mapped pages are shared by all processes of a node; newly built arrays are not.
-                return _load(folder / stem, specs, source) or arrays
+                return mapped
         return arrays
 
 
@@ -135,23 +143,93 @@ def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[Non
             barrier()
 
 
-def open_array(path: Path, source: Path | None) -> np.memmap[Any, Any] | None:
-    """Map the array in `path`; return `None` if it is missing, damaged or older than `source`."""
+def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
+    """Map the array in `path`; return `None` if it cannot be trusted or read.
+
+    Args:
+        path: The file, which this user, root or the owner of `source` has written.
+        source: The file that the array is made from. An older array is not used.
+    """
     try:
-        if source is not None and path.stat().st_mtime < source.stat().st_mtime:
-            return None
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        made = source.stat() if source is not None else None
+        with open_trusted(path, *([made.st_uid] if made else [])) as file:
+            if made is not None and os.fstat(file.fileno()).st_mtime < made.st_mtime:
+                return None
+            if np.lib.format.read_magic(file) != (1, 0):
+                return None
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            if is_fortran or dtype.hasobject:
+                return None
+            return np.memmap(file, dtype, "r", file.tell(), shape).view(np.ndarray)
     except Exception:  # numpy parses the header as Python, which a damaged one fails in any way
         return None
-    return array if isinstance(array, np.memmap) else None
 
 
-def _load(stem: Path, specs: Sequence[ArraySpec], source: Path | None) -> Arrays | None:
-    """Map the arrays; return `None` if one is missing, stale, damaged or does not match."""
-    arrays = []
-    for spec in specs:
-        array = open_array(Path(f"{stem}_{spec.suffix}.npy"), source)
-        if array is None or array.dtype != spec.dtype or array.shape != spec.shape:
+def digest_of(text: str, arrays: Sequence[NDArray[Any]]) -> str:
+    """Return a digest of a text, and of arrays with their types and shapes.
+
+    This process's cores share the work, at one to two GB/s each.
+    """
+    layout = repr([text, *((array.dtype.str, array.shape) for array in arrays)])
+    flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    pieces = [data[i : i + _PIECE].data for data in flat for i in range(0, len(data), _PIECE)]
+    with ThreadPoolExecutor(cores_per_process()) as pool:
+        digests = pool.map(_sha256, [layout.encode(), *pieces])
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _sha256(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+class ArrayFiles(NamedTuple):
+    """Arrays in files `<stem><suffix>.npy`, and the digest of all of them in `<stem>.sha256`.
+
+    Attributes:
+        stem: The path of the files without the ends of their names.
+        suffixes: The suffix of each array.
+        origin: The digest of everything that determines the arrays (`digest_of`), so that files
+            that were renamed or made from other data are not used.
+        source: The file that the arrays are made from. Its owner's arrays are used too, but none
+            that are older than it.
+    """
+
+    stem: Path
+    suffixes: tuple[str, ...]
+    origin: str
+    source: Path | None
+
+    def load(self) -> Arrays | None:
+        """Map the arrays; return `None` if one is missing, stale, damaged, foreign or swapped."""
+        arrays = []
+        for suffix in self.suffixes:
+            array = open_array(Path(f"{self.stem}{suffix}.npy"), self.source)
+            if array is None:
+                return None
+            arrays.append(array)
+        try:
+            owners = [] if self.source is None else [self.source.stat().st_uid]
+            with open_trusted(Path(f"{self.stem}.sha256"), *owners) as file:
+                expected = file.read(_HEX_DIGITS + 1)
+        except OSError:
             return None
-        arrays.append(array.view(np.ndarray))
-    return tuple(arrays)
+        return tuple(arrays) if expected == digest_of(self.origin, arrays).encode() else None
+
+    def save(self, arrays: Arrays) -> Arrays:
+        """Write the arrays, the digest last, and return them mapped.
+
+        The processes of a node share mapped pages, but not newly built arrays.
+
+        Raises:
+            OSError: The files cannot be written, or other users may write to them.
+        """
+        self.stem.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, array in zip(self.suffixes, arrays, strict=True):
+            with renamed_when_done(Path(f"{self.stem}{suffix}.npy")) as file:
+                np.save(file, array, allow_pickle=False)
+        with renamed_when_done(Path(f"{self.stem}.sha256")) as file:
+            file.write(digest_of(self.origin, arrays).encode())
+        mapped = self.load()
+        if mapped is None:
+            raise PermissionError(errno.EPERM, "other users may write to its files")
+        return mapped

@@ -426,5 +426,8 @@ def blend(
     description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares}\nSize: {size}\n"
     dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
     specs = [ArraySpec("index", dtype, (size,)), ArraySpec("sample_index", np.dtype("i8"), (size,))]
-    arrays = cache.load_or_build(description, specs, lambda: build_blend_index(shares, size))
+    # The description gives the shares to eight digits, as in Megatron; ties depend on all of them.
+    arrays = cache.load_or_build(
+        description, specs, lambda: build_blend_index(shares, size), inputs=(shares,)
+    )
     return BlendedDataset(datasets, BlendIndex(*arrays))

@@ -5,7 +5,7 @@ the longest sample, except for about one sample in `1 / short_seq_prob`, whose t
 uniformly between 2 and the longest. The documents are passed over repeatedly until there are enough
 samples. Then the samples are shuffled. The map holds a row `first sentence, last sentence + 1,
 target length` per sample, `[n, 3]`. The rules and the order of random draws are those of
-Megatron-LM, so the samples are the same, and its cached maps can be used.
+Megatron-LM, so the samples and the maps on disk are the same.
 
 The construction is fast without a compiler. The sentences of the documents in use, with one more
 place at the end of each document, are numbered as *places*. One random draw is made at every place
@@ -193,27 +193,6 @@ def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
     for i, other in zip(range(count - 1, 0, -1), others.data, strict=True):
         order[i], order[other] = order[other], order[i]
     return np.array(order, np.int64)
-
-
-def is_sound_sentence_map(
-    plan: SentenceMapPlan, text: DocumentSentences, rows: NDArray[Any]
-) -> bool:
-    """Return whether the sums and bounds of rows read from a file match the plan.
-
-    The rows of one pass over the documents hold every sentence of the usable documents once.
-    """
-    if len(rows) < plan.num_samples:
-        return False
-    usable = text.usable(plan.min_sentences)
-    starts, ends = text.documents[:-1][usable], text.documents[1:][usable]
-    first, last, target = rows.T
-    sizes = last.astype(np.int64) - first.astype(np.int64)
-    return bool(
-        (int(first.min()), int(last.max())) == (int(starts[0]), int(ends[-1]))
-        and int(sizes.min()) >= plan.min_sentences
-        and int(sizes.sum()) % int((ends - starts).sum()) == 0
-        and (int(target.min()) >= 2 and int(target.max()) <= plan.max_length)
-    )
 
 
 def mt19937(seed: int, block: int) -> Iterator[NDArray[np.uint32]]:

@@ -5,10 +5,10 @@ Sentence maps are kept on disk under Megatron-LM's names:
     <prefix>_<split>_indexmap_<samples>mns_<longest>msl_<short share>ssp_<seed>s.npy
 
 The name does not cover everything that determines a map: --split, whether two segments are needed,
-and the data itself are missing. We write these as text after the array, where numpy does not look,
-so that one map is never mistaken for another. If the name of a second map is already in use, the
-digest of its text is added to the name. Maps that Megatron wrote have no such text. They are used
-if their rows match the requested map.
+and the data itself are missing. A digest in `<name without .npy>.sha256` covers these and the rows,
+so that one map is never mistaken for another (`cache.ArrayFiles`). If the name of a second map is
+already in use, the digest of its description is added to the name. Maps that Megatron wrote have no
+digest, so they are built again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.cache import open_array, saving
+from megatron.data.cache import ArrayFiles, digest_of, open_array, saving
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
@@ -34,9 +34,7 @@ from megatron.data.sentence_map import (
     DocumentSentences,
     SentenceMapPlan,
     build_sentence_map,
-    is_sound_sentence_map,
 )
-from megatron.durable import renamed_when_done
 from megatron.errors import ConfigError, DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
@@ -236,35 +234,21 @@ def map_sentences(
         f"{plan.short_seq_prob:0.2f}ssp_{plan.seed}s"
     )
     digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()[:8]
-    beside = [Path(f"{stem}.npy"), Path(f"{stem}_{digest}.npy")]
+    # The second name is used if the first belongs to a map that was made from something else.
+    names = [Path(stem), Path(f"{stem}_{digest}")]
     cache_path = request.data.data_cache_path
-    own = beside if cache_path is None else [Path(cache_path) / path.name for path in beside]
-    source = idx_path(data.prefix)
-    for path in dict.fromkeys([*beside, *own]):
-        rows = _load(path, description, source)
-        if rows is not None and is_sound_sentence_map(plan, text, rows):
+    own = names if cache_path is None else [Path(cache_path) / path.name for path in names]
+    source, origin = idx_path(data.prefix), digest_of(description, text)
+    places = [ArrayFiles(path, ("",), origin, source) for path in dict.fromkeys([*names, *own])]
+    for files in places:
+        found = files.load()
+        if found is not None:
+            (rows,) = found
             break
     else:
         rows = build_sentence_map(plan, text)
-        taken = open_array(own[0], source)
-        path = own[0] if taken is None or taken.ndim != 2 else own[1]
-        with saving(f"sentence map {path}", warns=request.is_builder):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with renamed_when_done(path) as file:
-                np.save(file, rows, allow_pickle=False)
-                file.write(description.encode())
-            # Mapped pages are shared by all processes of a node; newly built rows are not.
-            mapped = _load(path, description, source)
-            rows = rows if mapped is None else mapped
+        taken = open_array(Path(f"{own[0]}.npy"), source)
+        path = own[0] if taken is None or np.array_equal(taken, rows) else own[1]
+        with saving(f"sentence map {path}.npy", warns=request.is_builder):
+            (rows,) = ArrayFiles(path, ("",), origin, source).save((rows,))
     return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
-
-
-def _load(path: Path, description: str, source: Path) -> NDArray[Any] | None:
-    """Return the rows `[n, 3]` in `path`, or `None` if it holds no map or one of another text."""
-    rows = open_array(path, source)
-    if rows is None or rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype.kind != "u":
-        return None
-    with path.open("rb") as file:
-        file.seek(rows.offset + rows.nbytes)
-        text = file.read()
-    return rows.view(np.ndarray) if text in (b"", description.encode()) else None

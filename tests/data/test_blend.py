@@ -111,6 +111,7 @@ def test_cache_only_where_asked_for(tmp_path: Path) -> None:
     blended = blend(members, [2, 1], 6, IndexCache((tmp_path,)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{digest}.dsc",
+        f"{digest}.sha256",
         f"{digest}_index.npy",
         f"{digest}_sample_index.npy",
     ]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.data.cache import ArraySpec, IndexCache, builder_first
+from megatron import durable
+from megatron.data import cache as cache_module
+from megatron.data.cache import ArraySpec, IndexCache, builder_first, digest_of
 from megatron.errors import DataError
+from tests.test_durable import ATTACKS
 
 SPECS = [
     ArraySpec("a_idx", np.dtype("i4"), (1000,)),
@@ -40,7 +45,7 @@ def test_built_once_then_found(tmp_path: Path) -> None:
         assert equal(cache.load_or_build("text", SPECS, build))
     assert build.count == 1
     names = {path.suffix for path in (tmp_path / "cache").iterdir()}
-    assert names == {".dsc", ".npy"}  # nothing temporary is left
+    assert names == {".dsc", ".npy", ".sha256"}  # nothing temporary is left
     cache.load_or_build("other text", SPECS, build)
     assert build.count == 2
 
@@ -95,11 +100,112 @@ def test_another_type_or_shape_is_rebuilt(tmp_path: Path) -> None:
 
 def test_unsound_arrays_are_rebuilt(tmp_path: Path) -> None:
     build, cache = Builder(), IndexCache((tmp_path,))
-    np.save(tmp_path / "x.npy", WANT[0])
     cache.load_or_build("text", SPECS, build)
-    np.save(next(tmp_path.glob("*_a_idx.npy")), np.zeros_like(WANT[0]))
-    assert equal(cache.load_or_build("text", SPECS, build, is_sound=equal))
+    path, swapped = next(tmp_path.glob("*_a_idx.npy")), WANT[0].copy()
+    swapped[[3, 7]] = swapped[[7, 3]]  # still a permutation
+    for unsound in (np.zeros_like(WANT[0]), swapped):
+        np.save(path, unsound)
+        before = build.count
+        assert equal(cache.load_or_build("text", SPECS, build))
+        assert build.count == before + 1
+
+
+def test_arrays_without_a_digest_are_rebuilt(tmp_path: Path) -> None:
+    """As Megatron-LM writes them. Ours are read by it as they are."""
+    build, cache = Builder(), IndexCache((tmp_path,))
+    cache.load_or_build("text", SPECS, build)
+    (digest,) = tmp_path.glob("*.sha256")
+    digest.unlink()
+    content = {path: path.read_bytes() for path in tmp_path.glob("*.npy")}
+    assert equal(cache.load_or_build("text", SPECS, build))
     assert build.count == 2
+    assert content == {path: path.read_bytes() for path in tmp_path.glob("*.npy")}
+    for path, want in zip(sorted(content), WANT, strict=True):
+        assert (np.load(path) == want).all()
+        np.save(tmp_path / "numpy.npy", want)
+        assert path.read_bytes() == (tmp_path / "numpy.npy").read_bytes()
+
+
+def test_arrays_of_another_description_or_input_are_not_used(tmp_path: Path) -> None:
+    """Files with a sound digest, under the name of others."""
+    build, cache = Builder(), IndexCache((tmp_path,))
+    cache.load_or_build("text", SPECS, build)
+    name = hashlib.md5(b"other", usedforsecurity=False).hexdigest()
+    for path in list(tmp_path.iterdir()):
+        path.rename(tmp_path / f"{name}{path.name[32:]}")
+    cache.load_or_build("other", SPECS, build)
+    assert build.count == 2
+    cache.load_or_build("other", SPECS, build, inputs=(np.arange(3),))
+    assert build.count == 3
+    cache.load_or_build("other", SPECS, build, inputs=(np.arange(3),))
+    assert build.count == 3
+    for others in ((np.array([0, 2, 1]),), (np.arange(3, dtype=np.int32),), (np.arange(3),) * 2):
+        before = build.count
+        cache.load_or_build("other", SPECS, build, inputs=others)
+        assert build.count == before + 1
+
+
+@pytest.mark.parametrize("end", ["_a_idx.npy", "_b_idx.npy", ".sha256"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_files_that_others_may_have_written_are_rebuilt(
+    tmp_path: Path, end: str, attack: Callable[[Path], None]
+) -> None:
+    build, cache = Builder(), IndexCache((tmp_path / "cache",))
+    cache.load_or_build("text", SPECS, build)
+    (path,) = (tmp_path / "cache").glob(f"*{end}")
+    attack(path)
+    assert equal(cache.load_or_build("text", SPECS, build))
+    assert build.count == 2
+    if not path.is_dir():
+        cache.load_or_build("text", SPECS, build)
+        assert build.count == 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_the_owner_of_the_data_is_trusted_with_its_index(tmp_path: Path) -> None:
+    build, cache, source = Builder(), IndexCache((tmp_path / "cache",)), tmp_path / "x.idx"
+    source.touch()
+    cache.load_or_build("text", SPECS, build, source=source)
+    for path in (tmp_path / "cache").iterdir():
+        os.chown(path, 4321, 4321)
+    os.chown(source, 4321, 4321)
+    cache.load_or_build("text", SPECS, build, source=source)
+    assert build.count == 1
+    os.chown(source, 4322, 4322)
+    cache.load_or_build("text", SPECS, build, source=source)
+    assert build.count == 2
+
+
+def test_an_index_is_written_for_this_user_under_any_umask(tmp_path: Path) -> None:
+    build, cache = Builder(), IndexCache((tmp_path,))
+    before = os.umask(0)
+    try:
+        cache.load_or_build("text", SPECS, build)
+    finally:
+        os.umask(before)
+    cache.load_or_build("text", SPECS, build)
+    assert build.count == 1
+
+
+def test_a_file_system_without_owners_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All files belong to somebody else there, or anybody may write to them."""
+    monkeypatch.setattr(cache_module, "open_trusted", lambda *_: durable.open_trusted(Path("/")))
+    assert equal(IndexCache((tmp_path,)).load_or_build("text", SPECS, Builder()))
+    assert "other users may write to its files" in capsys.readouterr().err
+
+
+def test_a_digest_does_not_depend_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_PIECE", 1000)
+    arrays = (np.arange(12345, dtype=np.int32), np.empty((0, 2)))
+    found = set()
+    for cores in (1, 2, 7):
+        monkeypatch.setattr(cache_module, "cores_per_process", lambda cores=cores: cores)
+        found.add(digest_of("text", arrays))
+    assert len(found) == 1
+    assert digest_of("text", arrays[:1]) not in found
+    assert digest_of("texts", arrays) not in found
 
 
 def test_older_than_the_source_is_rebuilt(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data.datasets import DataRequest, DatasetPart
 from megatron.data.gpt import GPTDataset, build_gpt_part
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from megatron.errors import DataError
 from tests.data.corpus import write_corpus
 
@@ -43,7 +44,7 @@ def test_the_index_is_kept_beside_the_data_and_found_again(tmp_path: Path) -> No
     prefix = write_corpus(tmp_path / "x")
     first = build(prefix)
     files = sorted((tmp_path / "index-cache").iterdir())
-    assert len(files) == 4
+    assert len(files) == 5
     times = [path.stat().st_mtime_ns for path in files]
     again = build(prefix)
     assert [path.stat().st_mtime_ns for path in files] == times
@@ -59,6 +60,34 @@ def test_a_cache_of_zeros_is_rebuilt(tmp_path: Path, suffix: str) -> None:
     content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
     path.write_bytes(content)
     assert all((a == b).all() for a, b in zip(build(prefix).index, want, strict=True))
+
+
+@pytest.mark.parametrize("suffix", ["doc", "sample", "shuffle"])
+def test_a_cache_with_two_entries_swapped_is_rebuilt(tmp_path: Path, suffix: str) -> None:
+    """Every sum and bound is as before, and a swapped permutation is still one."""
+    prefix = write_corpus(tmp_path / "x", longest=80)
+    want = [array.copy() for array in build(prefix).index]
+    path = next((tmp_path / "index-cache").glob(f"*_{suffix}_idx.npy"))
+    swapped = np.load(path)
+    step = np.flatnonzero(np.diff(swapped[:, 0]) == 0)[0] if suffix == "sample" else 0
+    swapped[[step, step + 1]] = swapped[[step + 1, step]]
+    np.save(path, swapped)
+    assert all((a == b).all() for a, b in zip(build(prefix).index, want, strict=True))
+    assert (np.load(path) == want[["doc", "sample", "shuffle"].index(suffix)]).all()
+
+
+def test_an_older_dataset_under_the_old_name_is_noticed(tmp_path: Path) -> None:
+    """As `cp -p` leaves it: the index is younger than the data."""
+    prefix = write_corpus(tmp_path / "x")
+    build(prefix)
+    lengths = IndexedDataset(prefix).sequence_lengths
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:  # as many documents and tokens
+        builder.add_documents(np.zeros(lengths.sum(), int), lengths[::-1], np.ones(100, int))
+    for path in (idx_path(prefix), bin_path(prefix)):
+        os.utime(path, (0, 0))
+    found = build(prefix).index
+    (tmp_path / "index-cache").rename(tmp_path / "old")
+    assert all((a == b).all() for a, b in zip(found, build(prefix).index, strict=True))
 
 
 def test_another_dataset_under_the_old_name_is_noticed(tmp_path: Path) -> None:

@@ -82,15 +82,27 @@ def test_other_settings_of_one_name_get_their_own_maps(
     assert rows_of(config, vocabulary, binary_head=False) == no_head
 
 
-def test_a_map_of_megatrons_is_used(corpus: tuple[DataConfig, Path], tmp_path: Path) -> None:
-    """It has nothing behind the array, and its rows are taken as they are."""
+def test_a_map_of_megatrons_is_compared_and_kept(
+    corpus: tuple[DataConfig, Path], tmp_path: Path
+) -> None:
+    """It has no digest: one that equals ours gets one, and any other is left alone."""
     rows = rows_of(*corpus)
+    digest = (tmp_path / NAME).with_suffix(".sha256")
+    expected = digest.read_text()
+    digest.unlink()
+    assert rows_of(*corpus) == rows
+    assert maps(tmp_path) == [NAME]
+    assert digest.read_text() == expected
+    digest.unlink()
     theirs = np.array(rows[::-1], np.uint32)
     np.save(tmp_path / NAME, theirs)
-    assert rows_of(*corpus) == rows[::-1]
+    for _ in range(2):
+        assert rows_of(*corpus) == rows
+        assert np.load(tmp_path / NAME).tolist() == rows[::-1]
+        assert len(maps(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("damage", ["zeros", "cut", "split", "older", "empty"])
+@pytest.mark.parametrize("damage", ["zeros", "cut", "split", "older", "empty", "swapped"])
 def test_a_map_that_cannot_be_the_one_is_built_again(
     corpus: tuple[DataConfig, Path], tmp_path: Path, damage: str
 ) -> None:
@@ -105,6 +117,8 @@ def test_a_map_that_cannot_be_the_one_is_built_again(
         case "empty":
             content.clear()
     path.write_bytes(content)
+    if damage == "swapped":  # every sum and bound is as before
+        np.save(path, np.array([rows[1], rows[0], *rows[2:]], np.uint32))
     if damage == "split":  # Megatron's, of other documents
         np.save(path, np.array([row for row in rows if row[0] > 20] * 2, np.uint32))
     if damage == "older":
