@@ -170,6 +170,8 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     whole, boxes = Box.whole(global_shape), list(boxes)
     if not all(box.fits(global_shape) for box in (whole, *boxes)):
         return False
+    if not whole.volume:
+        return True
     cut = [
         axis
         for axis, size in enumerate(global_shape)
