@@ -40,7 +40,7 @@ class Columns:
     """The columns of a GLUE task's tab-separated files; -1 is the last.
 
     Attributes:
-        counts: The possible numbers of columns, several if the parts of the data differ.
+        counts: The possible numbers of columns: several if the parts of the data differ.
         first: The first text's column.
         second: The second text's column, or `None` if there is a single text.
         label: The label's column.

@@ -1,4 +1,4 @@
-"""The parts that all evaluations of a trained language model use: flags, panel and report."""
+"""The parts that all evaluations of a trained language model share: flags, panel and report."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Progress:
         self._bar: Any = None
 
     def __call__(self, batches: int, of: int) -> None:
-        """Show that `batches` of `of` are done."""
+        """Show that `batches` out of `of` are done."""
         if not self._shown:
             return
         if sys.stderr.isatty():

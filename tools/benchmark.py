@@ -221,7 +221,7 @@ def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
 
 
 def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
-    """Return measurements with the memory peaks of the whole run: the log has only the first."""
+    """Replace the memory peaks with those of the whole run, because the log has only the first."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
     def most(tag: str, logged: int) -> int:
@@ -355,10 +355,10 @@ def _git(root: Path, *words: str) -> str | None:
 
 @contextmanager
 def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
-    """Yield what --compare names: a folder with a checkout, or a commit in a temporary worktree.
+    """Yield the checkout that --compare names: a folder, or a commit in a temporary worktree.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It names neither.
     """
     if asked is None:
         yield None

@@ -2,8 +2,8 @@
 
     python tools/compare_layouts.py --out docs/layouts.md --overwrite
 
-Takes some minutes on two CPU cores: up to eight gloo processes, no GPU. The layouts and the
-comparison are those of `tests/parity`.
+This takes some minutes on two CPU cores, with up to eight gloo processes and no GPU. The layouts
+and the comparison are those of `tests/parity`.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def processes() -> tuple[int, bool]:
-    """Return how many processes train (one per GPU, or two on the CPU), and whether on GPUs."""
+    """Return how many processes train (one per GPU, or two on the CPU), and whether GPUs do."""
     import torch
 
     from megatron.device import Device
@@ -245,7 +245,7 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
 
 
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
-    """Print the result, and what to look at next."""
+    """Print the result, and suggestions for what to look at next."""
     entropy, saved = validation.entropy, out / "checkpoints"
     what = "masked token" if kind.sentences else "token"
     untrained = ""

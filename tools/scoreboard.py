@@ -1,10 +1,11 @@
-"""Test what the software promises about faults, and write the counts into the documentation.
+"""Test the software's promises about faults, and write the counts into the documentation.
 
     python tools/scoreboard.py --out docs/reliability.md
     python tools/scoreboard.py --out docs/reliability.md --rows 2 3
 
-Each row really kills, fills up, damages or attacks, in forked processes, and counts how often the
-promise held. The rows are those of `tests/reliability/scoreboard`; the tests try them fewer times.
+Each row really kills processes, fills disks, damages files or attacks, in forked processes, and
+counts how often the promise held. The rows are those of `tests/reliability/scoreboard`; the tests
+try them fewer times.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def try_row(row: Row, count: int) -> Trials:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0 all held, 1 not all, 9 bad flags, 130 interrupted."""
+    """Run the command. Exit codes: 0 all promises held, 1 not all, 9 bad flags, 130 interrupted."""
     parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="PAGE.md", help="Page for the results (default: print them)."

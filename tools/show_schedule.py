@@ -60,7 +60,7 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check that there is a schedule of this kind and of these sizes.
+    """Check that there is a schedule of this kind and these sizes.
 
     Raises:
         ConfigError: A number is out of range, or the kind does not support these chunks.

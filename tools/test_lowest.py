@@ -3,8 +3,8 @@
 
 make test-lowest
 
-The libraries are installed into a virtual environment of their own, build/lowest, beside which all
-other packages are those of the environment that runs this command.
+The libraries are installed into a virtual environment of their own, build/lowest. All other
+packages are those of the environment that runs this command.
 """
 
 from __future__ import annotations

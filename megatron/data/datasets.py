@@ -67,7 +67,7 @@ class DatasetPart(NamedTuple):
     Attributes:
         split: The split: train, valid or test.
         data: The whole dataset.
-        bounds: The first document of the part, and the one after its last.
+        bounds: The first document of the part, and the document after its last.
         num_samples: The number of samples that the split needs from this part.
     """
 
@@ -155,7 +155,7 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, s
 def parse_split(text: str) -> tuple[float, ...]:
     """Return the shares of training, validation and test from a text such as "969, 30, 1".
 
-    The shares add up to one. Numbers are separated by "," or "/"; missing ones are zero.
+    The shares add up to one. Numbers are separated by "," or "/"; missing numbers are zero.
 
     Raises:
         ConfigError: The text is not one to three non-negative numbers with a positive sum.
@@ -312,10 +312,10 @@ def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
-    Each choice depends on all choices before it. To make many at a time, the sequence of samples
-    is cut into blocks that advance in parallel from guessed counts. The guess is the counts nearest
-    to the shares, which are nearly always the true ones. A block whose guess differs from the
-    counts at the end of the block before it is computed again from those, until all blocks agree.
+    Each choice depends on all choices before it. To make many at a time, the sequence of samples is
+    cut into blocks that advance in parallel from guessed counts. The guess is the counts nearest to
+    the shares, which are nearly always the true ones. A block whose guess differs from the counts
+    at the end of the previous block is computed again from those counts, until all blocks agree.
     The result is exact for any guess.
 
     Args:
@@ -344,7 +344,7 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the whole numbers nearest to the shares that add up to each total, `[blocks, d]`."""
+    """Return the integers nearest to the shares that add up to each total, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     missing = totals - counts.sum(axis=1)
@@ -362,7 +362,7 @@ def _advance(
 
     Args:
         weights: The shares of the datasets, `[d]`.
-        starts: The number of each block's first sample, `[blocks]`.
+        starts: The index of each block's first sample, `[blocks]`.
         counts: The samples taken from each dataset before that sample, `[blocks, d]`.
         length: The number of choices to make in each block.
 

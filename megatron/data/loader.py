@@ -177,7 +177,7 @@ def build_loader(
 def lost_workers() -> Iterator[None]:
     """Report a killed worker as a `UserError`.
 
-    PyTorch raises its error at whatever point the main thread has reached.
+    PyTorch raises its error in the main thread, at whatever point that has reached.
 
     Raises:
         UserError: A worker has ended. It replaces PyTorch's RuntimeError.

@@ -200,7 +200,7 @@ def map_sentences(
 ) -> MappedSentences:
     """Load or build the map of a part's documents.
 
-    The map is kept beside the dataset, or in the folder of --data-cache-path.
+    The map is kept next to the dataset, or in the folder of --data-cache-path.
 
     Raises:
         DataError: No document can be used.

@@ -5,8 +5,8 @@ Both produce GPT-2's ids. On one core gigatoken reaches about 150 MB/s, tiktoken
 Compiled vocabularies are kept in MEGATRON_CACHE, so that a tool starts 0.2 s sooner. Building an
 encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of it for looking up
 merges. If ids are in the order of merges, as GPT-2's are, a file of the pieces in that order holds
-the same information and loads in a third of the time. It is only kept after its encoder has been
-checked to have the same merges. Its name is
+the same information and loads in a third of the time. It is kept only after a check that its
+encoder has the same merges. Its name is
 
     <digest of its source>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
 

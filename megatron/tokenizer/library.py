@@ -1,4 +1,4 @@
-"""Calls of tokenizer libraries, which may raise anything when a file or a text is hostile."""
+"""Calls to tokenizer libraries, which may raise anything when a file or a text is hostile."""
 
 from __future__ import annotations
 

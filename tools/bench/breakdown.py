@@ -142,7 +142,7 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
 
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
-    """Return what ran on the device, each kernel with its part."""
+    """Return the operations that ran on the device, each with its part."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events

@@ -35,9 +35,9 @@ class Ceilings:
     Attributes:
         device: Name of the device.
         datasheet: Dense 16-bit peak, in FLOP/s.
-        seconds: How long each measurement ran.
+        seconds: The duration of each measurement.
         products: FLOP/s of a layer's linear products, forward and both gradients.
-        products_fp8: The same in FP8.
+        products_fp8: The same as `products`, in FP8.
         head: FLOP/s of the output head's products.
         attention_forward: FLOP/s of causal attention, counting half of the square.
         attention_backward: The same for the backward pass, counted as 2.5 forward passes.
@@ -109,7 +109,7 @@ def measure_ceilings(
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """Return what a run's ceilings depend on besides its number format, for JSON."""
+    """Return the values that a run's ceilings depend on, apart from its number format, for JSON."""
     return {
         "host": socket.gethostname(),  # cards of one name differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
@@ -149,7 +149,7 @@ def _mlp(plan: ModelPlan) -> MLPPlan:
 
 
 def _sizes(plan: ModelPlan) -> dict[str, int]:
-    """Return the sizes of the network by the names that measured files have."""
+    """Return the sizes of the network by the names used in files of measurements."""
     attention, mlp = plan.attention, _mlp(plan)
     return {
         "layers": len(plan.layers),
@@ -282,7 +282,7 @@ def roofline_step(
 ) -> float | None:
     """Return the seconds of an update that consists of its unavoidable work alone.
 
-    That is matrix products, attention and memory traffic at the measured rates. Pipeline
+    This work is matrix products, attention and memory traffic at the measured rates. Pipeline
     stages count as equal and communication as free. Returns None if the device cannot do FP8.
     """
     layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds

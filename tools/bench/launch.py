@@ -163,7 +163,8 @@ def _process(
 def _end(process: subprocess.Popen[str]) -> None:
     """End a process and the processes it started.
 
-    It is asked first: torchrun's workers are not in its group, and only torchrun ends them.
+    The process is first asked to end, because torchrun's workers are not in its group and only
+    torchrun ends them.
     """
     if process.poll() is None:
         process.terminate()

@@ -27,7 +27,7 @@ def gathered(
 ) -> dict[str, tuple[Form, bool]]:
     """Return variants of the product of all ranks' rows [m, in] with [in, out].
 
-    Each comes with whether it communicates.
+    Each comes with a flag that says whether it communicates.
     """
     axis, whole = layout.tensor, all_gather(rows, layout.tensor)
 
@@ -60,7 +60,7 @@ def scattered(
 ) -> dict[str, tuple[Form, bool]]:
     """Return variants of the sum over ranks of products of [t m, in], scattered by rows.
 
-    Each comes with whether it communicates.
+    Each comes with a flag that says whether it communicates.
     """
     axis = layout.tensor
 

@@ -82,7 +82,7 @@ class Source:
 
 
 def check_target(options: argparse.Namespace) -> None:
-    """Check that the target holds no checkpoints: the source, a run or another conversion.
+    """Check that the target holds no checkpoints of the source, a run or another conversion.
 
     Hugging Face's writer itself refuses a folder that is not empty.
 

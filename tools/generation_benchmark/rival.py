@@ -62,7 +62,7 @@ class Rival:
         self._processors = transformers.LogitsProcessorList
 
     def beside(self, ours: Decoding, prompt: int, new: int) -> Decoding:
-        """Return `ours` with the seconds of one of their steps."""
+        """Return `ours` with the seconds per step of `transformers` added."""
         return replace(ours, theirs=self._seconds(ours.batch, prompt, new))
 
     def _seconds(self, batch: int, prompt: int, new: int) -> float:

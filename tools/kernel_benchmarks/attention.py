@@ -1,8 +1,8 @@
 """Attention of a layer at training sizes: a choice among PyTorch's kernels.
 
 "Ours" is what a model runs (`gpu_attention`, or PyTorch's softmax if scores are kept); libraries
-are what it might run instead. If FlashAttention 4 is installed, it has a row of its own, for
-contiguous tensors [b, s, n, d].
+are the kernels that it might run instead. If FlashAttention 4 is installed, it has a row of its
+own, for contiguous tensors [b, s, n, d].
 """
 
 from __future__ import annotations

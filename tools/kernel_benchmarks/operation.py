@@ -25,7 +25,7 @@ class Operation:
 
     Attributes:
         name: Name of the operation.
-        shape: What a reader needs to know about sizes and types.
+        shape: A description of the sizes and types.
         forward_bytes: Fewest bytes that must move: each input read once, each output written once.
         backward_bytes: The same for the backward pass, or 0 if there is none.
         draw: Returns fresh random inputs. Floating-point ones get gradients if there is a backward
@@ -36,10 +36,10 @@ class Operation:
         forward_products: Floating-point operations of 16-bit matrix products, if they may set the
             floor instead of the bytes.
         backward_products: The same for the backward pass.
-        in_one: Both passes are one row, because some form does work of one in the other. Each form
-            then returns a single tensor, whose sum is differentiated.
-        missing: Returns what this machine lacks for the operation, or an empty text if it can be
-            timed. Called before `draw` and any form.
+        in_one: Whether both passes form a single row, because some form does part of one pass's
+            work in the other. Each form then returns a single tensor, whose sum is differentiated.
+        missing: Returns a description of what this machine lacks for the operation, or an empty
+            text if it can be timed. Called before `draw` and any form.
     """
 
     name: str
@@ -101,13 +101,13 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches: bytes per second of a copy, operations per second of a product."""
+    """The highest rates of this GPU: bytes/s of a copy, and operations/s of a product."""
 
     bandwidth: float
     products: float
 
     def floor(self, moved: int, computed: int) -> float:
-        """Return the fewest seconds in which so many bytes can move and operations can run."""
+        """Return the fewest seconds in which these bytes can move and these operations can run."""
         return max(moved / self.bandwidth, computed / self.products)
 
 
