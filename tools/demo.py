@@ -106,11 +106,11 @@ def check_input(source: Path) -> None:
     Raises:
         DataError: A line is bad, or there are fewer than two documents.
     """
-    from megatron.data.text_input import find_inputs, parse_lines, read_blocks
+    from megatron.data.text_input import find_inputs, parse_block, read_blocks
 
     documents, line = 0, 1
     for block in read_blocks(find_inputs([str(source)]), ["text"]):
-        parsed = parse_lines(block.read(), ["text"])
+        parsed = parse_block(block, ["text"])
         for bad in parsed.bad[:1]:
             raise DataError(f"{source}:{line + bad.line}: {bad.reason}; fix or remove the line")
         documents, line = documents + len(parsed.values), line + parsed.lines

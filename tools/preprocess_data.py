@@ -28,7 +28,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import leave, run_command
-from megatron.config.arguments import ToolParser, add_flags, from_given
+from megatron.config.arguments import ToolParser, add_flags, add_max_line_mb, from_given
 from megatron.config.data import TokenizerConfig
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, warn
@@ -73,6 +73,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         help="Files, glob patterns or directories: .jsonl or .json (one JSON object per line), "
         "also with .gz or .zst; .parquet; .txt (one document per file).",
     )
+    add_max_line_mb(group)
     group.add_argument(
         "--json-keys",
         "--json-key",
@@ -172,6 +173,8 @@ def _check(options: argparse.Namespace) -> None:
             f"--workers {options.workers}: give at most {_MOST_WORKERS}; more workers than cores "
             "are not faster"
         )
+    if options.max_line_mb < 1:
+        problems.append(f"--max-line-mb {options.max_line_mb}: give at least 1")
     if options.partitions < 1:
         problems.append(f"--partitions {options.partitions}: give at least 1")
     if options.log_interval < 1:
@@ -217,7 +220,7 @@ def run(options: argparse.Namespace) -> None:
         ),
         tokenizer,
     )
-    workers = options.workers or choose_workers(paths)
+    workers = choose_workers(paths) if options.workers is None else options.workers
     # The objects that exist now stay alive, so neither this process nor its forked workers need to
     # scan them again.
     gc.freeze()
@@ -229,6 +232,7 @@ def run(options: argparse.Namespace) -> None:
             prefixes,
             encoder,
             workers=workers,
+            max_line_mb=options.max_line_mb,
             on_block=progress.update,
             on_bad_line=progress.say if options.on_error == "skip" else None,
         )
@@ -249,7 +253,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
     from megatron.data.preprocess import SentenceSplitter, installed_punkt, train_punkt
-    from megatron.data.text_input import parse_lines, read_blocks
+    from megatron.data.text_input import parse_block, read_blocks
 
     punkt = installed_punkt(options.lang)
     if punkt is None:
@@ -258,8 +262,9 @@ def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
             "of the input",
             file=sys.stderr,
         )
-        blocks = read_blocks(paths, options.json_keys)
-        documents = (doc for b in blocks for doc in parse_lines(b.read(), options.json_keys).values)
+        keys = options.json_keys
+        blocks = read_blocks(paths, keys, max_line_mb=options.max_line_mb)
+        documents = (document for block in blocks for document in parse_block(block, keys).values)
         punkt = train_punkt(
             value if isinstance(value, str) else "\n".join(value)
             for document in documents

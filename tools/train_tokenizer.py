@@ -26,7 +26,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, add_max_line_mb
 from megatron.durable import expect_no_file, replace_file
 from megatron.errors import ConfigError, DataError, StorageError
 
@@ -60,6 +60,7 @@ def build_parser() -> ToolParser:
         metavar="KEY",
         help="Keys whose text is learned from (default: text).",
     )
+    add_max_line_mb(text)
     output = parser.add_argument_group("Tokenizer")
     output.add_argument(
         "--kind",
@@ -100,17 +101,15 @@ def run(options: argparse.Namespace) -> None:
     """
     _check(options)
     started = time.monotonic()
+    from megatron.data.preprocess import map_in_order
     from megatron.data.text_input import find_inputs
 
-    paths, keys = find_inputs(options.input), options.json_keys
-    if options.kind == "bpe":
-        tokenizer = _train_bpe(_texts(paths, keys), options.vocab_size, options.min_frequency)
-        files = _bpe_files(tokenizer)
-    else:
-        tokenizer = _train_wordpiece(lambda: _texts(paths, keys), options)
-        files = _wordpiece_files(tokenizer)
+    paths = find_inputs(options.input)
+    remedy = "To reduce memory, train on less text or with a smaller --max-line-mb"
+    # The library ends the process that lacks memory, so it works in one of its own.
+    with map_in_order(lambda paths: _train(paths, options), [paths], 1, remedy) as results:
+        size, files = next(results)
     _write(files, Path(options.output_dir))
-    size = tokenizer.get_vocab_size()
     print(
         f"{options.output_dir}: {', '.join(files)} with {size:,} entries "
         f"in {time.monotonic() - started:.1f} s"
@@ -122,11 +121,22 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
+def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, Files]:
+    """Return the size of the vocabulary, and the files to write."""
+    if options.kind == "bpe":
+        tokenizer = _train_bpe(_texts(paths, options), options.vocab_size, options.min_frequency)
+        return tokenizer.get_vocab_size(), _bpe_files(tokenizer)
+    tokenizer = _train_wordpiece(lambda: _texts(paths, options), options)
+    return tokenizer.get_vocab_size(), _wordpiece_files(tokenizer)
+
+
 def _check(options: argparse.Namespace) -> None:
     if options.kind == "bpe" and options.vocab_size < _SMALLEST:
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: give at least {_SMALLEST} (256 bytes and {_END})"
         )
+    if options.max_line_mb < 1:
+        raise ConfigError(f"--max-line-mb {options.max_line_mb}: give at least 1")
     if options.min_frequency < 1:
         raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
     if options.cased and options.kind != "wordpiece":
@@ -138,17 +148,18 @@ def _check(options: argparse.Namespace) -> None:
     expect_no_file("--output-dir", outputs, overwrite=options.overwrite)
 
 
-def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
     """Yield every text of the input; raise for a bad line."""
-    from megatron.data.text_input import parse_lines, read_blocks
+    from megatron.data.text_input import parse_block, read_blocks
 
-    empty, path, line = True, "", 1
-    for block in read_blocks(paths, keys):
+    empty, path, line, keys = True, "", 1, options.json_keys
+    for block in read_blocks(paths, keys, max_line_mb=options.max_line_mb):
         if block.path != path:
             path, line = block.path, 1
-        documents = parse_lines(block.read(), keys)
+        documents = parse_block(block, keys)
         for bad in documents.bad[:1]:
-            raise DataError(f"{path}:{line + bad.line}: {bad.reason}; fix or remove the line")
+            remedy = "raise --max-line-mb, or" if block.problem else "fix or"
+            raise DataError(f"{path}:{line + bad.line}: {bad.reason}; {remedy} remove the line")
         line += documents.lines
         for value in (value for values in documents.values for value in values):
             for text in [value] if isinstance(value, str) else value:

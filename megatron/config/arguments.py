@@ -12,6 +12,7 @@ from megatron.config.fields import Field, fields_of, from_text, suggestion
 from megatron.errors import ConfigError
 
 Config = TypeVar("Config")
+MAX_LINE_MB = 64
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,19 @@ def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Fiel
         if field.names:
             options |= {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
             group.add_argument(*field.shown_names, **options)
+
+
+def add_max_line_mb(group: Any) -> None:
+    """Add the flag that bounds the memory of tools that read text."""
+    group.add_argument(
+        "--max-line-mb",
+        type=int,
+        default=MAX_LINE_MB,
+        metavar="N",
+        help="Size of the longest line, parquet row or text file in MiB. A longer one is a bad "
+        "line, because encoding it takes 5 to 25 times as much memory (default: "
+        f"{MAX_LINE_MB}).",
+    )
 
 
 def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:

@@ -23,11 +23,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.arguments import MAX_LINE_MB
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetBuilder, best_dtype
-from megatron.data.text_input import BadLine, TextBlock, Value, parse_lines, read_blocks
+from megatron.data.text_input import (
+    BadLine,
+    TextBlock,
+    Value,
+    parse_block,
+    read_blocks,
+)
 from megatron.environment import usable_cores
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.errors import (
+    ConfigError,
+    DataError,
+    ShortageError,
+    UserError,
+    shortage_errors,
+    shortage_of,
+)
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +50,7 @@ if TYPE_CHECKING:
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
+LESS_MEMORY = "To reduce memory, use fewer --workers or a smaller --max-line-mb"
 # Starting a worker costs about as much as encoding this many bytes.
 _BYTES_PER_WORKER = 8 << 20
 # Punkt takes text in slices of this many characters; its memory grows with the slice.
@@ -176,7 +191,7 @@ class BlockEncoder:
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
         """Encode the documents of a block; texts that the tokenizer refuses become bad lines."""
-        documents = parse_lines(block.read(), self.options.keys)
+        documents = parse_block(block, self.options.keys)
         try:
             columns = self._encode(documents.values)
         except DataError:
@@ -234,6 +249,7 @@ def preprocess(
     encoder: BlockEncoder,
     *,
     workers: int,
+    max_line_mb: int = MAX_LINE_MB,
     on_block: Callable[[Counts, TextBlock], None],
     on_bad_line: Callable[[str], None] | None,
 ) -> Counts:
@@ -243,7 +259,8 @@ def preprocess(
         paths: The input files in order.
         prefixes: The prefix of each key's dataset, in the order of the encoder's keys.
         encoder: The encoder, which turns lines into ids.
-        workers: The number of processes that encode.
+        workers: The number of processes that encode (see `map_in_order`).
+        max_line_mb: The size of the longest line to read, in MiB.
         on_block: A function that is called after each block with the work done so far.
         on_bad_line: A function that is called with `file:line: reason` for each bad line, which
             is left out. If it is `None`, the first bad line is an error.
@@ -254,8 +271,12 @@ def preprocess(
         StorageError: The output cannot be written.
     """
     counts = Counts()
-    blocks = read_blocks(paths, encoder.options.keys)
-    with map_in_order(encoder, blocks, workers) as results, contextlib.ExitStack() as stack:
+    blocks = read_blocks(paths, encoder.options.keys, max_line_mb=max_line_mb)
+    with (
+        shortage_errors(LESS_MEMORY),
+        map_in_order(encoder, blocks, workers, LESS_MEMORY) as results,
+        contextlib.ExitStack() as stack,
+    ):
         builders = [
             stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype)) for prefix in prefixes
         ]
@@ -266,7 +287,8 @@ def preprocess(
                 where = f"{block.path}:{lines[block.path] + 1 + bad.line}"
                 what = f"{where}: {bad.reason} (line starts at byte {block.offset + bad.offset})"
                 if on_bad_line is None:
-                    remedy = "fix the line, or leave bad lines out with --on-error skip"
+                    remedy = "raise --max-line-mb" if block.problem else "fix the line"
+                    remedy += ", or leave bad lines out with --on-error skip"
                     raise DataError(f"{what}; {remedy}")
                 on_bad_line(what)
             for builder, column in zip(builders, encoded.columns, strict=True):
@@ -281,28 +303,37 @@ def preprocess(
 
 
 def choose_workers(paths: Sequence[str]) -> int:
-    """Return the number of workers: one per usable core, or fewer for small inputs."""
+    """Return the number of workers: one per usable core, fewer or none for small inputs."""
     size = sum(os.path.getsize(path) for path in paths)
-    return max(1, min(usable_cores(), size // _BYTES_PER_WORKER))
+    # A small file of these kinds may hold any amount of text.
+    fewest = int(any(path.lower().endswith((".gz", ".zst", ".parquet")) for path in paths))
+    return max(fewest, min(usable_cores(), size // _BYTES_PER_WORKER))
 
 
 @contextlib.contextmanager
 def map_in_order(
-    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int
+    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int, remedy: str
 ) -> Iterator[Iterator[Result]]:
     """Yield `function(task)` for each task, in order, computed by `workers` processes.
 
     This is a context manager: workers exit while the caller processes the last results, and
-    leaving the context waits for them. With one worker everything happens in this process. With
-    more, at most two tasks per worker are in progress, so neither tasks nor results accumulate. If
-    processes cannot be forked, `function` is sent to them by its `__reduce__`. No task may be
-    `None`.
+    leaving the context waits for them. Without workers everything happens in this process, which
+    ends without a message if a library of `function` aborts for lack of memory. With workers, at
+    most two tasks per worker are in progress, so neither tasks nor results accumulate. If processes
+    cannot be forked, `function` is sent to them by its `__reduce__`. No task may be `None`.
+
+    Args:
+        function: The work. It must not depend on earlier tasks.
+        tasks: The arguments of `function`.
+        workers: The number of processes.
+        remedy: A sentence that says what to change if memory is short.
 
     Raises:
         UserError: `function` or `tasks` raised it.
-        RuntimeError: A worker failed in another way or was killed.
+        ShortageError: A worker was killed, or has too little memory.
+        RuntimeError: A worker failed in another way.
     """
-    if workers <= 1:
+    if workers == 0:
         yield map(function, tasks)
         return
     import multiprocessing  # takes 25 ms, which a run without workers saves
@@ -314,7 +345,9 @@ def map_in_order(
         ours, theirs = context.Pipe()
         # A forked worker must not hold our ends, or it would never notice that we have ended.
         inherited = [*(end for _, end in pool), ours] if sys.platform == "linux" else []
-        process = context.Process(target=_serve, args=(theirs, function, inherited), daemon=True)
+        process = context.Process(
+            target=_serve, args=(theirs, function, remedy, inherited), daemon=True
+        )
         process.start()
         theirs.close()
         pool.append((process, ours))
@@ -349,9 +382,9 @@ def map_in_order(
                 result, error = end.recv()
             except (EOFError, OSError):  # before a result, or in the middle of one
                 process.join(timeout=5)
-                raise RuntimeError(
-                    f"a worker process ended with exit code {process.exitcode} (-9: killed, "
-                    "usually for lack of memory; use fewer --workers)"
+                raise ShortageError(
+                    f"a worker process ended with exit code {process.exitcode} (-9: killed, -6: "
+                    f"aborted), usually for lack of memory. {remedy}"
                 ) from None
             if error is not None:
                 raise error if isinstance(error, UserError) else RuntimeError(error)
@@ -373,7 +406,10 @@ def map_in_order(
 
 
 def _serve(
-    connection: Connection, function: Callable[[Any], Any], inherited: list[Connection]
+    connection: Connection,
+    function: Callable[[Any], Any],
+    remedy: str,
+    inherited: list[Connection],
 ) -> None:
     """Process tasks until there are none left or the other end of the pipe closes."""
     # Ctrl-C reaches every process of the terminal; the parent decides how to react.
@@ -381,13 +417,14 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for end in inherited:
         end.close()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    # A worker without memory even to send its answer is reported by its end.
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, MemoryError):
         while (task := connection.recv()) is not None:
             answer: tuple[Any, UserError | str | None]
             try:
                 answer = function(task), None
             except UserError as error:
                 answer = None, error
-            except Exception:
-                answer = None, traceback.format_exc()
+            except Exception as error:
+                answer = None, shortage_of(error, remedy) or traceback.format_exc()
             connection.send(answer)

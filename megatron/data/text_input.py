@@ -2,6 +2,9 @@
 
 For every format, a block is several whole lines of JSON, one document per line. For a plain JSON
 lines file, a block only says where its lines are, so that the process that parses them reads them.
+
+Memory is bounded whatever a file holds: no line that is longer than the caller allows is read or
+unpacked as a whole. It becomes a block of its own without text, which `parse_block` reports.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
+from megatron.config.arguments import MAX_LINE_MB
 from megatron.errors import DataError
 
 BLOCK_BYTES = 2 << 20
@@ -24,7 +28,7 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET, _TEXT = ".parquet", ".txt"
 _PACKED_SUFFIXES = (".gz", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; {_PARQUET}, {_TEXT}"
-_PARQUET_ROWS = 1000
+_PARQUET_ROWS = 16  # read at a time; a value may be as large as the longest line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_KINDS = {bool: "true or false", int: "a number", float: "a number", type(None): "null"}
 _JSON_KINDS |= {str: "a string", list: "a list", dict: "an object"}
@@ -41,6 +45,7 @@ class TextBlock(NamedTuple):
         size: The number of bytes in the block.
         done: The number of bytes of the file on disk up to the block's end, for progress.
         data: The lines, or `None` if they are to be read from the file at `offset`.
+        problem: The reason why the block, which is a single line, has no text, or "".
     """
 
     path: str
@@ -48,13 +53,18 @@ class TextBlock(NamedTuple):
     size: int
     done: int
     data: bytes | None = None
+    problem: str = ""
 
     def read(self) -> bytes:
         """Return the bytes of the lines, reading them from the file if necessary.
 
         Raises:
-            DataError: The file has become shorter since it was listed.
+            DataError: The line is too long, or the file has become shorter since it was listed.
         """
+        if self.problem:
+            raise DataError(
+                f"--input {self.path}: {self.problem} (it starts at byte {self.offset})"
+            )
         if self.data is not None:
             return self.data
         with open(self.path, "rb", buffering=0) as file:
@@ -89,6 +99,17 @@ class Documents(NamedTuple):
     places: list[tuple[int, int]]
     lines: int
     bad: list[BadLine]
+
+
+def parse_block(block: TextBlock, keys: Sequence[str]) -> Documents:
+    """Read and parse the documents of a block.
+
+    Raises:
+        DataError: The file has become shorter since it was listed.
+    """
+    if block.problem:
+        return Documents([], [], 1, [BadLine(0, 0, block.problem)])
+    return parse_lines(block.read(), keys)
 
 
 def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
@@ -187,7 +208,11 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def read_blocks(
-    paths: Iterable[str], keys: Sequence[str], block_bytes: int = BLOCK_BYTES
+    paths: Iterable[str],
+    keys: Sequence[str],
+    block_bytes: int = BLOCK_BYTES,
+    *,
+    max_line_mb: int = MAX_LINE_MB,
 ) -> Iterator[TextBlock]:
     """Yield all lines of the files in order, in blocks of about `block_bytes`.
 
@@ -195,21 +220,25 @@ def read_blocks(
         paths: The files, as `find_inputs` returns them.
         keys: The parquet columns to read. The first is the key of a text file's document.
         block_bytes: The size of a block, which is extended to the end of a line.
+        max_line_mb: The size of the longest line to read, in MiB.
 
     Raises:
         DataError: A file cannot be read or is damaged.
+        MemoryError: Arrow has too little memory.
     """
+    longest = max_line_mb << 20
+    block_bytes = min(block_bytes, longest)
     for path in paths:
         suffix = _suffix(path)
         try:
             if suffix == _PARQUET:
-                yield from _parquet_blocks(path, keys)
+                yield from _parquet_blocks(path, keys, longest, block_bytes)
             elif suffix == _TEXT:
-                yield _text_block(path, keys[0])
+                yield _text_block(path, keys[0], longest)
             elif path.lower().endswith(_PACKED_SUFFIXES) or not os.path.isfile(path):
-                yield from _streamed_blocks(path, block_bytes)
+                yield from _streamed_blocks(path, longest, block_bytes)
             else:
-                yield from _plain_blocks(path, block_bytes)
+                yield from _plain_blocks(path, longest, block_bytes)
         except (OSError, EOFError) as error:
             raise DataError(f"--input {path}: unreadable or truncated: {error}") from error
 
@@ -223,31 +252,67 @@ def _suffix(path: str) -> str | None:
     return next((suffix for suffix in known if name.endswith(suffix)), None)
 
 
-def _plain_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
+def _plain_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlock]:
     total = os.path.getsize(path)
     with open(path, "rb") as file:
         start = len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
         while start < total:
             file.seek(min(start + block_bytes, total) - 1)
             # Read the rest of the line that holds the block's last byte.
-            file.readline()
-            end = min(file.tell(), total)
-            yield TextBlock(path, start, end - start, end)
-            start = end
+            file.readline(longest + 1)
+            size = min(file.tell(), total) - start
+            if size > longest:
+                file.seek(start)
+                data = file.read(size)
+                yield from _last_line_apart(
+                    TextBlock(path, start, size, start + size, data), longest
+                )
+                _finish_line(file, data)
+            else:
+                yield TextBlock(path, start, size, start + size)
+            start = file.tell()
 
 
-def _streamed_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
-    """Yield the blocks of a packed file or a pipe, which can only be read sequentially."""
+def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlock]:
+    """Read a file that can only be read from front to back: a packed file or a pipe."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):
-            data += file.readline()
+            data += file.readline(longest + 1)
             size = len(data)
             if offset == 0:
                 data = data.removeprefix(_BYTE_ORDER_MARK)
             done = raw.tell() if raw.seekable() else 0
-            yield TextBlock(path, offset + size - len(data), len(data), done, data)
-            offset += size
+            block = TextBlock(path, offset + size - len(data), len(data), done, data)
+            yield from _last_line_apart(block, longest)
+            offset += size + _finish_line(file, data)
+
+
+def _last_line_apart(block: TextBlock, longest: int) -> Iterator[TextBlock]:
+    """Yield the block, split before its last line if that may be too long."""
+    data = block.data
+    assert data is not None
+    if len(data) <= longest:
+        yield block
+        return
+    cut = data.rfind(b"\n", 0, -1) + 1
+    if cut:
+        yield block._replace(size=cut, data=data[:cut])
+    line = block._replace(offset=block.offset + cut, size=block.size - cut, data=data[cut:])
+    yield line if line.size <= longest else _without_text(line, longest)
+
+
+def _without_text(line: TextBlock, longest: int) -> TextBlock:
+    return line._replace(data=b"", problem=f"the line is longer than {longest >> 20} MiB")
+
+
+def _finish_line(file: BinaryIO, data: bytes) -> int:
+    """Read past the rest of the line at whose beginning `data` ends, and return its size."""
+    size = 0
+    while data and not data.endswith(b"\n"):
+        data = file.readline(BLOCK_BYTES)
+        size += len(data)
+    return size
 
 
 def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
@@ -262,8 +327,10 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
     return raw
 
 
-def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
-    """Yield the rows of a parquet file as JSON lines, one line per row."""
+def _parquet_blocks(
+    path: str, keys: Sequence[str], longest: int, block_bytes: int
+) -> Iterator[TextBlock]:
+    """Read rows as JSON lines, one line per row."""
     import pyarrow
     from pyarrow import parquet
 
@@ -274,29 +341,50 @@ def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
             if key not in columns:
                 has = ", ".join(columns)
                 raise DataError(f"--json-keys {key}: no such column in {path}; it has {has}")
-        total, rows, offset = max(file.metadata.num_rows, 1), 0, 0
-        size_on_disk = os.path.getsize(path)
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(keys)):
-            # A value without a JSON form is not text either. Written as null, it is reported with
-            # its row.
-            data = b"".join(
-                orjson.dumps(row, default=lambda value: None, option=orjson.OPT_APPEND_NEWLINE)
-                for row in batch.to_pylist()
-            )
-            rows += batch.num_rows
-            yield TextBlock(path, offset, len(data), size_on_disk * rows // total, data)
-            offset += len(data)
+        rows, offset, lines, size = 0, 0, list[bytes](), 0
+        size_on_disk, total = os.path.getsize(path), max(file.metadata.num_rows, 1)
+
+        def block() -> TextBlock:
+            return TextBlock(path, offset, size, size_on_disk * rows // total, b"".join(lines))
+
+        held = sum(
+            file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)
+        )
+        batch_rows = max(1, min(_PARQUET_ROWS, total * block_bytes // max(held, 1)))
+        for batch in file.iter_batches(batch_size=batch_rows, columns=list(keys)):
+            for row in (batch.slice(index, 1) for index in range(batch.num_rows)):
+                if size >= block_bytes or (lines and row.nbytes > longest):
+                    yield block()
+                    offset, lines, size = offset + size, [], 0
+                rows += 1
+                if row.nbytes > longest:
+                    yield _without_text(block(), longest)
+                    continue
+                # A value without a JSON form is not text either. Written as null, it is reported
+                # with its row.
+                lines += [
+                    orjson.dumps(each, default=lambda _: None, option=orjson.OPT_APPEND_NEWLINE)
+                    for each in row.to_pylist()
+                ]
+                size += len(lines[-1])
+        if lines:
+            yield block()
+    except MemoryError:  # Arrow's is an ArrowException too
+        raise
     except pyarrow.ArrowException as error:
         raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
 
 
-def _text_block(path: str, key: str) -> TextBlock:
-    """Return a whole text file as a block with a single document."""
-    with open(path, "rb") as raw:
-        data = _unpack(path, raw).read()
+def _text_block(path: str, key: str, longest: int) -> TextBlock:
+    """Read a whole text file as one document."""
+    with open(path, "rb") as raw, _unpack(path, raw) as file:
+        data = file.read(longest + 1)
+    size_on_disk = os.path.getsize(path)
+    if len(data) > longest:
+        return _without_text(TextBlock(path, 0, len(data), size_on_disk), longest)
     try:
         text = data.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"--input {path}: not UTF-8 at byte {error.start}: convert it") from error
     line = orjson.dumps({key: text}, option=orjson.OPT_APPEND_NEWLINE)
-    return TextBlock(path, 0, len(line), os.path.getsize(path), line)
+    return TextBlock(path, 0, len(line), size_on_disk, line)

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +16,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import zstandard
+from pyarrow import parquet
 
 from megatron.data.indexed import IndexedDataset
+from megatron.errors import ShortageError
 from megatron.tokenizer.fast_bpe import byte_of_character
 from tests.tokenizer.t5 import write_t5_tokenizer
 from tools import preprocess_data
@@ -514,6 +518,113 @@ def test_killed_worker_ends_the_run(tmp_path, tokenizer_flags):
         writer.write(gzip.compress(b'{"text": "more"}\n' * 10**6, 1))
     writer.close()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == ShortageError.exit_code
+    assert "Traceback" not in err
     assert "a worker process ended with exit code -9" in err
+    assert names(tmp_path) == []
+
+
+# Input that is merely large
+
+
+def _write_as(path: Path, texts: list[str]) -> Path:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines, 1))
+    elif path.suffix == ".zst":
+        path.write_bytes(zstandard.compress(lines))
+    elif path.suffix == ".parquet":
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_line_that_is_too_long_is_named_or_left_out(run, tmp_path, name):
+    path = _write_as(tmp_path / name, ["he", "x" * (3 << 20), "ll", "y" * (1 << 20), "hell"])
+    code, _, err = run("--input", path, "--max-line-mb", 1)
+    assert code == 6
+    assert f"error: {path}:2: the line is longer than 1 MiB" in err
+    assert "raise --max-line-mb, or leave bad lines out with --on-error skip" in err
+    assert (err.count("\n"), names(tmp_path)) == (1, [])
+    code, out, err = run("--input", path, "--max-line-mb", 1, "--on-error", "skip")
+    assert (code, err.count("\n")) == (0, 2)
+    assert f"{path}:4: the line is longer than 1 MiB" in err
+    assert "3 documents, 2 bad lines left out" in out
+    documents = output(tmp_path)
+    assert [documents.get(i).tolist() for i in range(3)] == [[256], [257], [256, 257]]
+
+
+def test_a_text_file_that_is_too_long_is_named(run, tmp_path):
+    for name, pack in (
+        ("a.txt", bytes),
+        ("b.txt.gz", gzip.compress),
+        ("c.txt.zst", zstandard.compress),
+    ):
+        (tmp_path / name).write_bytes(pack(b"x" * ((1 << 20) + 1)))
+        code, _, err = run("--input", tmp_path / name, "--max-line-mb", 1)
+        assert (code, err.count("\n")) == (6, 1)
+        assert f"{name}:1: the line is longer than 1 MiB" in err
+
+
+def test_lines_around_the_longest_are_read_whole(tmp_path):
+    """Blocks hold every line once, except exactly the lines that are too long."""
+    from megatron.data.text_input import read_blocks
+
+    longest, random_ = 1 << 20, random.Random(5)
+    for trial in range(20):
+        sizes = [
+            random_.choice([0, 5, 70_000, longest - 2, longest - 1, longest, 2 * longest + 1])
+            for _ in range(random_.randrange(1, 12))
+        ]
+        lines = [bytes([97 + index]) * size for index, size in enumerate(sizes)]
+        data = b"\n".join(lines) + b"\n" * (trial % 2)
+        (tmp_path / "a.jsonl").write_bytes(data)
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data, 1))
+        for name in ("a.jsonl", "a.jsonl.gz"):
+            size = random_.choice([10, 100_000, 4 << 20])
+            blocks = list(read_blocks([str(tmp_path / name)], ["text"], size, max_line_mb=1))
+            for block in blocks:
+                if not block.problem:
+                    assert data[block.offset : block.offset + block.size] == block.read()
+            read = b"".join(block.read() for block in blocks if not block.problem)
+            whole = data.splitlines(keepends=True)
+            assert read == b"".join(line for line in whole if len(line) <= longest)
+            starts = [block.offset for block in blocks if block.problem]
+            assert [data[start : start + 1] for start in starts] == [
+                line[:1] for line in whole if len(line) > longest
+            ]
+
+
+def test_a_gzip_of_gigabytes_takes_little_memory(tmp_path, tokenizer_flags):
+    """1 GB in one line, under a limit of 2 GB of address space for everything."""
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb", 1) as file:
+        file.write(b'{"text": "')
+        for _ in range(1000):
+            file.write(b"a" * (1 << 20))
+        file.write(b'"}\n{"text": "hell"}\n')
+    flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), *tokenizer_flags]
+    limit = (2_000_000_000, 2_000_000_000)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *flags, "--on-error", "skip"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1 documents, 1 bad lines left out" in done.stdout
+
+
+def test_a_worker_without_memory_is_one_line(tmp_path, tokenizer_flags):
+    path = _write_as(tmp_path / "a.jsonl", ["x" * (30 << 20)])
+    flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out" / "x"), *tokenizer_flags]
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *flags],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (800_000_000, 800_000_000)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == ShortageError.exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "--max-line-mb" in done.stderr.splitlines()[-1]
     assert names(tmp_path) == []
