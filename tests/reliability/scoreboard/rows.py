@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.reliability.scoreboard.caches import attacked_caches
 from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
 from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
 from tests.reliability.scoreboard.forgery import forged_tables
@@ -213,5 +214,15 @@ ROWS: tuple[Row, ...] = (
         mute_store,
         full=40,
         quick=2,
+    ),
+    Row(
+        38,
+        "index caches, sentence maps, compiled libraries and vocabularies, and the names of "
+        "temporary files, each with random bytes, swapped entries, exchanged files, links, pipes, "
+        "other owners and modes, or planted whole (seed 38): never used and never followed, and "
+        "the result equals a fresh one",
+        attacked_caches,
+        full=2000,
+        quick=40,
     ),
 )
