@@ -5,6 +5,7 @@
                      schema, megatron_api, chat, service
 
 The front is the web server. It holds the tokenizer and every limit, and does not import torch.
+It renders chat templates and tokenizes texts in child processes (`texts`), which it can end.
 Rank 0 starts it with its `settings`. The two exchange only token ids over one socket: requests go
 to rank 0, and events come back.
 """

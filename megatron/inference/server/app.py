@@ -15,7 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron import __version__
-from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import (
     ApiError,
     Endpoint,
@@ -62,17 +61,16 @@ _STATUSES = {
 }
 
 
-def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics) -> ASGIApp:
+def build_app(service: Service, metrics: Metrics) -> ASGIApp:
     """Return the ASGI application.
 
     Args:
         service: The tokenizer and the engine.
-        template: The model's chat template, or `None` if it has none.
         metrics: Metrics that count and time the requests.
     """
     settings = service.settings
     legacy = settings.server.legacy_status_codes
-    openai = OpenAiApi(service, template, metrics.first_token_seconds.observe)
+    openai = OpenAiApi(service, metrics.first_token_seconds.observe)
 
     async def models(_: Request) -> Response:
         return json_response(openai.models())

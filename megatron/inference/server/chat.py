@@ -8,10 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron.errors import ConfigError
@@ -34,6 +35,12 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@pass_context
+def _as_it_is(_: Context, value: Any) -> Any:
+    """Return a value to write. Jinja calls this only while it renders, for it takes a context."""
+    return value
+
+
 class ChatTemplate:
     """A chat template of a Hugging Face tokenizer, rendered by Jinja in a sandbox."""
 
@@ -52,7 +59,12 @@ class ChatTemplate:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _GenerationTag],
+            # Without these two, Jinja computes constants such as "a" * 3000000000 here.
+            optimized=False,
+            finalize=_as_it_is,
         )
         # Jinja's own filter escapes for HTML.
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
@@ -67,6 +79,11 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template has a mistake in line {error.lineno}: {error}: fix it, or "
                 "give another one with --chat-template"
+            ) from error
+        except (RecursionError, SyntaxError, MemoryError) as error:
+            raise ConfigError(
+                f"the chat template is nested too deeply ({error}): give another one with "
+                "--chat-template"
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:

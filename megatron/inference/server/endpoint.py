@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -34,6 +35,9 @@ _ERROR_HEADERS = {
     413: {"Connection": "close"},
     429: {"Retry-After": "1"},
 }
+
+# Address of the client whose request is being answered.
+client_address: ContextVar[str] = ContextVar("client_address", default="")
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -130,6 +134,7 @@ class Endpoint:
             ApiError: The request is refused. The application's exception handler answers it.
         """
         request = Request(scope, receive)
+        client_address.set(request.client.host if request.client else "")
         deadline = asyncio.get_running_loop().time() + self.settings.server.request_timeout
         with contextlib.suppress(ClientDisconnect):
             with _logged_faults(request):

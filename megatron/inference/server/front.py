@@ -19,9 +19,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from megatron.command import run_command
 from megatron.inference.messages import Unpacker
 from megatron.inference.server.app import build_app
-from megatron.inference.server.chat import ChatTemplate, special_tokens
 from megatron.inference.server.middleware import Metrics
 from megatron.inference.server.service import EngineClient, Service
 from megatron.inference.server.settings import CHUNK, FrontSettings, ServerLimits
@@ -35,8 +35,7 @@ def main() -> int:
     """Serve until rank 0 ends, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     channel, listener = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
-    asyncio.run(serve(channel, listener))
-    return 0
+    return run_command(lambda: asyncio.run(serve(channel, listener)))
 
 
 async def serve(channel: socket.socket, listener: socket.socket) -> None:
@@ -65,26 +64,24 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     limits = replace(limits, connections=files - _SPARE_FILES)
     settings = replace(settings, limits=limits)
     engine = EngineClient(reader, writer, settings.server.max_queued_requests)
-    server = uvicorn.Server(_configure(settings, engine))
+    service = Service(settings, build_tokenizer(settings.tokenizer), engine)
+    server = uvicorn.Server(_configure(service))
     events = asyncio.create_task(engine.run())
     events.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
+        await service.texts.start()
         await server.serve(sockets=[listener])
     finally:
         events.cancel()
+        await service.texts.close()
     if events.done() and not events.cancelled():
         events.result()  # raises the channel's error if there was one
 
 
-def _configure(settings: FrontSettings, engine: EngineClient) -> uvicorn.Config:
-    template = None
-    if settings.chat_template is not None:
-        special = special_tokens(settings.tokenizer.tokenizer_model)
-        template = ChatTemplate(settings.chat_template, special)
-    service = Service(settings, build_tokenizer(settings.tokenizer), engine)
+def _configure(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(service, template, Metrics(engine)),
-        http=protocol_with(settings.limits),
+        build_app(service, Metrics(service.engine)),
+        http=protocol_with(service.settings.limits),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -220,7 +220,9 @@ class MegatronApi:
             logger.info("/api %.2000s", dict(body))
         start = service.begun(()) if request.add_BOS else ()
         # A tokenizer may give no tokens for a text, which then counts as empty.
-        prompts = [service.begun(start + await service.tokenize(t)) for t in request.prompts]
+        message = _TOO_LONG if request.beam_width is None else _TOO_LONG_BEAM
+        found = await service.texts.tokenize(request.prompts, too_long=message)
+        prompts = [service.begun(start + ids) for ids in found]
         self._check_length(prompts, request)
         if request.beam_width is None:
             samplings = [self._sampling(request, body, number) for number in range(len(prompts))]

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.inference.request import Sampling
 from megatron.inference.server import schema
-from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import ApiError, Events
 from megatron.inference.server.service import (
     Answers,
@@ -97,12 +96,10 @@ class OpenAiApi:
 
     Attributes:
         service: The tokenizer and the engine.
-        template: The model's chat template, or `None` if it has none.
         observe_first: Function that is called with the seconds from a request to its first text.
     """
 
     service: Service
-    template: ChatTemplate | None
     observe_first: Callable[[float], None]
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
@@ -157,7 +154,7 @@ class OpenAiApi:
             "created": settings.created,
             "owned_by": "megatron",
             "max_model_len": self.service.max_length,
-            "chat": self.template is not None,
+            "chat": self.service.settings.chat_template is not None,
         }
 
     def _check_model(self, name: str | None) -> None:
@@ -178,13 +175,13 @@ class OpenAiApi:
         given: list[Any] = [prompt] if is_single else list(prompt)
         if not 0 < len(given) <= MAX_PROMPTS or [] in given:
             raise ApiError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts", field="prompt")
+        if isinstance(given[0], str):
+            return [self.service.begun(ids) for ids in await self.service.texts.tokenize(given)]
         largest = self.service.settings.engine.vocab_size - 1
         prompts = []
         for each in given:
-            if isinstance(each, str):
-                prompts.append(self.service.begun(await self.service.tokenize(each)))
-                continue
-            wrong = next((token for token in each if not 0 <= token <= largest), None)
+            checked = each[: self.service.max_length]  # a longer prompt is refused for its length
+            wrong = next((token for token in checked if not 0 <= token <= largest), None)
             if wrong is not None:
                 message = f"prompt: token id {wrong} is outside the vocabulary (0 to {largest})"
                 raise ApiError(400, message, "prompt")
@@ -197,15 +194,9 @@ class OpenAiApi:
         Raises:
             ApiError: The model has no template, or the template refuses the messages (400).
         """
-        if self.template is None:
-            raise ApiError(
-                400,
-                "this model's tokenizer has no chat template: use /v1/completions, or start the "
-                "server with --chat-template",
-                field="messages",
-            )
-        text = self.template.render([message.for_template() for message in messages])
-        ids = await self.service.tokenize(text, spelled=True)
+        texts = self.service.texts
+        text = await texts.render([message.for_template() for message in messages])
+        (ids,) = await texts.tokenize([text], spelled=True)
         if not ids:
             message = "messages: the chat template turns them into an empty text: add some content"
             raise ApiError(400, message, "messages")

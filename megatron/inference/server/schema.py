@@ -16,13 +16,20 @@ from megatron.inference.server.settings import MAX_PROMPTS
 
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 256  # characters
+_MAX_MESSAGES = 4096
 _MAX_TOP_LOGPROBS = 20
 _DEFAULT_NEW_TOKENS = 16  # OpenAI's default for completions
 _SHOWN = 64  # number of characters to quote from an unknown field name
 
+_FAIL_FAST = Field(fail_fast=True)  # one mistake is reported
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
 _Prompt = Annotated[
-    str | list[str] | list[int] | list[list[int]], Field(union_mode="left_to_right")
+    # Without it, a list of a million numbers has a million mistakes as a list of texts.
+    str
+    | Annotated[list[str], _FAIL_FAST]
+    | Annotated[list[int], _FAIL_FAST]
+    | Annotated[list[Annotated[list[int], _FAIL_FAST]], _FAIL_FAST],
+    Field(union_mode="left_to_right"),
 ]
 
 
@@ -74,7 +81,7 @@ class Message(_Schema):
     """One turn of a conversation."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], _FAIL_FAST]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -161,7 +168,7 @@ class ChatRequest(OpenAiRequest):
         top_logprobs: Return this many most likely tokens with each token. It requires logprobs.
     """
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -270,6 +277,8 @@ def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
         return f"{name} is required"
     if name == "messages" and error["type"] == "extra_forbidden":
         return f"messages: {str(error['loc'][-1])[:_SHOWN]!r} is not supported"
+    if name == "messages" and error["type"] == "too_long":
+        return f"messages: give at most {_MAX_MESSAGES}"
     if name in _FORMS:
         return _FORMS[name]
     if error["type"] in _TYPES:

@@ -23,12 +23,11 @@ from megatron.inference.request import (
 )
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.settings import CHUNK, FrontSettings
+from megatron.inference.server.texts import Texts
 from megatron.inference.text import Detokenizer, StopStrings
 from megatron.tokenizer import Tokenizer
 
 _GONE = "the engine has stopped; the server's log has the reason"
-# Shorter texts are tokenized at once, because handing them to a thread takes longer.
-_LONG_TEXT = 4096  # characters
 
 
 @dataclass(frozen=True)
@@ -412,6 +411,7 @@ class Service:
         self.settings = settings
         self.tokenizer = tokenizer
         self.engine = engine
+        self.texts = Texts(settings, tokenizer, self.max_length)
         # Tokens that end a document or a turn.
         self.ends = tokenizer.special_ids("eod", "eos") | frozenset(settings.stop_tokens)
 
@@ -420,19 +420,6 @@ class Service:
         """Largest number of tokens in a prompt and its answer together."""
         engine = self.settings.engine
         return min(engine.max_length, engine.cache_tokens)
-
-    async def tokenize(self, text: str, *, spelled: bool = False) -> tuple[int, ...]:
-        """Return the token ids of a text, in a thread if it is long, so that others need not wait.
-
-        Args:
-            text: Any text.
-            spelled: Whether to parse special tokens that are written out in the text.
-        """
-        tokenizer = self.tokenizer
-        tokenize = tokenizer.tokenize_spelled if spelled else tokenizer.tokenize_open
-        if len(text) < _LONG_TEXT:
-            return tuple(tokenize(text))
-        return tuple(await asyncio.to_thread(tokenize, text))
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Return the prompt, or the end-of-document token if it is empty, after which texts begin.

@@ -23,11 +23,20 @@ class ServerLimits:
         write_seconds: Longest time for a client to read what it is sent. A slower client is
             disconnected.
         connections: Largest number of open connections. Further ones are closed at once.
+        text_seconds: Longest time to tokenize a request's texts, or to render its conversation.
+        text_memory: Memory in bytes for this, beyond what the tokenizer takes.
+        long_texts: Largest number of requests whose long texts are tokenized or wait for it. A
+            further one gets 429.
+        long_texts_per_client: Largest number of them from one address.
     """
 
     read_seconds: float = 10.0
     write_seconds: float = 30.0
     connections: int = 4096
+    text_seconds: float = 10.0
+    text_memory: int = 1 << 30
+    long_texts: int = 64
+    long_texts_per_client: int = 8
 
 
 @dataclass(frozen=True)

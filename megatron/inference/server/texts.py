@@ -1,0 +1,354 @@
+"""Work on clients' texts in processes of its own: chat templates and tokenization.
+
+    python -m megatron.inference.server.texts
+
+How much time and memory a text takes depends on the text, and on a template and a tokenizer that
+came with the model. Both hold the interpreter's lock while they run, so a thread would stop the
+whole web server. This process reads a `Setup` and then jobs from stdin, and writes a `Result` for
+each to stdout. The kernel ends it when a job takes too long, even if the web server has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError
+from megatron.inference.messages import Record, Unpacker, pack
+from megatron.inference.server.chat import ChatTemplate, special_tokens
+from megatron.inference.server.endpoint import ApiError, client_address
+from megatron.inference.server.settings import FrontSettings, ServerLimits
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+_CHUNK = 1 << 16
+_START_SECONDS = 60.0  # a process reads its tokenizer meanwhile
+_LONG_TEXT = 4096  # characters
+_NICENESS = 10  # of a process for long work, which must not slow short work or the engine
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to know before its first job.
+
+    Attributes:
+        limits: Limits of the time and memory of a job.
+        niceness: Priority to give up, from 0 to 19.
+        most_bytes: Largest size of a text that can fit in the model's context. The rest of a longer
+            one that a template writes is cut off, since the text is refused anyway.
+        tokenizer: Files of the tokenizer, or `None` in a process that renders a template.
+        template: Text of the chat template.
+        special: Texts of special tokens, for the template.
+    """
+
+    limits: ServerLimits
+    niceness: int
+    most_bytes: int = 0
+    tokenizer: TokenizerConfig | None = None
+    template: str = ""
+    special: dict[str, str] | None = None
+
+    @property
+    def refusal(self) -> str:
+        """Beginning of the error message for a job that fails."""
+        if self.tokenizer is None:
+            return "the model's chat template refuses the messages"
+        return "the tokenizer refuses the text"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work for one request.
+
+    Attributes:
+        texts: Texts to tokenize.
+        spelled: Whether special tokens that are written out in the texts are tokens.
+        messages: Conversation to turn into a text, in a process that renders a template.
+    """
+
+    texts: tuple[str, ...] = ()
+    spelled: bool = False
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the texts are long enough for other clients to notice the time they take."""
+        values = (value for message in self.messages for value in message.values())
+        return sum(map(len, (*self.texts, *values))) >= _LONG_TEXT
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a job.
+
+    Attributes:
+        ids: Token ids of each text.
+        text: Text of a conversation.
+        error: Reason why the job failed, or `None`.
+    """
+
+    ids: tuple[tuple[int, ...], ...] = ()
+    text: str = ""
+    error: str | None = None
+
+
+def main() -> int:
+    """Do jobs until stdin closes, and return the exit code."""
+    signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM ends the process
+    setup = next(_received(Setup))
+    with _reported("the server cannot start"):
+        work = _prepare(setup)
+        _write(Result())
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for job in _received(Job):
+        signal.setitimer(signal.ITIMER_REAL, setup.limits.text_seconds)
+        with _reported(setup.refusal):
+            _write(work(job))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return 0
+
+
+def _received(kind: type[Record]) -> Iterator[Record]:
+    unpacker = Unpacker[Record](kind)
+    while data := os.read(sys.stdin.fileno(), _CHUNK):
+        yield from unpacker.feed(data)
+
+
+@contextlib.contextmanager
+def _reported(refusal: str) -> Iterator[None]:
+    """Write an error in the block as a `Result`. A crash is reported by the process's end."""
+    try:
+        yield
+    except ApiError as error:
+        _write(Result(error=error.message))
+    except Exception as error:
+        _write(Result(error=f"{refusal}: {str(error) or type(error).__name__}"))
+
+
+def _write(result: Result) -> None:
+    data = memoryview(pack(Result, result))
+    while data:
+        data = data[os.write(sys.stdout.fileno(), data) :]
+
+
+def _prepare(setup: Setup) -> Callable[[Job], Result]:
+    """Return the function that does the jobs, and limit this process."""
+    os.nice(setup.niceness)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the web server ends this process
+    work: Callable[[Job], Result]
+    if setup.tokenizer is None:
+        template = ChatTemplate(setup.template, setup.special or {})
+
+        def work(job: Job) -> Result:
+            return Result(text=template.render(job.messages)[: setup.most_bytes + 1])
+    else:
+        tokenizer = build_tokenizer(setup.tokenizer)
+
+        def work(job: Job) -> Result:
+            tokenize = tokenizer.tokenize_spelled if job.spelled else tokenizer.tokenize_open
+            return Result(ids=tuple(tuple(tokenize(text)) for text in job.texts))
+
+    with contextlib.suppress(OSError):  # a system without /proc does not limit address spaces
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most = pages * resource.getpagesize() + setup.limits.text_memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return work
+
+
+class TextProcess:
+    """The web server's end of a process that does one job after another."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Describe the process, which `start` starts.
+
+        Args:
+            setup: What the process needs to know.
+        """
+        self._setup = setup
+        self._process: asyncio.subprocess.Process | None = None
+        self._results = Unpacker[Result](Result)
+        self._lock = asyncio.Lock()
+        self._long_jobs: Counter[str] = Counter()  # by client, including those that wait
+
+    async def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            ConfigError: It cannot prepare its work.
+        """
+        self._results = Unpacker[Result](Result)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megatron.inference.server.texts",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # a panic's stack could fill the log
+        )
+        result = await self._exchange(pack(Setup, self._setup))
+        if result.error is not None:
+            await self.close()
+            raise ConfigError(result.error)
+
+    async def do(self, job: Job) -> Result:
+        """Return the result of a job, once those before it are done.
+
+        Raises:
+            ApiError: Too many long jobs wait (429), or the job failed or exceeded a limit (400).
+        """
+        if not job.is_long:
+            return await self._do(job)
+        client, limits, jobs = client_address.get(), self._setup.limits, self._long_jobs
+        if jobs[client] >= limits.long_texts_per_client or jobs.total() >= limits.long_texts:
+            raise ApiError(429, "too many long texts are being processed: try again in a moment")
+        jobs[client] += 1
+        try:
+            return await self._do(job)
+        finally:
+            jobs[client] -= 1
+            if not jobs[client]:
+                del jobs[client]
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _do(self, job: Job) -> Result:
+        await self._lock.acquire()
+        # If the client leaves, the exchange still takes its own result from the pipe.
+        exchange = asyncio.ensure_future(self._start_and_exchange(pack(Job, job)))
+        exchange.add_done_callback(lambda _: self._lock.release())
+        result = await asyncio.shield(exchange)
+        if result.error is not None:
+            raise ApiError(400, result.error)
+        return result
+
+    async def _start_and_exchange(self, message: bytes) -> Result:
+        if self._process is None:  # the last text ended it
+            await self.start()
+        return await self._exchange(message)
+
+    async def _exchange(self, message: bytes) -> Result:
+        """Send a message and return the result, which is an error if the process has ended."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ConnectionError):  # the process has ended, which is found below
+            process.stdin.write(message)
+            await process.stdin.drain()
+        while data := await process.stdout.read(_CHUNK):
+            for result in self._results.feed(data):
+                return result
+        code, self._process = await process.wait(), None
+        reason = "it takes too long" if code == -signal.SIGALRM else "it crashes"
+        return Result(error=f"{self._setup.refusal}: {reason}")
+
+
+class Texts:
+    """The work on all clients' texts.
+
+    Long texts have a process of their own, so that short ones do not wait for them.
+    """
+
+    def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, max_length: int) -> None:
+        """Describe the processes, which `start` starts.
+
+        Args:
+            settings: Settings of the server.
+            tokenizer: Tokenizer of the model.
+            max_length: Largest number of tokens in a prompt and its answer together.
+        """
+        self._max_length = max_length
+        # A byte may separate two tokens. Only spaces beyond that, or words of that length which a
+        # tokenizer replaces by a single token, could make a larger text fit.
+        longest = 1 + max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
+        self._most_bytes = max_length * longest
+
+        def process(niceness: int) -> TextProcess:
+            return TextProcess(Setup(settings.limits, niceness, tokenizer=settings.tokenizer))
+
+        self._short, self._long = process(0), process(_NICENESS)
+        self._template: TextProcess | None = None
+        if settings.chat_template is not None:
+            special = special_tokens(settings.tokenizer.tokenizer_model)
+            setup = Setup(
+                settings.limits, 0, self._most_bytes, None, settings.chat_template, special
+            )
+            self._template = TextProcess(setup)
+
+    async def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            ConfigError: The tokenizer or the template cannot be used.
+        """
+        await asyncio.gather(*(process.start() for process in self._processes()))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(process.close() for process in self._processes()))
+
+    def _processes(self) -> list[TextProcess]:
+        return [each for each in (self._short, self._long, self._template) if each is not None]
+
+    async def tokenize(
+        self, texts: Sequence[str], *, spelled: bool = False, too_long: str | None = None
+    ) -> list[tuple[int, ...]]:
+        """Return the token ids of each text.
+
+        Args:
+            texts: Any texts.
+            spelled: Whether special tokens that are written out in the texts are tokens.
+            too_long: Message for a text that cannot fit in the model's context.
+
+        Raises:
+            ApiError: A text cannot fit (422), the tokenizer refuses one (400), or too many long
+                texts are being processed (429).
+        """
+        if max(len(text.encode()) for text in texts) > self._most_bytes:
+            default = (
+                f"a text of more than {self._most_bytes:,} bytes does not fit in the model's "
+                f"{self._max_length} tokens: shorten the prompt"
+            )
+            raise ApiError(422, too_long or default, always=False)
+        job = Job(texts=tuple(texts), spelled=spelled)
+        return list((await (self._long if job.is_long else self._short).do(job)).ids)
+
+    async def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Return the text of a conversation, up to the beginning of the model's answer.
+
+        Args:
+            messages: Messages, each with a role, content and optionally a name.
+
+        Raises:
+            ApiError: The model has no template, or the template refuses the messages (400), or too
+                many long conversations are being processed (429).
+        """
+        if self._template is None:
+            raise ApiError(
+                400,
+                "this model's tokenizer has no chat template: use /v1/completions, or start the "
+                "server with --chat-template",
+                field="messages",
+            )
+        try:
+            return (await self._template.do(Job(messages=tuple(messages)))).text
+        except ApiError as error:
+            raise replace(error, field="messages") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Hostile texts, templates and tokenizers: each is refused, and nobody else waits."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.generation import ServerConfig
+from megatron.errors import ConfigError, DataError
+from megatron.inference.server.chat import ChatTemplate
+from megatron.inference.server.settings import FrontSettings, ServerLimits
+from megatron.tokenizer import build_tokenizer
+from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.live import Live, make_settings, running
+
+LIMITS = ServerLimits(text_seconds=2.0, text_memory=1 << 29, long_texts_per_client=2)
+GOOD = {"prompt": "Hello", "max_tokens": 1}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+HOSTILE_TEMPLATES = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "a large constant": '{{ ("a" * 3000000000) | length }}',
+    "a large output": "{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "a large number": "{{ (9 ** (9 ** 9)) % 7 }}",
+    "a large list": "{{ ([0] * 900000000) | length }}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "padding": "{{ '%999999999d' % 1 }}{{ 'a'.center(9999999999) }}",
+}
+# A match of `(a+)+$` takes time that doubles with each letter.
+SLOW_PATTERN = "(a+)+$"
+EVIL_TEXT = "a" * 40 + "b"
+
+
+def _settings(folder: Path, engine: FakeEngine, **changes: Any) -> FrontSettings:
+    return make_settings(folder, engine, **{"limits": LIMITS, **changes})
+
+
+@contextmanager
+def _health_answers(live: Live) -> Iterator[None]:
+    """Ask for the health during the block: each answer comes within a second."""
+    over, slowest = threading.Event(), [0.0]
+
+    def ask() -> None:
+        while not over.is_set():
+            started = time.monotonic()
+            assert live.client.get("/health").status_code == 200
+            slowest[0] = max(slowest[0], time.monotonic() - started)
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask)
+        try:
+            yield
+        finally:
+            over.set()
+        asking.result()
+    assert slowest[0] < 1.0
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
+def test_a_template_stops_nothing(name: str, tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    settings = _settings(tokenizer_folder, engine, chat_template=HOSTILE_TEMPLATES[name])
+    with running(engine, settings) as live:
+        with _health_answers(live):
+            answer = live.post("/v1/chat/completions", CHAT)
+            assert live.post("/v1/completions", GOOD).status_code == 200
+        assert answer.status_code in (400, 422), answer.text
+        if answer.status_code == 400:
+            assert "the model's chat template refuses the messages: " in answer.text
+        assert live.post("/v1/chat/completions", CHAT).status_code == answer.status_code
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
+def test_no_constant_is_computed_when_a_template_is_read(name: str) -> None:
+    started = time.process_time()
+    ChatTemplate(HOSTILE_TEMPLATES[name], {})
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if x %}" * 300]
+)
+def test_a_template_that_python_cannot_compile_is_refused_at_start(source: str) -> None:
+    with pytest.raises(ConfigError, match="--chat-template"):
+        ChatTemplate(source, {})
+
+
+def _write_slow_tokenizer(folder: Path, tokenizer_folder: Path) -> Path:
+    """A tokenizer that fails on `EVIL_TEXT` after a while, during which it holds Python's lock."""
+    value = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": SLOW_PATTERN}, "behavior": "Isolated"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    both = [{**split, "invert": False}, {**byte_level, "trim_offsets": True}]
+    value["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_a_tokenizers_panic_is_a_refusal(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
+    engine = FakeEngine()
+    with running(engine, _settings(folder, engine, chat_template=None)) as live:
+        with _health_answers(live):
+            for body in (
+                {**GOOD, "prompt": EVIL_TEXT},
+                {**GOOD, "prompt": [GOOD["prompt"], EVIL_TEXT]},
+            ):
+                answer = live.post("/v1/completions", body)
+                assert answer.status_code == 400
+                assert "the tokenizer refuses the text: " in answer.text
+        assert live.put({"prompts": [EVIL_TEXT], "tokens_to_generate": 1}).status_code == 400
+        assert live.post("/v1/completions", GOOD).status_code == 200
+
+
+def test_a_tokenizer_that_takes_too_long_is_ended(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
+    engine = FakeEngine(max_length=10_000)
+    settings = _settings(folder, engine, limits=ServerLimits(text_seconds=0.05))
+    with running(engine, settings) as live:
+        with _health_answers(live):
+            answer = live.post("/v1/completions", {**GOOD, "prompt": EVIL_TEXT * 100})
+        assert answer.status_code == 400
+        assert "it takes too long" in answer.text
+
+
+def test_a_panic_is_an_error_of_the_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
+    config = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")
+    )
+    tokenizer = build_tokenizer(config)
+    with pytest.raises(DataError, match="retry-limit"):
+        tokenizer.tokenize(EVIL_TEXT)
+    with pytest.raises(DataError, match="retry-limit"):
+        tokenizer.tokenize_sentences([EVIL_TEXT])
+
+
+def test_what_cannot_fit_is_refused_by_its_bytes(live: Live) -> None:
+    text = "x" * 1_000_000
+    answer = live.post("/v1/completions", {**GOOD, "prompt": text})
+    assert answer.status_code == 422
+    assert "bytes does not fit in the model's 256 tokens" in answer.text
+    answer = live.put({"prompts": ["x", text], "tokens_to_generate": 1})
+    assert answer.status_code == 422
+    assert answer.json() == "Length of prompt + tokens_to_generate longer than allowed"
+    chat = {"messages": [{"role": "user", "content": text}]}
+    assert live.post("/v1/chat/completions", chat).status_code == 422
+
+
+def test_long_texts_are_bounded_per_client(tokenizer_folder: Path) -> None:
+    engine = FakeEngine(max_length=200_000)
+    server = ServerConfig(max_tokens_to_oom=10_000_000)
+    body = {**GOOD, "prompt": "x yz " * 100_000}
+    with running(engine, _settings(tokenizer_folder, engine, server=server)) as live:
+
+        def ask(_: int) -> int:
+            return live.post("/v1/completions", body).status_code
+
+        with _health_answers(live), ThreadPoolExecutor(12) as clients:
+            asked = clients.map(ask, range(12))
+            assert live.post("/v1/completions", GOOD).status_code == 200
+        statuses = list(asked)
+        assert 429 in statuses
+        assert set(statuses) <= {400, 422, 429}
+        assert live.post("/v1/completions", GOOD).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * 400_000},
+        {"prompt": [[1]] * 200_000},
+        {"prompt": [[1] * 400_000]},
+        {"prompt": [None] * 100_000},
+        {"messages": [{}] * 200_000},
+        {"messages": [{"role": "", "content": ""}] * 20_000},
+        {"messages": [{"role": "", "content": [{}] * 200_000}]},
+    ],
+)
+def test_many_mistakes_cost_no_more_than_one(live: Live, body: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    data = json.dumps(body, separators=(",", ":")).encode()
+    live.client.get("/health")
+    started = time.process_time()
+    answer = live.client.post(path, content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422)
+    assert len(answer.content) < 1000
+    assert time.process_time() - started < 0.5
