@@ -85,8 +85,13 @@ def open_found(
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
     """
+    # Imported here because the schema is built of pydantic's types, which take 70 ms to import.
+    from megatron.checkpoint.meta import check_meta
+
     try:
-        return _open(found, verify, world or Layout.single().world)
+        reader = _open(found, verify, world or Layout.single().world)
+        check_meta(reader)
+        return reader
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # the files come from outside: whatever they cause is their damage

@@ -15,7 +15,7 @@ from megatron.checkpoint.manifest import MANIFEST, parse
 from megatron.device import Device
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import assert_loads, make_state, save, save_state
+from tests.checkpoint.states import assert_loads, make_state, meta_of, save, save_state
 from tests.distributed import TIMEOUT, run_distributed
 
 
@@ -38,7 +38,7 @@ def _saver(root, state, layout=None, *, keep=None):
 
 
 def _start(saver, iteration, state):
-    return saver.start(iteration, state, {"iteration": iteration}, since=time.perf_counter())
+    return saver.start(iteration, state, meta_of(iteration), since=time.perf_counter())
 
 
 def _files(folder):

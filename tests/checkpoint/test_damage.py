@@ -1,6 +1,7 @@
 """Damaged checkpoints are refused before anything is read from them; the older one is used."""
 
 import random
+import re
 import shutil
 
 import pytest
@@ -228,3 +229,34 @@ def test_a_header_gives_each_tensor_one_place():
     for text in (b"", b"[]", b"[" * 100_000, b'{"a":7}', b'{"a":{"dtype":"F32","shape":[]}}'):
         with pytest.raises(ValueError, match="header|Expecting"):
             parse_header(bytes(8) + text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.pop("config"), "meta.config: Field required"),
+        (lambda m: m.update(config=[]), "meta.config: Input should be"),
+        (lambda m: m.update(config={"model": None}), "meta.config.model: Input should be"),
+        (lambda m: m.update(config={"model": {"num_layers": "x"}}), "model.num_layers"),
+        (lambda m: m.update(iteration="1"), "meta.iteration: .* valid integer"),
+        (lambda m: m.update(iteration=1), "meta.iteration is 1, but the checkpoint's is 2"),
+        (lambda m: m.update(consumed_train_samples=-1), "meta.consumed_train_samples: .* greater"),
+        (lambda m: m.update(rng={"seed": True}), "meta.rng.seed: .* valid integer"),
+        (lambda m: m.update(rng=[1]), "meta.rng: "),
+        (lambda m: m.update(schedule="cosine"), "meta.schedule: "),
+        (lambda m: m.update(schedule={"max_lr": "0.1"}), "meta.schedule.max_lr: .* valid number"),
+        (lambda m: m.update(schedule={"num_steps": 1 << 70}), "meta.schedule.num_steps: .* less"),
+        (lambda m: m.update(optimizer={"step": 1}), "meta.optimizer.loss_scale: Field required"),
+        (lambda m: m.update(optimizer={"step": 1, "loss_scale": {}}), "meta.schedule is missing"),
+        (lambda m: m.update(notices="x"), "meta.notices: "),
+        (lambda m: m.update(legacy_args={"data_path": 1}), "meta.legacy_args.data_path"),
+    ],
+)
+def test_meta_data_of_another_type_does_not_stop_the_fallback(tmp_path, capsys, change, message):
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    body = _body(path)
+    change(body["meta"])
+    (path / MANIFEST).write_bytes(_sign(body))
+    assert assert_loads(tmp_path, [1]) == 1
+    assert re.search(f"iter_0000002 is not used: .*{message}", capsys.readouterr().err)

@@ -111,10 +111,10 @@ def test_one_checkpoint_and_hugging_face_s_folders(tmp_path, inspect):
 
 
 def test_the_configuration_is_a_line_a_section(tmp_path, inspect):
-    config = {"data": {"seed": 1}, "model": {"num_layers": 2, "hidden_size": 8}}
+    config = {"training": {"seed": 1}, "model": {"num_layers": 2, "hidden_size": 8}}
     save(tmp_path, 1, make_state(1), {"iteration": 1, "config": config}, Layout.single())
     lines = inspect("--details", tmp_path)[1].splitlines()
-    assert '  config.data: {"seed": 1}' in lines
+    assert '  config.training: {"seed": 1}' in lines
     assert '  config.model: {"hidden_size": 8, "num_layers": 2}' in lines
 
 

@@ -11,12 +11,12 @@ from megatron.checkpoint.retention import Keep, hold_for_reading, prune
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.states import assert_loads, make_state, save_state
+from tests.checkpoint.states import assert_loads, make_state, meta_of, save_state
 
 
 def _save(root, iteration, keep):
-    meta = {"iteration": iteration}
-    snapshot = Snapshot.take(iteration, make_state(iteration), meta, Layout.single())
+    state, meta = make_state(iteration), meta_of(iteration)
+    snapshot = Snapshot.take(iteration, state, meta, Layout.single())
     write_checkpoint(root, snapshot, keep=keep)
 
 

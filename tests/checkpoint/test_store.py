@@ -22,6 +22,7 @@ from tests.checkpoint.states import (
     assert_holds,
     assert_loads,
     make_state,
+    meta_of,
     read_whole,
     save,
     save_state,
@@ -30,7 +31,7 @@ from tests.distributed import run_distributed
 
 
 def test_a_state_comes_back_bit_for_bit(tmp_path):
-    state, meta = make_state(1), {"iteration": 7, "schedule": {"num_steps": 0.1 + 0.2}}
+    state, meta = make_state(1), {**meta_of(7), "schedule": {"num_steps": 0.1 + 0.2}}
     path = save(tmp_path, 7, state, meta, Layout.single())
     assert path == tmp_path / "iter_0000007"
     assert (tmp_path / TRACKER).read_bytes() == b"7"
@@ -109,7 +110,7 @@ def _save_and_read(layout, root):
 def test_two_ranks_save_one_checkpoint(tmp_path, tensor):
     whole = make_state(9)["model.layers.0.mlp.up.weight"].tensor.tolist()
     answers = run_distributed(2, _save_and_read, tmp_path, tensor=tensor)
-    assert answers[0] == answers[1] == ([whole, whole, [0], [1]], {"rank": 0})
+    assert answers[0] == answers[1] == ([whole, whole, [0], [1]], {**meta_of(4), "rank": 0})
     manifest = NativeReader(tmp_path / "iter_0000004").manifest
     assert set(manifest.files) == {"rank_00000.safetensors", "rank_00001.safetensors"}
     writers = [piece.file for piece in manifest.tensors["model.copy"].pieces]

@@ -29,7 +29,7 @@ from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
-from tests.checkpoint.states import assert_holds, make_state, save, save_state
+from tests.checkpoint.states import assert_holds, make_state, meta_of, save, save_state
 from tests.reliability.scoreboard.score import Trials, expect
 
 _RANKS = 2
@@ -66,7 +66,7 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
         )
     os.write(ready, b"x")
     for iteration in itertools.count(2):
-        state, meta = _state_of(iteration, rank), {"iteration": iteration}
+        state, meta = _state_of(iteration, rank), meta_of(iteration)
         if saver is None:
             save(root, iteration, state, meta, layout)
             continue
@@ -158,7 +158,7 @@ def _kill_one(folder: Path, background: bool, rng: random.Random, trials: Trials
     reader = open_checkpoint(root)
     expect(reader is not None and reader.iteration >= newest, "an older one was loaded")
     assert reader is not None
-    expect(reader.meta == {"iteration": reader.iteration}, "mixed with another's meta")
+    expect(reader.meta == meta_of(reader.iteration), "mixed with another's meta")
     assert_holds(reader, _whole_state(reader.iteration))
     del reader
     save(root, 100_000, _whole_state(7), {"iteration": 100_000}, layout)
@@ -188,8 +188,8 @@ def killed_in_a_background_save(folder: Path, count: int) -> Trials:
 
 
 def _write(root: Path, iteration: int, keep: Keep | None = None) -> None:
-    meta: Any = {"iteration": iteration}
-    snapshot = Snapshot.take(iteration, make_state(iteration), meta, Layout.single())
+    state, meta = make_state(iteration), meta_of(iteration)
+    snapshot = Snapshot.take(iteration, state, meta, Layout.single())
     write_checkpoint(root, snapshot, keep=keep)
 
 

@@ -1,0 +1,135 @@
+"""The types of a checkpoint's meta data, as far as any program reads it.
+
+They are checked when a checkpoint is opened, so that code that reads `Reader.meta` later finds what
+it expects, and a checkpoint that holds something else is refused while an older one can still load.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, NotRequired
+
+from annotated_types import Ge, Le, MaxLen
+
+# Pydantic requires this one before Python 3.12.
+from typing_extensions import TypedDict
+
+from megatron.checkpoint.entries import Json
+from megatron.checkpoint.manifest import ManifestError, Size, validate
+from megatron.checkpoint.reader import Reader
+from megatron.config.yaml_file import from_dict
+from megatron.errors import CheckpointError, ConfigError
+
+_WORDS = "model.embedding.word.weight"
+
+_Seed = Annotated[int, Ge(0), Le((1 << 32) - 1)]
+# Megatron's schedules may hold None for what a style does not need.
+_Samples = Annotated[float, Ge(0), Le(float(1 << 63))] | None
+_Nothing = Annotated[dict[str, Json], MaxLen(0)]
+
+
+class LossScaleState(TypedDict):
+    """The state of a dynamic loss scale (`LossScale.state`)."""
+
+    scale: Annotated[float, Ge(0)]
+    growth_tracker: Size
+    hysteresis_tracker: int
+
+
+class OptimizerScalars(TypedDict):
+    """The optimizer's state beside its tensors (`Optimizer.scalars`)."""
+
+    step: Size
+    loss_scale: LossScaleState | _Nothing
+
+
+class SavedSchedule(TypedDict, total=False):
+    """The values of schedules under Megatron's names (`Schedules.to_dict`), old ones included."""
+
+    num_steps: _Samples
+    num_iters: _Samples
+    max_lr: float | None
+    start_lr: float | None
+    min_lr: float | None
+    decoupled_lr: float | None
+    decoupled_min_lr: float | None
+    lr_warmup_steps: _Samples
+    warmup_iter: _Samples
+    warmup_steps: _Samples
+    lr_decay_steps: _Samples
+    end_iter: _Samples
+    decay_steps: _Samples
+    lr_decay_style: str | None
+    decay_style: str | None
+    wsd_decay_steps: _Samples
+    lr_wsd_decay_style: str | None
+    start_wd: float | None
+    end_wd: float | None
+    wd_incr_steps: _Samples
+    wd_incr_style: str | None
+
+
+class RandomState(TypedDict):
+    """The seed of dropout."""
+
+    seed: _Seed
+
+
+class Arguments(TypedDict, total=False):
+    """The fields of Megatron-LM's command line that are compared other than by equality."""
+
+    data_path: str | list[str] | None
+    train_data_path: str | list[str] | None
+
+
+class Origin(TypedDict, total=False):
+    """The Hugging Face folder that a checkpoint was imported from."""
+
+    family: str | None
+    bare_names: bool
+    window: Json
+
+
+class Meta(TypedDict):
+    """The meta data of a run's checkpoint. Further keys are allowed."""
+
+    iteration: Size
+    consumed_train_samples: Size
+    skipped_train_samples: NotRequired[Size]
+    padded_vocab_size: Size
+    optimizer: NotRequired[OptimizerScalars | None]
+    schedule: NotRequired[SavedSchedule | None]
+    rng: NotRequired[RandomState | None]
+    tokenizer: NotRequired[str | None]
+    corpus: NotRequired[str | None]
+    config: dict[str, dict[str, Json]]
+    legacy_args: NotRequired[Arguments | None]
+    notices: NotRequired[list[str]]
+    huggingface: NotRequired[Origin | None]
+
+
+def check_meta(reader: Reader) -> None:
+    """Check the meta data of an opened checkpoint.
+
+    Raises:
+        CheckpointError: A value is missing, has another type, is out of range, or contradicts the
+            checkpoint's tensors.
+    """
+    try:
+        text = json.dumps({"meta": reader.meta}).encode()  # messages begin with "meta."
+        meta: Meta = validate(dict[str, Meta], text)["meta"]
+        # Of Megatron-LM's settings, only the network's are ours.
+        known = meta["config"] if reader.format != "legacy" else {"model": meta["config"]["model"]}
+        from_dict(known, "meta.config")
+    except (ManifestError, ConfigError) as error:
+        raise CheckpointError(str(error)) from None
+    if meta.get("optimizer") and not meta.get("schedule"):
+        raise CheckpointError("meta.schedule is missing, but there is an optimizer's state")
+    told = {"iteration": reader.iteration}
+    if _WORDS in reader.held:
+        told["padded_vocab_size"] = reader.held[_WORDS].shape[0]
+    for key, value in told.items():
+        if reader.meta[key] != value:
+            raise CheckpointError(
+                f"meta.{key} is {reader.meta[key]}, but the checkpoint's is {value}"
+            )
