@@ -75,7 +75,6 @@ def process_group(
         timeout.total_seconds() + GRACE, HangError.exit_code, f"[rank {launch.rank}] error: {mute}"
     )
     with ExitStack() as at_end:
-        at_end.callback(watchdog.stop)
         try:
             store = _meet(launch, timeout)
             attempt = _of_this_attempt(store, launch)
@@ -106,6 +105,7 @@ def process_group(
             )
         except Exception as error:
             raise end_run(error, launch, journal, watchdog) from error
+    watchdog.stop()  # not after an error, which the process may be unable to print
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:

@@ -5,10 +5,10 @@ publishes the position of the process and checks whether another process has end
 clock watches the time and ends the process when it is due.
 
 Any call to the store may wait forever, because a store whose machine is frozen still accepts
-connections, and PyTorch's timeouts do not cover its answers. So only the talker uses the store once
-the processes have met, and only the clock has to be relied upon: it never uses the network, and it
-waits for nobody to read its output. It is set before the processes meet, and again before the first
-call of the end of a run.
+connections, and PyTorch's timeouts do not cover its answers. So nobody but the talker asks the
+store for the state of others, and nothing depends on the talker: the clock uses no network and no
+file, and waits for nobody to read its output. It is set before the processes meet, and again before
+the first call of the end of a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
 that is the first process to exceed the time limit for a communication. It collects the positions
@@ -48,10 +48,8 @@ _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
 _PACKAGE = Path(__file__).parents[1]
 _TORCH_DISTRIBUTED = Path(dist.__file__).parent
-_OUTPUT = (
-    _PACKAGE / "command.py",
-    _PACKAGE / "errors.py",
-)  # the files with the functions that print
+# The functions that print. Output may go to another machine, where perhaps nobody reads it.
+_OUTPUT = (_PACKAGE / "command.py", _PACKAGE / "errors.py")
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 
 Ranks = tuple[int, ...]
@@ -258,6 +256,7 @@ class Watchdog:
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._due: _Due | None = None
+        self._answered = time.monotonic()  # when the store last did
         self._talker = threading.Thread(target=self._talk, name="_talk", daemon=True)
         threading.Thread(target=self._watch, name="_watch", daemon=True).start()
 
@@ -299,7 +298,7 @@ class Watchdog:
             self.end_within(self._seconds, HangError.exit_code, f"{text}not end within {limit}")
 
     def stop(self) -> None:
-        """Stop watching, because the process groups have ended."""
+        """Stop watching, because the process groups have ended in the ordinary way."""
         self._stopped.set()
         self._wake.set()
         if self._talker.is_alive():
@@ -361,6 +360,7 @@ class Watchdog:
             if verdict.rank != self._rank and verdict.code == HangError.exit_code:
                 self.let_others_hear()
                 self._leave(verdict.code, self.farewell(verdict))
+        self._answered = time.monotonic()
         return self._verdict is not None
 
     def _announce(self, claim: _Claim) -> None:
@@ -443,16 +443,21 @@ class Watchdog:
                 self._look()
 
     def _look(self) -> None:
-        """End this process if that is due, or raise the alarm if it waits for too long."""
-        now, due, progress = time.monotonic(), self._due, self._journal.progress
-        # Output may go to another machine too, and block this process if nobody reads it there.
-        waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
+        """End this process if that is due, or raise the alarm if it waits for too long.
+
+        While the store is mute, whatever the main thread does counts as waiting, because nobody
+        could tell this process that the others have ended, and its files may be on that machine.
+        """
+        now, due = time.monotonic(), self._due
         if due is not None and now >= due.time:
             self._leave(due.code, due.text)
-        elif progress != self._progress or not waits:
+        progress, is_mute = self._journal.progress, now - self._answered > GRACE
+        waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
+        if progress != self._progress or not (waits or is_mute):
             self._progress, self._since = progress, now
         elif due is None and now - self._since >= self._seconds:
-            patience = _PATIENCE if self._talker.is_alive() else 0.0
+            patience = 0.0 if is_mute else _PATIENCE
+            self.end_within(patience, HangError.exit_code, None)  # even if the report fails
             self.end_within(patience, HangError.exit_code, self._own_view())
             self._is_hanging = True
             self._wake.set()

@@ -18,7 +18,9 @@ from megatron.errors import say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.processes import watchdog
 from megatron.processes.launch import Launch
+from megatron.processes.process import processes, run_process
 from megatron.processes.watchdog import Watchdog
+from tests.config.command import parse
 from tests.reliability.scoreboard.commands import Command, Ended
 
 
@@ -147,6 +149,54 @@ def test_output_that_nobody_reads_keeps_no_process_that_is_to_end(tmp_path: Path
         say_on_stderr("another that does not fit")
 
     assert _ended(hang, tmp_path).code == 5
+
+
+def test_an_error_that_cannot_be_printed_keeps_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was raised before the processes met, so nothing else ends this one."""
+
+    def refuse(*_: object) -> None:
+        _fill_errors()
+        raise dist.DistError("connection refused")
+
+    monkeypatch.setattr("megatron.processes.groups._meet", refuse)
+    monkeypatch.setattr("megatron.processes.groups.GRACE", 0.5)
+    config = parse("--distributed-timeout-minutes 0.01", world_size=2).config
+
+    def work(launch: Launch) -> int:
+        with processes(config, launch):
+            return 0
+
+    def hang() -> int:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+        return run_process([], work)
+
+    assert _ended(hang, tmp_path).code == 5
+
+
+def test_without_an_answer_of_the_store_all_work_is_limited(tmp_path: Path) -> None:
+    """A file may be on the machine that is frozen, and nobody can say that the others ended."""
+
+    def hang() -> None:
+        store = MuteStore()
+        store.frozen.set()
+        _connected(store, 0.5)
+
+    ended = _ended(hang, tmp_path)
+    assert ended.code == 5
+    assert "hang: rank 0 made no progress within 0.5 s" in ended.output
+    assert "the launcher's store does not answer" in ended.output
+
+
+def test_work_for_which_nobody_waits_is_not_limited(tmp_path: Path) -> None:
+    def work() -> int:
+        _connected(dist.HashStore(), 0.2)
+        time.sleep(2.0)
+        return 0
+
+    with Command(work, tmp_path / "output") as command:
+        assert command.end() == Ended(0, "")
 
 
 def test_a_process_whose_output_nobody_reads_keeps_others_waiting(tmp_path: Path) -> None:
