@@ -327,12 +327,14 @@ class Watchdog:
         self.end_within(seconds + GRACE, code, f"[rank {self._rank}] error: {own.reason}")
         self._claim = _Claim(code, reason, about_another)
         self._wake.set()
-        self._known.wait(seconds)
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and not self._is_mute and not self._known.wait(BEAT / 4):
+            continue
         return (self._verdict, self._has_won) if self._verdict is not None else (own, True)
 
     def let_others_hear(self) -> None:
         """Delay the exit of rank 0, because the store may end with it or with its launcher."""
-        if self._rank == 0:
+        if self._rank == 0 and not self._is_mute:
             time.sleep(_LINGER)
 
     def _talk(self) -> None:
@@ -451,7 +453,7 @@ class Watchdog:
         now, due = time.monotonic(), self._due
         if due is not None and now >= due.time:
             self._leave(due.code, due.text)
-        progress, is_mute = self._journal.progress, now - self._answered > GRACE
+        progress, is_mute = self._journal.progress, self._is_mute
         waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
         if progress != self._progress or not (waits or is_mute):
             self._progress, self._since = progress, now
@@ -461,6 +463,11 @@ class Watchdog:
             self.end_within(patience, HangError.exit_code, self._own_view())
             self._is_hanging = True
             self._wake.set()
+
+    @property
+    def _is_mute(self) -> bool:
+        """Whether the store has not answered for some seconds, or no longer exists."""
+        return time.monotonic() - self._answered > GRACE
 
     def _own_view(self) -> str:
         """Return a hang report for the case that the other ranks' states cannot be read."""
