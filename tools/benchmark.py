@@ -144,7 +144,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
     further = _further_flags(options.layout, further)
     _expect_gpus(options)
     flags = training_flags(workload, options.precision, options.gpus, output / "corpus", further)
-    read_flags(flags, options.gpus)  # complain before the corpus is written
+    read_flags(flags, options.gpus)  # report mistakes before the corpus is written
     prefix = corpus_prefix(output / "corpus", workload)
     flags = training_flags(workload, options.precision, options.gpus, prefix, further)
     folder = output / f"{options.workload}-{options.precision}-{options.gpus}gpu"

@@ -18,7 +18,7 @@ MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an error and 
 MOST_IDS = 2**31 - 1  # token ids and offsets of samples are kept in 32 bits
 MOST_WIDTH = 2**24  # the largest side of a matrix, so that products of sides do not overflow
 _MOST_DIVISORS = 1024  # the largest divisor that a message considers
-_LARGEST = 2**63 - 1  # the limit of files, tensors and the length of a dataset
+_LARGEST = 2**63 - 1  # the limit for files, tensors and the length of a dataset
 _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 

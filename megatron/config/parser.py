@@ -37,7 +37,7 @@ from megatron.errors import ConfigError, UserError
 ReadCheckpoint = Callable[[str, int | None], Mapping[str, Any]]
 Result = TypeVar("Result")
 
-# Common flags of a program that starts from a trained model, beside its own flags.
+# Common flags of a program that starts from a trained model, in addition to its own flags.
 _COMMON_WITH_A_MODEL = (
     *("load", "ckpt_step", "micro_batch_size", "seq_length", "bf16", "fp16", "seed"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
@@ -153,7 +153,7 @@ def parse_config(
     asked = with_values(asked, read_data_files(asked, line.values, unread, line))
     of_checkpoint = _from_checkpoint(asked, read_checkpoint, find_start is not None, line)
     config = with_values(asked, of_checkpoint)
-    start = with_values(start, of_checkpoint)  # nobody asked for these
+    start = with_values(start, of_checkpoint)  # the user did not ask for these
     kind = config.model.architecture
     if kind != architecture:
         line.problems.append(

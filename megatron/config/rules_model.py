@@ -10,7 +10,7 @@ from megatron.config.resolve import longest_sequence
 from megatron.config.run import RunOptions, field_at, flatten
 from megatron.config.stages import possible_plan
 
-MULTIPLE = 16  # the dimensions of 8-bit matrix products must be multiples of it
+MULTIPLE = 16  # the dimensions of 8-bit matrix products must be multiples of this
 _FEWEST_BUCKETS = 4
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")

@@ -12,7 +12,7 @@ from megatron.config.run import RunOptions, field_at, flatten
 from megatron.config.stages import may_be_planned, plan_model
 from megatron.errors import ConfigError
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # this module imports torch
     from megatron.device import Device
 
 _OLDEST_FP8 = (8, 9)

@@ -95,7 +95,7 @@ def plan_gpt_index(
         DataError: The split is so small that its repetitions cannot be counted in 32 bits.
     """
     assert tokens > 0, "an empty split has no index"
-    # Least E with (E * tokens - 1) // S >= n.
+    # The smallest E with (E * tokens - 1) // S >= n.
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     if epochs * num_documents > _INT32_MAX:
         raise DataError(

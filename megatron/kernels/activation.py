@@ -27,7 +27,7 @@ from megatron.kernels.library import (
 
 ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii")
 ACTIVATION_BACKWARD = Kernel("activation_backward", "pppppppiiiiii")
-KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # activation.cu has the same
+KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # the same as in activation.cu
 PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 

@@ -28,10 +28,10 @@ _TYPES = {  # cudaDataType
     torch.float8_e5m2: 29,
 }
 _TRANSPOSED = 1
-_TRANSPOSE_A, _EPILOGUE, _BIAS, SCALE_A, SCALE_B = 3, 7, 8, 17, 18  # of an operation
+_TRANSPOSE_A, _EPILOGUE, _BIAS, SCALE_A, SCALE_B = 3, 7, 8, 17, 18  # attributes of an operation
 _WITH_BIAS = 4
 _PREFERRED_WORKSPACE, _PREFERRED_REDUCTION, _PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-_KIND, _CUT, _REDUCTION = 0, 2, 3  # of an algorithm
+_KIND, _CUT, _REDUCTION = 0, 2, 3  # attributes of an algorithm
 _NO_REDUCTION, _REDUCTION_IN_FP32 = 0, 2
 ALIGNMENT = 16  # bytes that addresses are a multiple of
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t

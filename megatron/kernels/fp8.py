@@ -26,7 +26,7 @@ CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiii")
 TRANSPOSE = Kernel("fp8_transpose", "ppii")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8_CODES = {E4M3: 0, E5M2: 1}  # fp8.cu has the same
+FP8_CODES = {E4M3: 0, E5M2: 1}  # the same as in fp8.cu
 SMALLEST = 1e-12  # amax of a tensor of zeros
 
 

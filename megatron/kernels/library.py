@@ -38,7 +38,7 @@ from megatron.kernels.build import (
 )
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # common.cuh has the same
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # the same as in common.cuh
 VECTOR_BYTES = 16  # kernels read and write this much at once
 
 Argument = Tensor | int | float | None

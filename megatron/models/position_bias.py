@@ -19,7 +19,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import SharedTable
 
-POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # in a T5
+POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # in every T5
 
 
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:

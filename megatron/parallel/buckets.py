@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT_BYTES = 256  # of every tensor's start: whole vector loads and cache lines
+ALIGNMENT_BYTES = 256  # alignment of every tensor's start: whole vector loads and cache lines
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
 
 WireFormat = Literal["fp32", "16 bit", "8 bit"]
@@ -229,7 +229,7 @@ def plan_buckets(
         waves = list(dict.fromkeys(p.waves for p in arranged))
         arranged.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
 
-    def is_cast(p: ParameterTraits) -> bool:  # alone there is nothing to gather
+    def is_cast(p: ParameterTraits) -> bool:  # a single process has nothing to gather
         return p.gathered_in_8_bits and replicas[p.replica_axis] > 1
 
     by_kind: dict[tuple[Hashable, ...], list[ParameterTraits]] = {}
@@ -251,10 +251,10 @@ def plan_buckets(
                 # gradients allocated all through backward.
                 forced |= {i for i, p in enumerate(members[1:]) if p.elements >= limit}
         wire: WireFormat = "fp32" if first.dtype.itemsize == 4 else "16 bit"
-        smallest = gradient_dtype.itemsize  # bytes of an element
+        smallest = gradient_dtype.itemsize  # bytes per element
         if is_cast(first):
             wire, smallest = "8 bit", 1
-        shards = replicas[first.replica_axis]  # at every stage: sums are in one order then
+        shards = replicas[first.replica_axis]  # at every stage, so that sums have the same order
         buckets = [
             Bucket(
                 span,

@@ -193,9 +193,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if nothing counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
-        # This has one dimension: on a GPU, a factor without any takes the format of the other
-        # factor. In bf16 that moves all of the network's gradients by up to 0.2%; in fp16 some are
-        # lost.
+        # This has one dimension: on a GPU, a factor with none takes the format of the other factor.
+        # In bf16 that moves all of the network's gradients by up to 0.2%; in fp16 some are lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
         summing = how.communication.start_sum(input_grad)

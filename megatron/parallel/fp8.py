@@ -115,7 +115,7 @@ class AmaxHistory:
         self._largest = torch.tensor(largest, dtype=torch.float32, device=device)
         self._held = torch.zeros(shape, device=device)
         self._found = torch.zeros(shape, device=device)
-        self._history = torch.zeros(*shape, scaling.length, device=device)  # the last one first
+        self._history = torch.zeros(*shape, scaling.length, device=device)  # the newest one first
 
     @classmethod
     def empty(cls) -> AmaxHistory:
@@ -341,7 +341,7 @@ class Fp8Products(Products):
             return lambda: both
         rows = x.flatten(0, -2).contiguous()
         part = self._one(rows, "input", communication, records=records)
-        values = communication.start_gather(part.values.view(torch.uint8))  # gloo knows no fp8
+        values = communication.start_gather(part.values.view(torch.uint8))  # gloo lacks fp8
         scales = communication.start_gather(part.inverse) if self._form.by_row else None
 
         def arrived() -> tuple[Fp8, Fp8 | None]:
@@ -360,7 +360,7 @@ class Fp8Products(Products):
         return self._factor(x, "input", axis, records=training)
 
     def _factor(self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True) -> Kept:
-        # The first tensor tells the format of the result; the weight's gradient may read it.
+        # The first tensor determines the format of the result; the weight's gradient may read it.
         like = rows if self.keeps_input else rows.new_empty(0)
         if axis is None and not self.keeps_input:
             left, turned = self._both(rows, role, records=records)

@@ -263,8 +263,8 @@ class GradientBuffer:
         self._in_place: dict[nn.Parameter, Tensor] = {}
         self._owned: dict[int, tuple[Span, Tensor]] = {}
         self._places: dict[int, tuple[PendingBucket, Span]] = {}
-        self._unslotted: list[Tensor] | None = None  # what has none; `None`: not looked up yet
-        self._stale: set[int] = set()  # gradients of an update before: to be written over
+        self._unslotted: list[Tensor] | None = None  # those without a slot, once looked up
+        self._stale: set[int] = set()  # gradients of the previous update, to be overwritten
         self._has_waves = any(b.waves != (None,) for flat in plan.flats for b in flat.buckets)
         self.flats: list[FlatBuffer] = []
         pending: list[list[PendingBucket]] = []

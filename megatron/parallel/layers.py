@@ -165,7 +165,7 @@ class VocabularyEmbedding(nn.Module):
         if slot is not None:
             # Rows of the weight, and zeros for entries outside it; the gradient goes to the slot.
             local = tokens - axis.rank * self.weight.shape[0]
-            anchor = self.weight.new_empty(0).requires_grad_()  # so that backward comes here
+            anchor = self.weight.new_empty(0).requires_grad_()  # so that backward runs
             vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.gradient_form)
             return vectors if axis.size == 1 else sum_over_ranks(vectors, self.layout)
         weight = self.weight.float() if self.lookup_in_fp32 else self.weight

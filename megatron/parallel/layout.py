@@ -196,7 +196,8 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
             if layout.world.rank in ends:
                 groups["embedding"] = group
     if layout.replica.size > 1:
-        # If one of the two axes is the whole of it, its group serves: groups cost memory.
+        # If one of the two axes makes up all of the replica axis, its group is used: groups cost
+        # memory.
         alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
         flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
         groups["replica"] = flat.get_group()

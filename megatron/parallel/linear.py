@@ -212,7 +212,7 @@ def parallel_linear(
         # Outside autograd: inside, hooks would run in every backward, with or without a gradient.
         owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
-            x = x.detach().requires_grad_()  # backward must come here
+            x = x.detach().requires_grad_()  # backward must reach this function
     transport = transport or NO_TRANSPORT
     return _Product.apply(x, matrix, bias, transport, products, owner, training)
 

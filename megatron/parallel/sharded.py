@@ -177,14 +177,14 @@ def _shard(
     part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
 ) -> FSDPModule:
     """Shard a part layer by layer, then the rest of it; allocate only the shards."""
-    # Of torch 2.13: a layer's output must not be changed in place, which no part does.
+    # An argument of torch 2.13: a layer's output must not be changed in place, which no part does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     _merge_leading_dimensions(part)
     specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
     for layer in _layers(part):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     root = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # As `to_empty` does, but buffers keep their values.
+    # This does the same as `to_empty`, but buffers keep their values.
     part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     for name, parameter in part.named_parameters():
         parameter.spec = specs[name]  # type: ignore[attr-defined]

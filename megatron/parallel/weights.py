@@ -115,7 +115,7 @@ class WeightBuffer:
                 needed.setdefault(user, set()).add(bucket_of[parameter])
         for user, buckets in needed.items():
             user.register_forward_pre_hook(partial(self._before_forward, frozenset(buckets)))
-        at_once = needed.get(model, set())  # what the model itself waits for, it waits for first
+        at_once = needed.get(model, set())  # the model waits for these first
         self._order.sort(key=lambda index: index not in at_once)
 
     def gather(self) -> None:

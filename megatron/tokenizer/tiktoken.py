@@ -106,7 +106,7 @@ def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
         try:
             piece, rank = line.split()
             ranks[base64.b64decode(piece, validate=True)] = int(rank)
-        except ValueError:  # or binascii.Error, which is one
+        except ValueError:  # or binascii.Error, which is a ValueError
             raise DataError(
                 f"{file}:{number + 1}: expected a line `base64 rank` (or a file that ends in "
                 f".json), found {line[:40]!r}"

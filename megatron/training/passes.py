@@ -95,7 +95,7 @@ class Passes:
         clock = self._run.operation_clock
         if clock is not None:
             clock.start()
-        with ExitStack() as around:  # what surrounds the operation under way
+        with ExitStack() as around:  # the context managers around the operation under way
 
             def before(operation: Operation) -> None:
                 self._run.layout.journal.enter(operation)

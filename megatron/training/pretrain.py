@@ -127,7 +127,7 @@ def pretrain(
         if config.checkpoint.save is not None and layout.world.rank == 0:
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):
-                stack.enter_context(save_lock(folder))  # keeps other jobs out
+                stack.enter_context(save_lock(folder))  # keeps other jobs out of the folder
                 replace_file(folder / "config.yaml", dump(config).encode())
         # Open writers before the model is built, so that an unwritable path is reported at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)

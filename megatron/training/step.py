@@ -111,7 +111,7 @@ class Updates:
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
         result, losses, (exit_wanted, save_due), finite = reading.wait()
-        if not all(map(math.isfinite, losses.values())):  # no loss scale is to blame
+        if not all(map(math.isfinite, losses.values())):  # no loss scale can be the reason
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
             progress.scheduled_samples += samples

@@ -30,7 +30,7 @@ from megatron.kernels.library import KernelLibrary
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16
-BACKWARD_PRODUCTS = 2.5  # five products, one of them forward's again, where forward has two
+BACKWARD_PRODUCTS = 2.5  # five products, one repeated from forward, which has two
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:

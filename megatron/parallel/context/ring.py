@@ -106,7 +106,7 @@ class _Transfer:
     """A tensor on its way to the next rank, and another coming from the previous one."""
 
     messages: list[Transfer]
-    sent: Tensor  # kept until it has left
+    sent: Tensor  # kept until it has been sent
     received: Tensor
 
     @classmethod
@@ -161,7 +161,7 @@ class _RingAttention(torch.autograd.Function):
                 dropout=ring.dropout,
             )
             ctx.drawn.append(drawn)
-            if index == 0:  # this rank's own block has every query
+            if index == 0:  # this rank's own block includes every query
                 out, logsumexp = part.to(part_sum.dtype), part_sum
             else:
                 merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)

@@ -118,7 +118,7 @@ class Course:
     def __init__(self, schedule: Schedule) -> None:
         """Number the steps and their messages."""
         self._stages = len(schedule)
-        self._steps: list[tuple[int, Operation, int]] = []  # stage, what, and which message
+        self._steps: list[tuple[int, Operation, int]] = []  # stage, operation, message
         travelling: dict[tuple[int, int, str], deque[int]] = {}  # messages, by edge
         sent = 0
         for stage, operation in replay(schedule):
