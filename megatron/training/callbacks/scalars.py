@@ -217,7 +217,7 @@ class Scalars(Callback):
             rate = run.tokens_per_second(outcome.samples, seconds)
             speed = {
                 "tokens-per-second-per-gpu": rate,
-                "throughput": rate * self._flops_per_token / 1e12,  # as in Megatron: TFLOP/s per GPU
+                "throughput": rate * self._flops_per_token / 1e12,  # Megatron's: TFLOP/s per GPU
             }
             self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times)
 
