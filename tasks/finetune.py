@@ -389,7 +389,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for appended entries
     padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
     take_weights(run, padded, fresh=anew)
-    run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
+    run.pretrained = str(reader.path) + (f" (initialized anew: {', '.join(anew)})" if anew else "")
     return reader.iteration
 
 

@@ -64,7 +64,7 @@ def _known() -> Iterator[str]:
     yield "### Honoured in meaning: there is nothing to do\n"
     yield from _table(("Flags", "Why"), _families(other_flags().honoured))
     yield "### Refused by name\n"
-    yield "A value equal to Megatron's default asks for nothing and passes.\n"
+    yield "A value equal to Megatron's default is accepted.\n"
     yield from _table(("Flags", "Answer"), _families(other_flags().refused))
 
 
@@ -106,14 +106,14 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str
 def main() -> None:
     """Rewrite the tables of a document."""
     parser = argparse.ArgumentParser(prog="python -m megatron.config", description=__doc__)
-    parser.add_argument("document", type=Path, help="Markdown file with the two marks.")
+    parser.add_argument("document", type=Path, help="Markdown file with the two markers.")
     path = parser.parse_args().document
     try:
         page = path.read_text(encoding="utf-8")
     except OSError as error:
         parser.error(f"{path}: {error.strerror}")
     if END not in page.partition(BEGIN)[2]:
-        parser.error(f"{path}: the two marks are not there:\n{BEGIN}\n{END}")
+        parser.error(f"{path}: the two markers are missing:\n{BEGIN}\n{END}")
     path.write_text(insert_tables(page), encoding="utf-8")
 
 

@@ -162,7 +162,7 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     iterations, profiling = config.training.train_iters, config.profiling
     if profiling.profile and iterations is not None and profiling.profile_step_start > iterations:
         yield (
-            f"--profile changes nothing: --train-iters {iterations} end before "
+            f"--profile changes nothing: the run ends at --train-iters {iterations}, before "
             f"--profile-step-start {profiling.profile_step_start}"
         )
     later = [
@@ -172,8 +172,8 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     ]
     if later:
         yield (
-            f"--iterations-to-skip {' '.join(later)}: --train-iters {iterations} end before: "
-            "nothing is left out there"
+            f"--iterations-to-skip {' '.join(later)} changes nothing: the run ends before, at "
+            f"--train-iters {iterations}"
         )
     given = config.training.skip_train and not start.training.skip_train
     if given and config.checkpoint.load is None:

@@ -213,16 +213,16 @@ def show_help(
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config run.yaml] [flags]",
-        description="Flags win over the YAML file, and the YAML file over defaults.",
-        epilog="A switch --x that is off by default also takes --no-x, to overrule the YAML file. "
-        "Flags of Megatron-LM that are not listed are translated or answered by name; "
-        "docs/compatibility.md has all of them."
+        description="Flags override the YAML file, and the YAML file overrides defaults.",
+        epilog="A switch --x that is off by default also takes --no-x, to override the YAML file. "
+        "Flags of Megatron-LM that are not listed are translated, ignored, or refused with a "
+        "reason; docs/compatibility.md has all of them."
         if everything
-        else "These are the flags that are used most; --help-all lists all of them.",
+        else "These are the most common flags; --help-all lists all of them.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="Show the flags used most.")
+    parser.add_argument("-h", "--help", action="store_true", help="Show the most common flags.")
     parser.add_argument("--help-all", action="store_true", help="Show all flags.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
     every = [one for section in sections().values() for one in fields_of(section)]
@@ -361,7 +361,7 @@ def _from_checkpoint(
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}
     if read is None and has_model:  # such a program always takes the network from its checkpoint
-        line.notices.append("--use-checkpoint-args: the network is the checkpoint's in any case")
+        line.notices.append("--use-checkpoint-args: the network always comes from the checkpoint")
         return {"checkpoint.use_checkpoint_args": False}
     if read is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
@@ -380,7 +380,7 @@ def _from_checkpoint(
             continue
         where = "" if path in line.values else f" of --config {file}"
         line.notices.append(
-            f"{field_at(path).spell(before[path])}{where} is overruled: --use-checkpoint-args "
+            f"{field_at(path).spell(before[path])}{where} is overridden: --use-checkpoint-args "
             f"takes {spelled} from {folder}"
         )
     if taken:

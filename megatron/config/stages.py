@@ -179,8 +179,8 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
     if slots % (stages * layers):
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
-            f"{stages} does not divide {slots} layers: choose one that does, or say who holds "
-            f"what with {LAYOUT_FLAG}"
+            f"{stages} does not divide {slots} layers: choose one that does, or set the layers of "
+            f"each stage with {LAYOUT_FLAG}"
         )
     return slots // (stages * layers)
 
@@ -237,7 +237,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
         raise ConfigError(
             f"{shown}{extras} does not divide over "
             f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
-            f"of {parts}, or say who holds what with {LAYOUT_FLAG} or "
+            f"of {parts}, or set the layers of each stage with {LAYOUT_FLAG} or "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
         )
     counts = [slots // parts] * parts
@@ -295,7 +295,7 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
         raise ConfigError(
             f"{given} leaves {rest} of {shown} for the other {others} of "
             f"--pipeline-model-parallel-size {stages} stages, which does not divide evenly: choose "
-            f"other numbers, or say who holds what with {LAYOUT_FLAG}"
+            f"other numbers, or set the layers of each stage with {LAYOUT_FLAG}"
         )
     return [*first, *[rest // max(others, 1)] * others, *last]
 

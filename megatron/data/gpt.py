@@ -217,7 +217,7 @@ class GPTDataset:
     def _misfit(self, at: int, what: str) -> DataError:
         return DataError(
             f"{self.data.prefix}: index and data do not match at {at}: {what}; delete the index "
-            "cache (index-cache beside the dataset, or --data-cache-path) so that it is rebuilt"
+            "cache (index-cache next to the dataset, or --data-cache-path) so that it is rebuilt"
         )
 
 

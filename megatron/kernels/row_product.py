@@ -111,8 +111,8 @@ class RowProduct:
         family = self._tried_family(shape, weight, bias) if shape.is_taken else None
         if family is None:
             logger.warning(
-                "text generation: products with weights [%d, %d] may give a text other last bits "
-                "in another batch: cuBLASLt has no kernels for them that all add up in one order",
+                "text generation: products with weights [%d, %d] may have other last bits in "
+                "another batch: cuBLASLt has no kernels for them that all add up in the same order",
                 shape.n,
                 shape.k,
             )

@@ -32,7 +32,7 @@ class HuggingFaceTokenizer(Tokenizer):
         DataError: The file is damaged.
     """
 
-    _where_named = ", or name it in a tokenizer_config.json beside --tokenizer-model"
+    _where_named = ", or name it in a tokenizer_config.json next to --tokenizer-model"
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file and find its special tokens."""

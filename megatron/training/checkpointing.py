@@ -176,7 +176,7 @@ def _history_from(run: Run, reader: Reader) -> State:
     ours, held = _history_state(run), set(reader.names())
     if held.isdisjoint(ours):
         if ours and run.layout.world.rank == 0:
-            say("  the checkpoint holds no fp8 history: the first iteration scales as it goes")
+            say("  the checkpoint holds no fp8 history: the first iteration uses current scales")
         return {}
     state: State = {}
     for name, entry in flatten(ours):
@@ -244,8 +244,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         is_first_start = is_saved_to and not options.finetune
         if not is_first_start and (below := checkpoints_below(root)):
             raise CheckpointError(
-                f"--load {root}: there is no checkpoint in this folder, but {below[0]} in it has "
-                f"one: give --load {root / below[0]}, or drop --load to start from scratch"
+                f"--load {root}: there is no checkpoint in this folder, but its folder {below[0]} "
+                f"has one: give --load {root / below[0]}, or drop --load to start from scratch"
             )
         if options.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
@@ -329,8 +329,8 @@ def restore_run(run: Run, reader: Reader) -> None:
     if not weights_only:
         if not reader.meta.get("optimizer"):
             raise CheckpointError(
-                f"--load {reader.path}: the checkpoint holds no optimizer state: start with a "
-                "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
+                f"--load {reader.path}: the checkpoint holds no optimizer state: use "
+                "--no-load-optim for a fresh optimizer, or --finetune to begin at iteration 0"
             )
         check_states(run.config, reader)
         state |= optimizer_state(run) | _history_from(run, reader)
@@ -356,7 +356,9 @@ def restore_run(run: Run, reader: Reader) -> None:
         drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)
         say(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
-            f"(read in {seconds:.2f} s)" + f"; not in it, drawn anew: {drawn}" * bool(anew)
+            f"(read in {seconds:.2f} s)"
+            + f"; not in the checkpoint, initialized anew: {drawn}"
+            * bool(anew)
         )
         for line in reader.meta.get("notices", ()):
             say(f"  {line}")

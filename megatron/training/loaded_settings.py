@@ -11,7 +11,7 @@ from megatron.config import RunConfig
 from megatron.config.run import field_at, flatten
 from megatron.config.yaml_file import from_dict
 
-_LOST = "samples come in another order, and some that were seen come again"
+_LOST = "samples come in another order, and some are seen again"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples")
 # Settings that decide which sample is the run's k-th. A run's position is otherwise only a count.
@@ -68,7 +68,7 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
         change = f"changed since the checkpoint: {ours} instead of {theirs}"
         if keeps_schedule and (is_rate or "weight_decay" in path):
-            yield f"  --use-checkpoint-opt_param-scheduler: {theirs} goes on, not {ours}"
+            yield f"  --use-checkpoint-opt_param-scheduler: continues with {theirs}, not {ours}"
         elif path in _ORDER and not (path in _PATHS and _moved(value, here[path])):
             yield f"WARNING: {change}: {_LOST}"
         else:

@@ -73,7 +73,7 @@ def _describe_checkpoints(run: Run) -> str:
     latest, retained = options.keep_latest, options.save_retain_interval
     kept = ""
     if latest is not None or retained is not None:
-        multiples = "" if retained is None else f" and those of multiples of {retained} iterations"
+        multiples = "" if retained is None else f" and those at multiples of {retained} iterations"
         kept = f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
     saving = f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
     return f"{loaded}; {saving}"

@@ -36,7 +36,7 @@ _LINES = [
     (
         "--num-layers 6 --pipeline-model-parallel-size 4",
         "--num-layers 6 does not divide over --pipeline-model-parallel-size 4 x 1 virtual "
-        "stage(s): use a multiple of 4, or say who holds what with "
+        "stage(s): use a multiple of 4, or set the layers of each stage with "
         "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers and "
         "--decoder-last-pipeline-num-layers",
     ),
@@ -358,7 +358,7 @@ def test_what_a_run_needs(name: str) -> None:
         ),
         (
             "--iterations-to-skip 5 40 41",
-            "--iterations-to-skip 40 41: --train-iters 40 end before: nothing is left out there",
+            "--iterations-to-skip 40 41 changes nothing: the run ends before, at --train-iters 40",
         ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is a single LayerNorm kernel"),

@@ -238,8 +238,8 @@ def test_shape_from_a_checkpoint_wins_over_flags() -> None:
     assert parsed.config.data.seq_length == 64
     overruled, others = parsed.notices[:2], parsed.notices[2:]
     assert overruled == (
-        "--num-layers 4 is overruled: --use-checkpoint-args takes --num-layers 2 from old",
-        "--hidden-size 64 is overruled: --use-checkpoint-args takes --hidden-size 32 from old",
+        "--num-layers 4 is overridden: --use-checkpoint-args takes --num-layers 2 from old",
+        "--hidden-size 64 is overridden: --use-checkpoint-args takes --hidden-size 32 from old",
     )
     assert others == ("--use-checkpoint-args: from the checkpoint: --seq-length 64",)
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) 
     parsed = parse_config(words, world_size=1, read_checkpoint=shape)
     model = parsed.config.model
     assert (model.swiglu, model.add_bias_linear, model.rotary_base) == (False, True, 5e5)
-    taken = "is overruled: --use-checkpoint-args takes"
+    taken = "is overridden: --use-checkpoint-args takes"
     of_file = f"of --config {path} {taken}"
     told = [line for line in parsed.notices if "--use-checkpoint-args" in line]
     assert sorted(told) == sorted(

@@ -137,7 +137,7 @@ def test_what_a_training_computes_otherwise_is_still_refused(toy: Path, parse) -
 def test_the_checkpoint_s_network_is_taken_in_any_case(toy: Path, parse) -> None:
     parsed = parse(toy, "--use-checkpoint-args")
     (line,) = parsed.notices
-    assert line == "--use-checkpoint-args: the network is the checkpoint's in any case"
+    assert line == "--use-checkpoint-args: the network always comes from the checkpoint"
 
 
 @pytest.fixture

@@ -294,7 +294,7 @@ def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):
     finetune(Layout.single(), "SST-2", words)
     said = capsys.readouterr().out
     assert "successfully loaded checkpoint" in said
-    assert "drawn anew" not in said
+    assert "initialized anew" not in said
 
 
 def _counts(last):

@@ -64,9 +64,9 @@ def test_a_wrong_layout_is_one_line() -> None:
     [
         ("--stages 0", "--stages 0: must be at least 1"),
         ("--schedule interleaved", "--schedule interleaved with --virtual-stages 1: use 2 or more"),
-        ("--forward-time nan", "--forward-time nan: must be a number from 0 on"),
-        ("--backward-time 1 2 3 inf", "--backward-time inf: must be a number from 0 on"),
-        ("--communication-time -3", "--communication-time -3: must be a number from 0 on"),
+        ("--forward-time nan", "--forward-time nan: must be a number of at least 0"),
+        ("--backward-time 1 2 3 inf", "--backward-time inf: must be a number of at least 0"),
+        ("--communication-time -3", "--communication-time -3: must be a number of at least 0"),
         (
             "--micro-batches 1000000000",
             "= 4000000000 passes: at most 100000 can be shown; use fewer",

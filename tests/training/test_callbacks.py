@@ -271,9 +271,9 @@ def test_start_panel_tells_the_decisions():
         ("--keep-latest 3", "iterations, keeping the newest 3, and at the end"),
         (
             "--save-retain-interval 4 --async-save",
-            "in the background, keeping the newest and those of multiples of 4 iterations, and at",
+            "in the background, keeping the newest and those at multiples of 4 iterations, and at",
         ),
-        ("--save-retain-interval 4 --keep-latest 3", "the newest 3 and those of multiples of 4"),
+        ("--save-retain-interval 4 --keep-latest 3", "the newest 3 and those at multiples of 4"),
     ],
 )
 def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):

@@ -89,7 +89,7 @@ def test_one_that_was_named_itself_has_no_substitute(saved, tmp_path):
 def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
     renamed = tmp_path / "save"
     shutil.copytree(saved, renamed)
-    assert f"save in it has one: give --load {renamed}" in _refusal("--load", str(tmp_path))
+    assert f"its folder save has one: give --load {renamed}" in _refusal("--load", str(tmp_path))
     (renamed / "iter_0000004").rename(renamed / "step4")
     shutil.rmtree(renamed / "iter_0000002")
     (renamed / TRACKER).unlink()
@@ -100,7 +100,7 @@ def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
 def test_a_run_that_died_before_its_first_checkpoint_starts_afresh(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "best")  # as finetuning keeps it
     there = str(tmp_path)
-    assert "but best in it has one" in _refusal("--load", there)
+    assert "but its folder best has one" in _refusal("--load", there)
     words = ["--load", there, "--save", f"{there}/../{tmp_path.name}", "--save-interval", "9"]
     assert _iteration(Layout.single(), *words) == 0
     with pytest.raises(CheckpointError, match="there is no checkpoint in this folder$"):
@@ -136,7 +136,7 @@ def test_states_of_another_optimizer_are_refused_by_flag(saved, tmp_path, form, 
 
 
 def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
-    lost = "samples come in another order, and some that were seen come again"
+    lost = "samples come in another order, and some are seen again"
     flags = ["--seed", "8", "--train-iters", "7", "--override-opt_param-scheduler"]
     assert build_toy(Layout.single(), ["--load", str(saved), *flags])
     lines = capsys.readouterr().out.splitlines()
@@ -171,7 +171,7 @@ def test_of_a_schedule_that_goes_on_as_saved_nothing_has_changed(saved, capsys):
     assert run.schedules.learning_rate.peak == before.schedules.learning_rate.peak != 0.5
     assert run.schedules.weight_decay.end == before.schedules.weight_decay.end != 0.5
     lines = capsys.readouterr().out.splitlines()
-    kept = [line for line in lines if line.startswith(f"  {taken}: --")]
+    kept = [line for line in lines if line.startswith(f"  {taken}: continues with --")]
     assert {"--weight-decay 0.5", "--lr 0.5"} <= {line.rpartition(", not ")[2] for line in kept}
     changed = {line.split()[4] for line in _changes(lines)}  # the fixture gave --exit-interval
     assert changed == {"--lr-warmup-init", "--exit-interval", taken}
@@ -294,7 +294,7 @@ def test_a_finetuning_may_turn_rotary_positions_at_another_speed(tmp_path, capsy
     assert told in captured.out
     assert "--use-rope-scaling is on here and off in the checkpoint" in captured.out
     assert "--rope-scaling-factor is 4.0 here and 8.0 in the checkpoint" in captured.out
-    assert "is overruled" not in captured.out + captured.err
+    assert "is overridden" not in captured.out + captured.err
 
 
 def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):

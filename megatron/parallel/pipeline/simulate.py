@@ -74,7 +74,7 @@ def check_times(flag: str, values: Sequence[float]) -> None:
     """
     for value in values:
         if not 0 <= value < math.inf:
-            raise ConfigError(f"{flag} {value:g}: must be a number from 0 on")
+            raise ConfigError(f"{flag} {value:g}: must be a number of at least 0")
 
 
 class Interval(NamedTuple):

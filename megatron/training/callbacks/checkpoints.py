@@ -90,7 +90,7 @@ class Checkpoints(Callback):
         if self._background is None:
             return True
         if self._background.is_busy and run.layout.world.rank == 0:
-            say("  waiting for the checkpoint in the background: one at a time")
+            say("  waiting for the previous background save: only one runs at a time")
         try:
             self._background.wait()
         except StorageError:
@@ -133,7 +133,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
         ) from error
     if run.layout.world.rank == 0:
         size, seconds = saver.host_bytes / 1e9, time.perf_counter() - started
-        say(f"  --async-save: {size:.3g} GB of host memory a process, ready in {seconds:.2f} s")
+        say(f"  --async-save: {size:.3g} GB of host memory per process, ready in {seconds:.2f} s")
     return saver
 
 
@@ -180,7 +180,7 @@ def advice(
     if iterations > left:
         return None
     return (
-        f"  training waits {cost:.2f} s for a save: with a failure every {hours:,.0f} h ({source}) "
-        f"least time is lost with a save every {interval / 60:,.1f} minutes, about --save-interval "
-        f"{iterations}"
+        f"  training waits {cost:.2f} s for a save: with a failure every {hours:,.0f} h "
+        f"({source}), the least time is lost with a save every {interval / 60:,.1f} minutes, about "
+        f"--save-interval {iterations}"
     )

@@ -243,7 +243,7 @@ def test_pretraining_draws_the_heads_that_a_folder_lacks(kind, anew, tmp_path, c
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB - 1), "--lr", "0"]
     words = [*TRAINING, *null, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
     assert main(BertRecipe(), words) == 0
-    said = re.findall(r"not in it, drawn anew: (.*)", capsys.readouterr().out)
+    said = re.findall(r"not in the checkpoint, initialized anew: (.*)", capsys.readouterr().out)
     assert said == [anew] * bool(anew)
     saved = open_checkpoint(tmp_path / "b")
     assert "model.binary_head.weight" in saved.names()

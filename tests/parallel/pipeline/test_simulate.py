@@ -75,5 +75,5 @@ def test_times_come_by_stage_or_by_part() -> None:
     assert time_table("t", [1.0, 2.0], 1, 2) == ((1, 2),)
     with pytest.raises(ConfigError, match=r"--forward-time: 4 values; give 1 or 2 or 6"):
         time_table("--forward-time", [1.0] * 4, 2, 3)
-    with pytest.raises(ConfigError, match="must be a number from 0 on"):
+    with pytest.raises(ConfigError, match="must be a number of at least 0"):
         time_table("--forward-time", [-1.0], 2, 3)
