@@ -74,7 +74,7 @@ class Plan:
         folder: Folder for logs, traces and results.
         warmup: Iterations before the timed ones.
         iterations: Timed iterations.
-        timeout: Limit of one run, in seconds.
+        timeout: Time limit per run in seconds.
     """
 
     workload: Workload
@@ -104,7 +104,7 @@ def build_parser() -> ToolParser:
     shown = "S: 1.7B, L: Llama-3-8B, demo: a toy for a CPU (default: S)."
     add("--workload", choices=WORKLOADS, default="S", help=shown)
     add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
-    add("--gpus", type=int, default=1, help="Processes; more than one under torchrun (default: 1).")
+    add("--gpus", type=int, default=1, help="Number of GPUs, one process each (default: 1).")
     add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py, in quotes.")
     add("--iterations", type=int, default=30, help="Timed iterations per run (default: 30).")
     add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
@@ -121,7 +121,7 @@ def build_parser() -> ToolParser:
     add("--label", help="Name of this checkout in the output (default: its commit).")
     add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
     add("--overwrite", action="store_true", help="Replace the result of an earlier call.")
-    add("--timeout", type=float, default=600, help="Limit of one run, in seconds (default: 600).")
+    add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
     return parser
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--seq-length", type=int, default=1024, help="Sequence length in tokens.")
     parser.add_argument(
-        "--repeat", type=int, default=5, help="Number of runs, of which the best one counts."
+        "--repeat", type=int, default=5, help="Number of runs; the best one counts."
     )
     args = parser.read()
     if args.sentences:

@@ -30,8 +30,13 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("--tokens", type=int, default=8192, help="Tokens per micro-batch (default: 8192).")
     add("--hidden-size", type=int, default=4096, help="Default: 4096.")
-    add("--qkv-size", type=int, default=6144, help="Queries, keys and values (default: 6144).")
-    add("--ffn-hidden-size", type=int, default=14336, help="A gated MLP's (default: 14336).")
+    add("--qkv-size", type=int, default=6144, help="Width of the QKV product (default: 6144).")
+    add(
+        "--ffn-hidden-size",
+        type=int,
+        default=14336,
+        help="Inner width of a gated MLP (default: 14336).",
+    )
     add("--rounds", type=int, default=7, help="Rounds of 20 calls each (default: 7).")
     return parser
 

@@ -64,9 +64,7 @@ def _parser() -> ToolParser:
     parser = ToolParser(
         "fill_in.py", "Let a trained BERT or T5 fill in masked words.", shows_defaults=True
     )
-    parser.add_argument(
-        "--load", required=True, help="Folder of checkpoints, of which the newest is used"
-    )
+    parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
     parser.add_argument("--text", required=True, nargs="+", help="Texts that contain [MASK]")
     parser.add_argument(
         "--top", type=int, default=3, help="Number of guesses to show (a T5 gives one)"

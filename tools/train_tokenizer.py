@@ -58,7 +58,7 @@ def build_parser() -> ToolParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="Keys whose text is learned from (default: text).",
+        help="Keys of the text to train on (default: text).",
     )
     add_max_line_mb(text)
     output = parser.add_argument_group("Tokenizer")

@@ -17,7 +17,7 @@ The native format, safetensors and JSON:
     retention      which older checkpoints are deleted
 Reading:
     reader         the interface `Reader` of all formats; the native one; `restore`
-    meta           the types of what a run stores beside its tensors
+    meta           the types of the data that a run stores besides its tensors
     loading        open the newest sound checkpoint of a folder, whatever its format
     compatibility  whether a checkpoint is of the run's network and optimizer
     inspection     describe and compare checkpoints

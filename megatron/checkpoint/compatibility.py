@@ -64,7 +64,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
     """Check that the optimizer states fit the run's optimizer and precision.
 
     Raises:
-        CheckpointError: The states are of another optimizer or precision.
+        CheckpointError: The states belong to another optimizer or precision.
     """
     saved = dict(reader.meta.get("legacy_args") or {})
     for section in ("precision", "optimizer"):

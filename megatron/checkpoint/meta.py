@@ -1,4 +1,4 @@
-"""The types of a checkpoint's meta data, as far as any program reads it.
+"""The types of those meta data of a checkpoint that a program reads.
 
 They are checked when a checkpoint is opened, so that code that reads `Reader.meta` later finds what
 it expects, and a checkpoint that holds something else is refused while an older one can still load.
@@ -37,7 +37,7 @@ class LossScaleState(TypedDict):
 
 
 class OptimizerScalars(TypedDict):
-    """The optimizer's state beside its tensors (`Optimizer.scalars`)."""
+    """The optimizer's state apart from its tensors (`Optimizer.scalars`)."""
 
     step: Size
     loss_scale: LossScaleState | _Nothing

@@ -1,6 +1,6 @@
 """Generation of many texts with one model: JSON lines in the order of the prompts.
 
-A file that a stopped run left behind is continued. `FILE.settings.json` beside it records how its
+A file that a stopped run left behind is continued. `FILE.settings.json` next to it records how its
 samples were drawn, as one JSON object from flag to value, so that the rest are drawn the same way.
 """
 
@@ -347,10 +347,10 @@ class SampleFile:
             self._file.close()
 
     def keep_settings(self, settings: DrawSettings) -> None:
-        """Save the settings beside a new file, or compare them with a continued file's.
+        """Save the settings next to a new file, or compare them with those of a continued file.
 
-        Nothing is saved beside a device. If there are samples but no record of how they were drawn,
-        print a warning.
+        Nothing is saved next to a device. If there are samples but no record of how they were
+        drawn, print a warning.
 
         Args:
             settings: Settings with which the rest will be drawn.

@@ -110,7 +110,7 @@ class ChatTemplate:
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
-    """Return the text of `--chat-template`, or otherwise of the template beside the tokenizer.
+    """Return the text of `--chat-template`, or otherwise of the template next to the tokenizer.
 
     Args:
         chat_template: File of the template.
@@ -135,7 +135,7 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
-    """Return texts of special tokens by name, from tokenizer_config.json beside the tokenizer.
+    """Return texts of special tokens by name, from tokenizer_config.json next to the tokenizer.
 
     Args:
         tokenizer_model: File or folder of the tokenizer.
@@ -150,7 +150,7 @@ def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
 
 
 def _beside(tokenizer_model: str | None, name: str) -> Path | None:
-    """Return the path of a file beside the tokenizer, or `None` if there is no such file."""
+    """Return the path of a file next to the tokenizer, or `None` if there is no such file."""
     if tokenizer_model is None:
         return None
     model = Path(tokenizer_model)

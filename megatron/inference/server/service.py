@@ -263,7 +263,7 @@ class TextAnswer:
         return TextPiece(self._prompt_text, tuple(tokens))
 
     def take(self, events: Sequence[Event]) -> TextPiece:
-        """Return what can be shown because of the next events.
+        """Return the part of the text that can be shown after the next events.
 
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
