@@ -2,6 +2,7 @@
 """Send a text generation server requests from many clients, and report how long they waited.
 
 python tools/benchmark_server.py localhost:5000 --clients 200 --requests 400
+python tools/benchmark_server.py localhost:5000 --clients 1 --requests 100 --tokens 1 --hostile 4
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import asyncio
 import json
 import math
 import random
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +29,15 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import UserError
 
+_HOSTILE_CLIENT = """
+import http.client, json
+data = json.dumps({{"prompt": "word " * 200_000, "max_tokens": 1}})
+while True:
+    connection = http.client.HTTPConnection("{host}", {port})
+    connection.request("POST", "/v1/completions", data, {{"Content-Type": "application/json"}})
+    connection.getresponse().read()
+    connection.close()
+"""
 _WORDS = "the of import self return for in class def if not value name data list is and to".split()
 
 
@@ -45,9 +57,32 @@ def run(options: argparse.Namespace) -> int:
     if not host or not port.isdigit():
         raise UserError(f"{options.server}: give HOST:PORT, for example localhost:5000")
     load = Load(host, int(port), options.tokens, options.prompt_words, random.Random(options.seed))
-    seconds = asyncio.run(load.run(options.clients, options.requests))
+    with hostile_clients(host, int(port), options.hostile):
+        seconds = asyncio.run(load.run(options.clients, options.requests))
     print(report(load.answers, load.failures, seconds, options.clients))
     return 1 if load.failures else 0
+
+
+@contextmanager
+def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
+    """Send prompts of almost 1 MB, which the server will refuse, one after another in the block.
+
+    Args:
+        host: Name or address of the server.
+        port: Port of the server.
+        count: Number of clients. Each is a process, so that it does not slow the measured ones.
+    """
+    code = _HOSTILE_CLIENT.format(host=host, port=port)
+    words, silent = [sys.executable, "-c", code], subprocess.DEVNULL
+    clients = [subprocess.Popen(words, stderr=silent) for _ in range(count)]
+    try:
+        if clients:
+            time.sleep(1.0)
+        yield
+    finally:
+        for client in clients:
+            client.kill()
+            client.wait()
 
 
 @dataclass(frozen=True)
@@ -176,6 +211,12 @@ def _parser() -> ToolParser:
     parser.add_argument("--tokens", type=int, default=32, help="max new tokens per answer")
     parser.add_argument(
         "--prompt-words", type=int, default=16, help="average number of words in a prompt"
+    )
+    parser.add_argument(
+        "--hostile",
+        type=int,
+        default=0,
+        help="number of further clients that send prompts of 1 MB, which are refused",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     return parser

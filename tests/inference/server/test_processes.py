@@ -83,7 +83,7 @@ def test_the_command_of_megatrons_readme(alone: str) -> None:
 
 def test_a_small_load_has_no_failure(alone: str) -> None:
     words = [sys.executable, "tools/benchmark_server.py", alone.removeprefix("http://")]
-    flags = "--clients 20 --requests 40 --tokens 4 --prompt-words 4".split()
+    flags = "--clients 20 --requests 40 --tokens 4 --prompt-words 4 --hostile 1".split()
     done = subprocess.run(
         [*words, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )

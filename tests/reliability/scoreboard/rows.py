@@ -27,6 +27,7 @@ from tests.reliability.scoreboard.serving import (
     crowded_server,
     fuzzed_requests,
     guarded_server,
+    hostile_texts,
 )
 
 _ALL = 100_000
@@ -191,9 +192,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         33,
         "the text generation server listens on 127.0.0.1; another address is refused without a "
-        "token, and every request without the token gets 401",
+        "token; of random requests without the token (paths, hosts, encodings, methods), none "
+        "reaches anything but the health check and the page",
         guarded_server,
-        full=3,
+        full=1003,
         quick=0,  # tests/inference/server/test_guard.py tries it
     ),
     Row(
@@ -224,5 +226,14 @@ ROWS: tuple[Row, ...] = (
         attacked_caches,
         full=2000,
         quick=40,
+    ),
+    Row(
+        40,
+        "random hostile prompts and conversations, under random hostile chat templates, sent to "
+        "the text generation server: each is answered without a 5xx, and the health check "
+        "answers in between",
+        hostile_texts,
+        full=1000,
+        quick=0,  # tests/inference/server/test_texts.py tries it
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.config.generation import ServerConfig
 from megatron.inference.server.settings import ServerLimits
@@ -17,6 +19,8 @@ from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.fuzz import GOOD, fuzz
 from tests.inference.server.live import Live, make_settings, running, write_tokenizer
 from tests.inference.server.processes import TOOL, server_process, write_checkpoint
+from tests.inference.server.strangers import try_to_enter
+from tests.inference.server.test_texts import HOSTILE_TEMPLATES
 from tests.reliability.scoreboard.commands import run_words
 from tests.reliability.scoreboard.score import Trials, expect
 
@@ -25,6 +29,27 @@ _GOOD = 100  # requests whose time is measured
 _CROWD = 50  # clients that send slowly
 _SLOW = b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Ty"
 _LARGE = 2 << 20  # bytes of a body
+_STRANGERS = 100  # requests of a seed without the token
+_HOSTILE = 50  # requests of a seed with a template
+_TEMPLATE_PARTS = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}",
+    *HOSTILE_TEMPLATES.values(),
+    "{{ messages * 99999 }}",
+    "{% for m in messages %}{% for n in messages %}{{ m.content + n.content }}{% endfor %}"
+    "{% endfor %}",
+    "{{ raise_exception('no') }}",
+)
+_HOSTILE_TEXTS = (
+    "a",
+    "word ",
+    " ",
+    "\n",
+    "\x00",
+    "\u0301",
+    "\U0001f469\u200d",
+    "<|user|>",
+    "{{ 1 }}",
+)
 
 
 def fuzzed_requests(folder: Path, count: int) -> Trials:
@@ -122,7 +147,58 @@ def guarded_server(folder: Path, count: int) -> Trials:
     for check in checks[:count]:
         with trials.trial(check.__name__.strip("_")):
             check(folder)
+    engine, spellings = FakeEngine(), max(0, count - len(checks))
+    with running(engine, make_settings(folder, engine, token="0123456789abcdef0123")) as live:
+        for seed in range(-(-spellings // _STRANGERS)):
+            entered = try_to_enter("127.0.0.1", live.port, _STRANGERS, seed=seed)
+            trials.tried += _STRANGERS
+            trials.passed += _STRANGERS - len(entered.faults)
+            trials.failures += entered.faults
+            trials.note("refused with 401", entered.statuses[401])
+        expect(not engine.seen, "the engine was asked without the token")
     return trials
+
+
+def hostile_texts(folder: Path, count: int) -> Trials:
+    """Try row 40: texts, conversations and templates that take too much stop nobody else."""
+    write_tokenizer(folder)
+    trials, engine = Trials(), FakeEngine()
+    limits = ServerLimits(text_seconds=1.0, text_memory=1 << 29)
+    for seed in range(-(-count // _HOSTILE)):
+        chance = random.Random(seed)
+        template = "".join(chance.choice(_TEMPLATE_PARTS) for _ in range(chance.randint(1, 3)))
+        settings = make_settings(folder, engine, limits=limits, chat_template=template)
+        with running(engine, settings) as live, ThreadPoolExecutor(4) as clients:
+            bodies = [_hostile_body(chance) for _ in range(_HOSTILE)]
+            sent = clients.map(lambda body: _send_hostile(live, body), bodies)
+            for number, status in enumerate(sent):
+                with trials.trial(f"seed {seed}, number {number}"):
+                    expect(0 < status < 500, f"status {status} to {str(bodies[number])[:200]}")
+                    started = time.monotonic()
+                    expect(live.client.get("/health").status_code == 200, "no health")
+                    expect(time.monotonic() - started < 5.0, "the health took 5 s")
+                    trials.note(f"status {status}")
+    return trials
+
+
+def _hostile_body(chance: random.Random) -> dict[str, Any]:
+    text = chance.choice(_HOSTILE_TEXTS) * chance.choice((1, 100, 10_000, 100_000))
+    text = text[:900_000]
+    match chance.randrange(5):
+        case 0:
+            return {"prompt": text}
+        case 1:
+            return {"prompt": [text[:4000]] * chance.choice((1, 100, 200))}
+        case 2:
+            return {"prompt": chance.choice(([1] * 300_000, [[1]] * 100_000, [None] * 100_000))}
+        case 3:
+            return {"messages": [{"role": "user", "content": text}]}
+    return {"messages": [{"role": "user", "content": "x"}] * chance.choice((1, 100, 10_000))}
+
+
+def _send_hostile(live: Live, body: dict[str, Any]) -> int:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    return live.post(path, {**body, "max_tokens": 1}, timeout=120).status_code
 
 
 def _listens_here_alone(folder: Path) -> None:
