@@ -7,6 +7,7 @@ may change at any step to another multiple of a block. Worker processes load bat
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import re
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
-from megatron.errors import DataError, UserError
+from megatron.errors import DataError, ShortageError
 
 _PREFETCH = 4  # micro-batches that a worker loads in advance
 _LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
@@ -160,7 +161,16 @@ def build_loader(
         pin_memory=pin_memory,
     )
     others = set(multiprocessing.active_children())
-    batches = iter(loader)
+    try:
+        batches = iter(loader)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ShortageError(
+            "there is too little shared memory for the locks of the data loading processes: "
+            "enlarge /dev/shm (docker run --shm-size 1g), or use --num-workers 0 to load in the "
+            "training process itself"
+        ) from error
     workers = set(multiprocessing.active_children()) - others
     try:
         for batch in batches:
@@ -175,12 +185,12 @@ def build_loader(
 
 @contextmanager
 def lost_workers() -> Iterator[None]:
-    """Report a killed worker as a `UserError`.
+    """Report a killed worker as a `ShortageError`.
 
     PyTorch raises its error in the main thread, at whatever point that has reached.
 
     Raises:
-        UserError: A worker has ended. It replaces PyTorch's RuntimeError.
+        ShortageError: A worker has ended. It replaces PyTorch's RuntimeError.
     """
     try:
         yield
@@ -188,7 +198,7 @@ def lost_workers() -> Iterator[None]:
         lost = _LOST.search(str(error))
         if lost is None:
             raise
-        raise UserError(
+        raise ShortageError(
             f"a data loading process (pid {lost[1]}) ended unexpectedly: {lost[2]}. The usual "
             "cause is a lack of memory (check the system log): use fewer --num-workers, or 0 to "
             "load in the training process itself"

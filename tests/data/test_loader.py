@@ -269,3 +269,28 @@ def test_cyclic_refuses_a_consumed_count_of_other_sizes() -> None:
 def test_a_dataset_below_one_block_is_refused(sampler: type) -> None:
     with pytest.raises(DataError, match="7 samples"):
         sampler(7, 0, 2, 0, 4)
+
+
+_WITHOUT_SHARED_MEMORY = """
+from megatron.data.loader import build_loader
+from megatron.data.mock import MockDataset
+from megatron.errors import ShortageError
+
+dataset = MockDataset(4, seq_length=8, vocab_size=100, seed=1, split=0)
+try:
+    next(build_loader(dataset, [[0]], num_workers=2, seed=1))
+except ShortageError as error:
+    print(error)
+"""
+
+
+def test_too_little_shared_memory_names_the_flag() -> None:
+    """A file system of 4 KB is mounted in a namespace of this test's own."""
+    mounted = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"']
+    tried = subprocess.run(["env", *mounted, "sh", "true"], capture_output=True, check=False)
+    if tried.returncode:
+        pytest.skip("user namespaces are not allowed here")
+    words = [*mounted, "sh", sys.executable, "-c", _WITHOUT_SHARED_MEMORY]
+    said = subprocess.check_output(words, text=True, timeout=60)
+    assert said.startswith("there is too little shared memory for the locks of the data loading")
+    assert "--num-workers 0" in said

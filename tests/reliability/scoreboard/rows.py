@@ -12,6 +12,7 @@ from tests.reliability.scoreboard.kills import (
     killed_in_a_save,
 )
 from tests.reliability.scoreboard.layouts import all_layouts
+from tests.reliability.scoreboard.limits import merely_large
 from tests.reliability.scoreboard.malice import banned_calls, malicious_files
 from tests.reliability.scoreboard.mute import mute_store
 from tests.reliability.scoreboard.runs import (
@@ -226,6 +227,16 @@ ROWS: tuple[Row, ...] = (
         attacked_caches,
         full=2000,
         quick=40,
+    ),
+    Row(
+        39,
+        "large lines in every format, a tight `ulimit -v`, a `/dev/shm` of 4 to 256 KB and logs "
+        "whose readers leave, each against a whole command: it ends with a documented code and one"
+        " line, without a traceback; earlier output is replaced completely or not at all, and a run"
+        " continues from its newest checkpoint",
+        merely_large,
+        full=60,
+        quick=2,
     ),
     Row(
         40,
