@@ -137,7 +137,7 @@ def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
     """Run the harness, and return the result of `simple_evaluate`.
 
     Raises:
-        ConfigError: The harness knows no task of a given name.
+        ConfigError: The harness has no task with a given name.
         DataError: The data of a task cannot be read.
     """
     import lm_eval

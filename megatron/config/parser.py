@@ -44,7 +44,7 @@ _COMMON_WITH_A_MODEL = (
 )
 # Today's flags for which older versions took other values, or which meant something else there.
 _READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style")
-_CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with the same settings.")
+_CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with flag values.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ def show_help(
     )
     parser.add_argument("-h", "--help", action="store_true", help="Show the most common flags.")
     parser.add_argument("--help-all", action="store_true", help="Show all flags.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flag values.")
     every = [one for section in sections().values() for one in fields_of(section)]
     if everything:
         for section in sections().values():

@@ -99,7 +99,7 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
 
     Args:
         plan: Everything that determines the map except the lengths.
-        text: The documents, of which at least one must be usable.
+        text: The documents. At least one must be usable.
     """
     rows = _rows_in_order(plan, _places(plan, text))
     dtype = np.uint64 if len(text.lengths) > np.iinfo(np.uint32).max else np.uint32

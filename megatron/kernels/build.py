@@ -1,4 +1,4 @@
-"""Compilation of the CUDA sources beside this file into a shared library, which is cached.
+"""Compilation of the CUDA sources next to this file into a shared library, which is cached.
 
 It needs nvcc but no GPU, and does not import torch, so that `pip install` can use it. A library
 serves one GPU architecture. Its file name says what it was made from and what is in it, so a stale

@@ -167,7 +167,7 @@ class SGD:
 
 
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
-"""A function from a parameter and its name to its update rule."""
+"""A function that returns the update rule of a parameter, given that and its name."""
 
 
 def _everywhere(rule: UpdateRule) -> RuleChoice:

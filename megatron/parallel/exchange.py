@@ -27,10 +27,10 @@ class Use(Protocol):
     """One message to and one from every other rank, all of the same shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
-        """Begin to send contiguous rows, which nobody changes until `close`."""
+        """Start to send contiguous rows, which must not change until `close`."""
 
     def computing(self) -> None:
-        """Note that the kernels which run beside the messages have been launched."""
+        """Note that the kernels that run alongside the messages have been launched."""
 
     def receive(self, step: int) -> Tensor:
         """Return the received rows, [rows, ...], which may be read until `close`."""
@@ -129,7 +129,7 @@ class Ledger:
     """
 
     def __init__(self, slots: int) -> None:
-        """Begin with all slots free."""
+        """Create a ledger whose slots are all free."""
         self._slots = slots
         self._opened = 0
         self._open: list[int] = []

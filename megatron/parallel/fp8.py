@@ -244,7 +244,7 @@ class Fp8Products(Products):
         multiply: Fp8Product = reference_product,
         zeros: Zeros | None = None,
     ) -> None:
-        """Begin with current scaling and a weight that is cast here."""
+        """Create products with current scaling and a weight that is cast here."""
         self.slots: LayerSlots = {}
         self.arriving: ArrivingWeight | None = None
         self.handovers = Handovers(Handover(zeros), Handover(zeros)) if zeros else NO_HANDOVERS

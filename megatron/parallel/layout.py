@@ -81,8 +81,8 @@ class Layout:
     pipeline: Axis = Axis()
     replica: Axis = Axis()
     embedding: Axis = Axis()
-    """The first and the last pipeline stage, which both hold tied word embeddings; on the stages
-    between, and without a pipeline, an axis of one."""
+    """The first and the last pipeline stage, which both hold tied word embeddings. For the
+    stages in between, and without a pipeline, this is an axis of one."""
     sequence_parallel: bool = False
 
     @property

@@ -41,10 +41,10 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFactors
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
-"""The destination, instead of autograd, of one use's part of a weight's gradient.
+"""A place, outside autograd, for one use's contribution to a weight's gradient.
 
-A backward enters the context once. It gives the gradient [rows, columns], and whether to add to it
-or overwrite it. When the context ends, this use has added its part.
+A backward enters the context once. The context yields the gradient [rows, columns], and whether to
+add to it or overwrite it. When the context ends, this use has made its contribution.
 """
 
 
@@ -82,7 +82,7 @@ class WeightProduct:
         self._x, _, self._kept = saved
 
     def start(self) -> None:
-        """Begin to gather the input if only a part was kept; this is then collective."""
+        """Start to gather the input if only a part was kept; in that case this is collective."""
 
     def whole_input(self) -> Tensor | None:
         """Return all of the input, if the format keeps it."""
@@ -112,7 +112,7 @@ class Owner:
 
     @property
     def waits(self) -> bool:
-        """Whether the gradient's product is put off."""
+        """Whether the gradient's product is deferred."""
         return self.queue is not None and self.queue.is_collecting
 
     def take(self, product: WeightProduct) -> None:
@@ -143,7 +143,7 @@ class Wanted(NamedTuple):
     Attributes:
         input: Whether the input's gradient is needed.
         weight: Whether the weight's gradient is needed.
-        later: Whether the weight's product is put off.
+        later: Whether the weight's product is deferred.
     """
 
     input: bool
@@ -175,8 +175,8 @@ class Transport(Protocol):
             products: The number format.
             grad: The gradient of the output.
             saved: The tensors of forward.
-            wanted: The gradients that are needed. The weight's product is started unless it is put
-                off or not needed.
+            wanted: The gradients that are needed. The weight's product is started unless it is
+                deferred or not needed.
         """
 
 
@@ -340,7 +340,7 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
 
 class ScatteredProduct:
-    """A product of all rows, summed over ranks, of which each rank gets a part.
+    """A product of all rows, summed over the ranks and scattered to them by rows.
 
     Construction sends the rows that other ranks need; `finish` waits for theirs.
 

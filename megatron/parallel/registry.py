@@ -37,7 +37,7 @@ class LayerRegistry:
     """The announcements of all layers in this process's parts of a model.
 
     Attributes:
-        deferrable_weights: The weights whose gradients are put off if their layers have a queue.
+        deferrable_weights: The weights whose gradients are deferred if their layers have a queue.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class LayerRegistry:
         return reserved
 
     def add_products(self, weight: nn.Parameter, products: Products) -> None:
-        """Note the products that use a weight whose gradient can be put off."""
+        """Note the products that use a weight whose gradient can be deferred."""
         self._products.append(products)
         self.deferrable_weights.append(weight)
         if isinstance(products, Fp8Products):

@@ -28,7 +28,7 @@ from megatron.parallel.layout import Axis, Layout
 
 
 class SharedWeights(Protocol):
-    """Weights of which each process updates its share."""
+    """Weights that processes share: each updates its own part."""
 
     def gather(self) -> None:
         """Make every process's update known to all. Collective over the replica axis."""

@@ -42,8 +42,8 @@ class ShardedModel:
     Args:
         parts: The parts, built with fp32 parameters that have no memory ("meta") or whose values
             may be lost.
-        layout: The grid. The processes of its replica axis, of which there are several, share the
-            model, and partial gradients are added over its tensor axis.
+        layout: The grid. The processes of its replica axis (more than one) share the model, and
+            partial gradients are added over its tensor axis.
         device: The device of the shards.
         compute_dtype: The data type that forward computes in.
         reduce_dtype: The data type in which gradients travel.

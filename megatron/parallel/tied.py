@@ -22,7 +22,7 @@ WORDS = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Tie:
-    """A tied parameter, of which other stages hold copies too.
+    """A tied parameter: other stages hold copies of it too.
 
     Attributes:
         axis: The stages that add up their gradients, including all that hold a copy.
@@ -66,7 +66,7 @@ def find_ties(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Return the parameters of which several stages of a pipeline may hold copies.
+    """Return the parameters that several stages of a pipeline may hold as copies.
 
     Collective over the pipeline.
 

@@ -4,7 +4,7 @@ This is the second half of a sharded update. The buffers have the same layout as
 that a process's shard of a bucket holds the weights whose reduced gradients it has.
 
 Weights that are only read by products in 8 bits may be gathered in 8 bits. A scale applies to a
-whole weight, of which a process knows only its shard. With current scaling the processes first take
+whole weight, but a process knows only its own shard. With current scaling the processes first take
 the maximum of the amaxes of their parts, for all weights at once. With delayed scaling they already
 know the scale, and a part's amax goes into the history, which takes the maximum later. Each process
 casts its shard and sends the bytes of the cast, half as many. The result equals a cast of the

@@ -73,7 +73,7 @@ def tie_copies(
     layout: Layout,
     device: Device,
 ) -> list[Tie]:
-    """Return the parameters of which other pipeline stages hold copies.
+    """Return the parameters that other pipeline stages hold copies of.
 
     Collective over the pipeline.
 

@@ -43,7 +43,7 @@ class Passes:
 
     Args:
         run: The model's parts and their settings.
-        batches: This rank's micro-batches, of which `count` are taken.
+        batches: This rank's micro-batches. `count` of them are taken.
         count: The number of micro-batches.
         first_sample: The index of the first sample in the sample order; `None` means that
             dropout is not seeded.

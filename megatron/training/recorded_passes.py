@@ -28,14 +28,14 @@ MOST_RECORDINGS = 8  # batches whose shapes keep changing are not worth the memo
 
 Losses = Mapping[str, Tensor]
 PartForward = Callable[..., Tensor | Losses]
-"""`Recipe.forward`: from a part, a micro-batch and others to hidden states or losses."""
+"""`Recipe.forward`: maps a part, a micro-batch and others to hidden states or losses."""
 
 
 class TrainingForward(Protocol):
     """The way in which a micro-batch goes through a part of the model in training."""
 
     may_run_ahead: bool
-    """Whether a pass may begin before the update before it is known to have ended."""
+    """Whether a pass may begin before the previous update is known to have ended."""
 
     def begin_update(self) -> None:
         """Prepare for an update's first micro-batch."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding steps, in each of which every sequence of a batch gets a token.
+    """Decoding steps, each of which gives every sequence of a batch one token.
 
     Attributes:
         batch: Number of sequences.

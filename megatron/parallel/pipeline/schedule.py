@@ -125,7 +125,7 @@ def loss_bound(kind: ScheduleKind, micro: int) -> int:
 
     Every kind but "gpipe" starts backward as soon as a micro-batch has passed the last part. The
     tensors that the head keeps are freed with the backward of its inputs: its weight gradient is
-    not put off.
+    not deferred.
     """
     return micro if kind == "gpipe" else 1
 
@@ -173,7 +173,7 @@ def _one_forward_one_backward(
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
     """Run ZB-H1: 1F1B whose weight gradients are `stage` micro-batches behind the input gradients.
 
-    A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients. It
+    A late stage holds fewer micro-batches in 1F1B, so it may defer more weight gradients. It
     computes them at the end, when there are gaps between the gradients that arrive.
     """
     operations = []

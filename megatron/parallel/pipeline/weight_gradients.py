@@ -1,4 +1,4 @@
-"""Weight gradients put off until a pipeline stage would otherwise be idle.
+"""Weight gradients that are deferred until a pipeline stage would otherwise be idle.
 
 A zero-bubble schedule divides the backward of a micro-batch in two: gradients of inputs, for which
 the previous stage waits, and gradients of weights, for which no stage waits. A layer gets the queue
@@ -14,7 +14,7 @@ thread while the thread that called it waits.
 
 `parameter_waves` maps each parameter to the operations of a schedule that bring its gradient. An
 operation brings those of one chunk. If a zero-bubble schedule divides backward in two, the first
-part brings the gradients that no layer puts off: biases, normalizations, embeddings.
+part brings the gradients that no layer defers: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WeightGradientQueue:
             self._open = None
 
     def push(self, work: Work) -> None:
-        """Put off `work`, which adds to one weight's gradient. Call this only while collecting.
+        """Defer `work`, which adds to one weight's gradient. Call this only while collecting.
 
         Work runs without autograd, in the order of pushing. It may hold activations, which are
         freed when it has run.
@@ -95,7 +95,7 @@ def parameter_waves(
     Args:
         parts: The model parts of a stage.
         kind: The kind of the schedule.
-        deferrable: The weights whose gradients layers can put off.
+        deferrable: The weights whose gradients layers can defer.
     """
     waves: dict[int, tuple[Wave, ...]] = {}
     waits = {id(parameter) for parameter in deferrable}

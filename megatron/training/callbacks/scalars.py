@@ -73,7 +73,7 @@ class WandbWriter:
     Its files are in the folder in which Megatron puts them.
 
     Raises:
-        ConfigError: The package is missing, nobody is logged in, or the server refuses the run.
+        ConfigError: The package is missing, no user is logged in, or the server refuses the run.
         StorageError: The folder cannot be created.
     """
 
