@@ -5,22 +5,30 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.build import find_compiler, keep, source_files
+from megatron.kernels.build import keep, source_files
 from megatron.kernels.library import KernelLibrary, find_library
+from tests.kernels.emulation import build
 
-HERE = Path(__file__).parent
-# For the run of docs/reliability.md that finds reads and writes outside tensors, and undefined
-# behavior. The interpreter then needs libasan and libubsan in LD_PRELOAD.
+# For `python -m tests.kernels.sanitize`, which then runs only tests of emulated kernels.
 SANITIZERS = os.environ.get("MEGATRON_TEST_SANITIZERS", "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests without emulated kernels where sanitizers are asked for."""
+    if not SANITIZERS:
+        return
+
+    def is_emulated(item: pytest.Item) -> bool:
+        needs = getattr(item, "fixturenames", ())
+        return "emulated" in needs or ("kernels" in needs and "[gpu" not in item.name)
+
+    items[:] = filter(is_emulated, items)
 
 
 @pytest.fixture(scope="session")
@@ -37,33 +45,9 @@ def emulated(tmp_path_factory) -> KernelLibrary:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not [*folder.glob("emulated-*.so")]:
-            keep(_compile(folder), folder / "emulated")
+            keep(build(folder, source_files(), SANITIZERS), folder / "emulated")
     (library,) = folder.glob("emulated-*.so")
     return KernelLibrary(library)
-
-
-def _compile(folder: Path) -> Path:
-    nvcc = str(find_compiler().path)
-    flags = ["-x", "c++", "-O1", "-std=c++17", "-U_FORTIFY_SOURCE", "-Xcompiler", "-fPIC,-w"]
-    if SANITIZERS:
-        chosen = [f"-fsanitize={name}" for name in SANITIZERS.split(",")]
-        flags += ["-Xcompiler", ",".join(["-g", "-fno-sanitize-recover=all", *chosen])]
-    header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
-
-    def translate(source: Path) -> str:
-        made = str(folder / (source.stem + ".o"))
-        command = [nvcc, *flags, *header, "-c", str(source), "-o", made]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return made
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(translate, [*source_files(), HERE / "emulator.cpp"]))
-    linked = folder / "linked.so"
-    sanitize = [f"-fsanitize={SANITIZERS}"] if SANITIZERS else []
-    command = ["g++", "-shared", *sanitize, "-Wl,-Bsymbolic", *objects, "-o", str(linked)]
-    subprocess.run(command, check=True)
-    return linked
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
