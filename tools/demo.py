@@ -149,7 +149,7 @@ def settings_of(out: Path) -> Any:
     """Return the settings of the demo that wrote to `out`, or `None` if no demo did."""
     try:
         return json.loads((out / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -39,17 +39,18 @@ def read_metrics(path: Path) -> tuple[Points, Points]:
         )
     training: dict[int, float] = {}
     validation: dict[int, float] = {}
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
                 iteration = int(record["iteration"])
-            except (ValueError, KeyError, TypeError):
-                raise DataError(f"{path}:{number}: not a metrics record: {line[:80]!r}") from None
-            if "lm loss" in record:
-                training[iteration] = float(record["lm loss"])
-            if "lm loss validation" in record:
-                validation[iteration] = float(record["lm loss validation"])
+                if "lm loss" in record:
+                    training[iteration] = float(record["lm loss"])
+                if "lm loss validation" in record:
+                    validation[iteration] = float(record["lm loss validation"])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                shown = line[:80].decode("utf-8", "replace")
+                raise DataError(f"{path}:{number}: not a metrics record: {shown!r}") from None
     if not training:
         raise DataError(f"{path}: no record holds a training loss ('lm loss')")
     return sorted(training.items()), sorted(validation.items())

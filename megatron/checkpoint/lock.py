@@ -94,7 +94,7 @@ def _read(descriptor: int) -> Json:
     """Return who holds the lock, or None for an empty or unreadable file."""
     try:
         holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     is_ours = isinstance(holder, dict) and type(holder.get("pid")) is int
     return holder if is_ours and isinstance(holder.get("host"), str) else None

@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -239,7 +240,7 @@ def read_blocks(
                 yield from _streamed_blocks(path, longest, block_bytes)
             else:
                 yield from _plain_blocks(path, longest, block_bytes)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"--input {path}: unreadable or truncated: {error}") from error
 
 

@@ -10,7 +10,9 @@ finding and does not end the search.
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
+import json
 import mmap
 import os
 import resource
@@ -22,6 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -82,12 +85,27 @@ def past_failures(name: str) -> list[bytes]:
     return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
+def made(make: Callable[[Path], Sequence[bytes]]) -> Callable[[], Sequence[bytes]]:
+    """Seeds that are files which a function writes into a folder."""
+
+    def seeds() -> Sequence[bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            return make(Path(folder))
+
+    return seeds
+
+
 def mutations(seeds: Sequence[bytes], tokens: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """Draw a seed with one to six edits."""
+    """Draw a seed with one to six edits, or with another value somewhere if it is JSON."""
 
     @st.composite
     def mutated(draw: st.DrawFn) -> bytes:
         data = bytearray(draw(st.sampled_from(seeds)))
+        tree = _json_of(data)
+        if isinstance(tree, dict | list) and draw(st.booleans()):
+            for _ in range(draw(st.integers(1, 3))):
+                _edit_tree(tree, draw)
+            return json.dumps(tree).encode("utf-8", "surrogatepass")
         for _ in range(draw(st.integers(1, 6))):
             _edit(data, draw, seeds, tokens)
         return bytes(data)
@@ -123,6 +141,41 @@ def _edit(
         case 8:  # the end of another input
             other = draw(st.sampled_from(seeds))
             data[at:] = other[draw(st.integers(0, len(other))) :]
+
+
+def _json_of(data: bytearray) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+_VALUES = (
+    *(None, True, -1, 0, 1.5, 1 << 40, 1 << 64, 10**400, float("nan")),
+    *("", "\ud800", "\0", "../x"),
+)
+
+
+def _edit_tree(tree: Any, draw: st.DrawFn) -> None:
+    """Replace, remove or add a value at a random place of a tree of JSON."""
+    while True:
+        keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+        if not keys:
+            return
+        key = draw(st.sampled_from(keys))
+        if isinstance(tree[key], dict | list) and tree[key] and draw(st.booleans()):
+            tree = tree[key]
+            continue
+        match draw(st.integers(0, 3)):
+            case 0:
+                del tree[key]
+            case 1:  # a part in the place of another
+                tree[key] = copy.deepcopy(tree[draw(st.sampled_from(keys))])
+            case 2:
+                tree[key] = draw(st.sampled_from(([], {}, [tree[key]], {"x": tree[key]})))
+            case 3:
+                tree[key] = draw(st.sampled_from(_VALUES))
+        return
 
 
 def _word(data: bytearray, at: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import json
 import tempfile
 from argparse import Namespace
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,12 @@ from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS as PICKLES
 from tests.checkpoint.states import save_state
-from tests.fuzz.harness import Target
+from tests.fuzz import files
+from tests.fuzz.harness import Target, made
 from tests.inference.server import fuzz as fuzz_requests
 from tests.tokenizer.t5 import write_t5_tokenizer
 from tests.tokenizer.test_gpt2 import GOOD
 from tools import text_generation_cli
-
-
-def _made(make: Callable[[Path], Sequence[bytes]]) -> Callable[[], Sequence[bytes]]:
-    """Seeds that are files which a function writes into a folder."""
-
-    def seeds() -> Sequence[bytes]:
-        with tempfile.TemporaryDirectory() as folder:
-            return make(Path(folder))
-
-    return seeds
-
 
 # Indexed datasets
 
@@ -302,16 +292,16 @@ _CHECKPOINT = (CheckpointError,)
 _CONFIG_FILE, _WEIGHTS = _hub_file("config.json"), _hub_file("model.safetensors")
 
 TARGETS = (
-    Target(".idx", _made(_indexes), _read_index, (DataError,)),
-    Target("index cache", _made(_arrays), _read_array, (DataError,)),
-    Target("manifest", _made(_manifests), lambda data, _: manifest.parse(data), (ValueError,)),
-    Target("signed manifest", _made(_bodies), _read_signed, _CHECKPOINT),
-    Target("shard header", _made(_headers), lambda data, _: parse_header(data), (ValueError,)),
+    Target(".idx", made(_indexes), _read_index, (DataError,)),
+    Target("index cache", made(_arrays), _read_array, (DataError,)),
+    Target("manifest", made(_manifests), lambda data, _: manifest.parse(data), (ValueError,)),
+    Target("signed manifest", made(_bodies), _read_signed, _CHECKPOINT),
+    Target("shard header", made(_headers), lambda data, _: parse_header(data), (ValueError,)),
     Target("tracker", lambda: [b"3", b"release\n"], _read_tracker, _CHECKPOINT),
     Target("pickle", _pickles, lambda data, _: read_pickle(data, "x"), _CHECKPOINT),
-    Target("torch file", _made(_zips), _read_zip, _CHECKPOINT),
-    Target("HF config", _made(_CONFIG_FILE[0]), _CONFIG_FILE[1], _CHECKPOINT),
-    Target("HF weights", _made(_WEIGHTS[0]), _WEIGHTS[1], _CHECKPOINT),
+    Target("torch file", made(_zips), _read_zip, _CHECKPOINT),
+    Target("HF config", made(_CONFIG_FILE[0]), _CONFIG_FILE[1], _CHECKPOINT),
+    Target("HF weights", made(_WEIGHTS[0]), _WEIGHTS[1], _CHECKPOINT),
     Target("YAML", _yaml, _read_yaml, (ConfigError,)),
     Target("JSONL", _lines, lambda data, _: parse_lines(data, ["text"]), ()),
     Target(
@@ -334,13 +324,13 @@ TARGETS = (
     ),
     Target(
         "tokenizer.json",
-        _made(_pipeline),
+        made(_pipeline),
         _tokenizer("HuggingFaceTokenizer", "tokenizer_model"),
         (DataError, ConfigError),
     ),
     Target(
         "SentencePiece model",
-        _made(_sentencepiece),
+        made(_sentencepiece),
         _tokenizer("GPTSentencePieceTokenizer", "tokenizer_model"),
         (DataError, ConfigError),
     ),
@@ -353,4 +343,5 @@ TARGETS = (
     Target("request", _requests, _read_request, (ApiError,)),
     Target("engine messages", _messages, _read_messages, (MessageError, RequestError)),
     Target("answers", _answers, _read_answers, (UserError, HTTPException)),
+    *files.TARGETS,
 )

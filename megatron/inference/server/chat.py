@@ -164,7 +164,7 @@ def _settings(tokenizer_model: str | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read("the tokenizer's", path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}: fix the file") from error
     return value if isinstance(value, dict) else {}
 

@@ -1,0 +1,237 @@
+"""Targets for corpora, lists of data, files that are continued, and those beside a model."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+from pyarrow import parquet
+
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.lock import LOCK, save_lock
+from megatron.checkpoint.retention import is_as_listed, list_files
+from megatron.config import data_files
+from megatron.config.data import TokenizerConfig
+from megatron.config.run import Findings
+from megatron.data.text_input import parse_lines, read_blocks
+from megatron.environment import private_cache
+from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
+from megatron.inference.samples import SampleFile, read_prompts
+from megatron.inference.server import run as server
+from megatron.inference.server.chat import find_template, special_tokens
+from megatron.tokenizer import build_tokenizer, fast_bpe
+from megatron.tokenizer.files import digest
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+from tests.fuzz.harness import Target, made
+from tests.tokenizer.test_gpt2 import GOOD
+from tools import demo, plot_loss
+
+_LINES = b'{"text": "one two", "n": 1}\n{"text": ["a.", "b."]}\n{"text": "\xc3\xa9"}\n'
+
+
+def _corpus(name: str) -> Callable[[bytes, Path], None]:
+    """Read an input as a corpus of this name."""
+
+    def read(data: bytes, folder: Path) -> None:
+        (folder / name).write_bytes(data)
+        total = 0
+        for block in read_blocks([str(folder / name)], ["text"], 64):
+            parse_lines(block.read(), ["text"])
+            total += block.size
+            if total > 1 << 24:
+                break
+
+    return read
+
+
+def _zstd() -> list[bytes]:
+    packed = io.BytesIO()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(_LINES)
+        stream.flush()
+        return [packed.getvalue()]
+
+
+def _parquet() -> list[bytes]:
+    seeds = []
+    for compression in ("none", "snappy"):
+        file = io.BytesIO()
+        table = pyarrow.table({"text": ["one", "two", None, "\u00e9"], "n": [1, 2, 3, 4]})
+        parquet.write_table(table, file, compression=compression)
+        seeds.append(file.getvalue())
+    return seeds
+
+
+def _read_lists(data: bytes, folder: Path) -> None:
+    (folder / "list").write_bytes(data)
+    problems = 0
+    for path in data_files.DATA_FILES:
+        try:
+            data_files._read(path, folder / "list", "--flag list", Findings())
+        except ValueError:
+            problems += 1
+    if problems == len(data_files.DATA_FILES):
+        raise ConfigError("refused")
+
+
+def _listed(folder: Path) -> list[bytes]:
+    (folder / "model.pt").write_bytes(b"weights")
+    return [list_files(folder)]
+
+
+def _read_list(data: bytes, folder: Path) -> None:
+    (folder / "model.pt").write_bytes(b"weights")
+    (folder / "complete").write_bytes(data)
+    is_as_listed(folder)
+
+
+def _read_lock(data: bytes, folder: Path) -> None:
+    (folder / LOCK).write_bytes(data)
+    with save_lock(folder):
+        pass
+
+
+def _read_samples(data: bytes, folder: Path) -> None:
+    (folder / "out.jsonl").write_bytes(data)
+    SampleFile(folder / "out.jsonl").rest(["a", "b"])
+
+
+def _read_settings(data: bytes, folder: Path) -> None:
+    (folder / "out.jsonl").write_bytes(b'{"prompt": "a", "text": "b"}\n')
+    (folder / "out.jsonl.settings.json").write_bytes(data)
+    SampleFile(folder / "out.jsonl").keep_settings({"temperature": 1.0, "seed": 1})
+
+
+def _read_prompts(data: bytes, folder: Path) -> None:
+    (folder / "in.jsonl").write_bytes(data)
+    read_prompts(folder / "in.jsonl")
+
+
+def _read_metrics(data: bytes, folder: Path) -> None:
+    (folder / "metrics.jsonl").write_bytes(data)
+    plot_loss.read_metrics(folder / "metrics.jsonl")
+
+
+def _read_marker(data: bytes, folder: Path) -> None:
+    (folder / demo.MARKER).write_bytes(data)
+    demo.settings_of(folder)
+
+
+def _read_tokenizer_config(data: bytes, folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_bytes(data)
+    find_template(None, str(folder))
+    special_tokens(str(folder))
+
+
+def _read_stop_tokens(data: bytes, folder: Path) -> None:
+    path = folder / server.COMPANION_FOLDER / server.GENERATION_CONFIG
+    path.parent.mkdir()
+    path.write_bytes(data)
+    server._stop_tokens(folder, 10)
+
+
+def _folder(folder: Path) -> list[bytes]:
+    write_folder(folder, CASES["llama"].config, tensors_of(CASES["llama"]), shards=2)
+    return [(folder / "model.safetensors.index.json").read_bytes()]
+
+
+def _read_hub_index(data: bytes, folder: Path) -> None:
+    write_folder(folder, CASES["llama"].config, tensors_of(CASES["llama"]), shards=2)
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    HFReader(folder)
+
+
+_MERGES = b"#version: 0.2\na b\n"
+
+
+def _compiled() -> list[bytes]:
+    table = fast_bpe.byte_of_character()
+    pieces = [bytes([byte]) for byte in table.values()] + [b"ab"]
+    return [b"".join(b"%b %d\n" % (b64encode(piece), i) for i, piece in enumerate(pieces))]
+
+
+def _read_compiled(data: bytes, folder: Path) -> None:
+    """Read an input as a compiled vocabulary, under the name that its digest gives."""
+    vocab = json.dumps(GOOD).encode()
+    (folder / "vocab").write_bytes(vocab)
+    (folder / "merges").write_bytes(_MERGES)
+    os.environ["MEGATRON_CACHE"] = str(folder / "cache")
+    key = digest(vocab, _MERGES)
+    name = fast_bpe._compiled_name(key, len(GOOD), GOOD["<|endoftext|>"], data)
+    (private_cache("tokenizers") / name).write_bytes(data)
+    config = TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(folder / "vocab"),
+        merge_file=str(folder / "merges"),
+    )
+    build_tokenizer(config).tokenize("a b ab")
+
+
+TARGETS = (
+    Target("JSONL file", lambda: [_LINES], _corpus("x.jsonl"), (DataError,)),
+    Target("gzip", lambda: [gzip.compress(_LINES, mtime=0)], _corpus("x.jsonl.gz"), (DataError,)),
+    Target("zstd", _zstd, _corpus("x.jsonl.zst"), (DataError,)),
+    Target("parquet", _parquet, _corpus("x.parquet"), (DataError,)),
+    Target("text file", lambda: [b"One.\nTwo.\n"], _corpus("x.txt"), (DataError,)),
+    Target(
+        "data lists",
+        lambda: [b"a 0.5 b", b'{"train": ["a", 1, "b", 2], "valid": "c", "test": null}'],
+        _read_lists,
+        (ConfigError,),
+    ),
+    Target("retention list", made(_listed), _read_list, (CheckpointError,)),
+    Target(
+        "save lock",
+        lambda: [b'{"pid": 1, "host": "x", "start": "12"}', b""],
+        _read_lock,
+        (CheckpointError,),
+    ),
+    Target(
+        "samples",
+        lambda: [b'{"prompt": "a", "text": "b"}\n{"prompt": "b", "error": "no"}\n'],
+        _read_samples,
+        (StorageError,),
+    ),
+    Target(
+        "sample settings",
+        lambda: [b'{\n  "temperature": 1.0,\n  "seed": 1\n}\n'],
+        _read_settings,
+        (StorageError,),
+    ),
+    Target(
+        "prompts",
+        lambda: [b'{"prompt": "a"}\n{"text": "b"}\n'],
+        _read_prompts,
+        (DataError,),
+    ),
+    Target(
+        "metrics",
+        lambda: [b'{"iteration": 1, "lm loss": 2.5}\n{"iteration": 1, "lm loss validation": 2}\n'],
+        _read_metrics,
+        (DataError,),
+    ),
+    Target("demo settings", lambda: [b'{"model": "gpt"}\n'], _read_marker, ()),
+    Target(
+        "tokenizer_config.json",
+        lambda: [
+            b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "x"}',
+            b'{"chat_template": [{"name": "default", "template": "x"}]}',
+        ],
+        _read_tokenizer_config,
+        (ConfigError,),
+    ),
+    Target(
+        "generation_config.json",
+        lambda: [b'{"eos_token_id": 1}', b'{"eos_token_id": [1, 2]}'],
+        _read_stop_tokens,
+        (),
+    ),
+    Target("HF index", made(_folder), _read_hub_index, (CheckpointError,)),
+    Target("compiled vocabulary", _compiled, _read_compiled, (DataError,)),
+)
