@@ -71,7 +71,9 @@ def _check_python(words: list[str]) -> None:
         assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
         return
     if words[0] == "-m":
-        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+        module = words[1].replace(".", "/")
+        is_package = (ROOT / module).is_dir()
+        words = [f"{module}/__main__.py" if is_package else f"{module}.py", *words[2:]]
     done = subprocess.run(
         [sys.executable, "-c", _PARSE_ONLY, *words],
         cwd=ROOT,

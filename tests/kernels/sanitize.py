@@ -1,7 +1,7 @@
 """Run the kernel tests on the emulator with AddressSanitizer and UndefinedBehaviorSanitizer.
 
     python -m tests.kernels.sanitize                             every test of emulated kernels
-    python -m tests.kernels.sanitize tests/kernels/test_norm.py  any arguments of pytest
+    python -m tests.kernels.sanitize tests/kernels/test_norm.py  some of them
 
 The kernels and the host code that launches them are compiled with both sanitizers. A read or write
 outside a tensor, or undefined behavior, ends the run with a report of the source line. Needs nvcc
@@ -10,10 +10,11 @@ outside a tensor, or undefined behavior, ends the run with a report of the sourc
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 SANITIZERS = "address,undefined"
 _LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -35,12 +36,16 @@ def environment() -> Mapping[str, str]:
     }
 
 
-def main(words: Sequence[str]) -> int:
+def main() -> int:
     """Run pytest and return its exit code."""
-    chosen = words or ["tests/kernels"]
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *chosen]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", default=["tests/kernels"], help="files of tests")
+    options = ["-q", "-s", "-x", "-p", "no:cacheprovider", "--timeout", "1200"]
+    command = [sys.executable, "-m", "pytest", *options, *parser.parse_args().paths]
     return subprocess.run(command, env=environment(), check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,6 +6,7 @@ from tests.reliability.scoreboard.caches import attacked_caches
 from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
 from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
 from tests.reliability.scoreboard.forgery import forged_tables
+from tests.reliability.scoreboard.hostile import every_reader, hostile_pickles
 from tests.reliability.scoreboard.kills import (
     killed_at_every_call,
     killed_in_a_background_save,
@@ -246,5 +247,22 @@ ROWS: tuple[Row, ...] = (
         hostile_texts,
         full=1000,
         quick=0,  # tests/inference/server/test_texts.py tries it
+    ),
+    Row(
+        41,
+        "damaged input for every reader of bytes (`tests/fuzz`), 1,000 and more for each: accepted "
+        "or refused with an error of our own; no crash, nothing executed, no 10 s of work, no 2 "
+        "GiB of memory",
+        every_reader,
+        full=1000,
+        quick=0,  # tests/fuzz tries it
+    ),
+    Row(
+        42,
+        "pickles of random instructions, and mutations of real and malicious ones: read or refused "
+        "by the reader of old checkpoints; nothing is executed",
+        hostile_pickles,
+        full=5000,
+        quick=200,
     ),
 )
