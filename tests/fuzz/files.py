@@ -51,11 +51,10 @@ def _corpus(name: str) -> Callable[[bytes, Path], None]:
 
 
 def _zstd() -> list[bytes]:
-    packed = io.BytesIO()
+    packed = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
         stream.write(_LINES)
-        stream.flush()
-        return [packed.getvalue()]
+    return [packed.getvalue().to_pybytes()]
 
 
 def _parquet() -> list[bytes]:
