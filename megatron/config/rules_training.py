@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron.config.fields import near_multiples
 from megatron.config.resolve import data_parallel_size
-from megatron.config.run import RunOptions, field_at
+from megatron.config.run import RunOptions, field_at, flatten
 
 _RAMP_WORDS = 3
 _COUNTABLE = 2**63 - 1  # the limit of the samples of a dataset
@@ -255,13 +255,21 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield folders whose path is not UTF-8, because safetensors could not load from them."""
-    for name, folder in (("--save", config.checkpoint.save), ("--load", config.checkpoint.load)):
-        path = folder and os.path.abspath(folder)
-        try:
-            (path or "").encode()
-        except UnicodeEncodeError:
-            yield f"{name} {folder!a}: the path {path!a} is not UTF-8: rename the folder"
+    """Yield texts that are not UTF-8. Indexes, logs and safetensors could not hold them.
+
+    For checkpoints the whole path counts, because safetensors loads from it.
+    """
+    for name, value in flatten(config).items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            of_checkpoint = name in ("checkpoint.save", "checkpoint.load")
+            path = os.path.abspath(text) if of_checkpoint and text else text
+            try:
+                path.encode()
+            except UnicodeEncodeError:
+                flag = "--" + name.partition(".")[2].replace("_", "-")
+                yield f"{flag} {text!a}: the path {path!a} is not UTF-8: rename the folder"
 
 
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:

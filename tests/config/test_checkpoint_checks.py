@@ -17,6 +17,14 @@ _LINES = [
         r"--save '/runs/\udce9': the path '/runs/\udce9' is not UTF-8: rename the folder",
     ),
     (
+        "--tensorboard-dir /l/\udce9",
+        r"--tensorboard-dir '/l/\udce9': the path '/l/\udce9' is not UTF-8: rename the folder",
+    ),
+    (
+        "--data-cache-path /c/\udce9",
+        r"--data-cache-path '/c/\udce9': the path '/c/\udce9' is not UTF-8: rename the folder",
+    ),
+    (
         "--save here --save-interval-in-mins 0",
         "--save-interval-in-mins 0.0: must be above 0",
     ),
