@@ -1,12 +1,12 @@
 """Index arrays kept on disk, named by the md5 of a text that describes them.
 
-The file names are those of Megatron-LM, `<md5>.dsc` and `<md5>_<suffix>.npy`, so each program finds
-the other's caches. A file appears under its name complete or not at all: it is written under a
+The names and contents of the files are those of Megatron-LM, `<md5>.dsc` and `<md5>_<suffix>.npy`,
+so it reads our caches. A file appears under its name complete or not at all: it is written under a
 temporary name, flushed and renamed. Any number of processes and jobs may therefore build the same
 arrays at the same time; they write the same bytes.
 
-Nothing in a file of Megatron-LM tells a sound permutation from one with swapped entries. A further
-file, `<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
+Nothing in these files tells a sound permutation from one with swapped entries. A further file,
+`<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
 from. Arrays on disk are used only if they match it, are not older than the dataset, and were
 written by this user, by root or by the owner of the dataset, with nobody else allowed to write to
 them. Otherwise they are built again, even those that Megatron-LM wrote, which have no digest.
