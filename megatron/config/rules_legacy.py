@@ -93,7 +93,7 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
 
 
 def tensor_misfit(model: ModelOptions, ranks: int) -> str:
-    """Return why Megatron-LM 23.08 cannot split attention among so many ranks, or "".
+    """Return why Megatron-LM 23.08 cannot split attention among this many ranks, or "".
 
     If there are more ranks than query groups, this package repeats keys and values instead.
     """

@@ -216,7 +216,7 @@ def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield notices of flags that take effect anyway, or need several processes."""
+    """Yield a notice for each flag that is always in effect or needs several processes."""
     parallel = config.parallel
     overlaps = {
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,

@@ -142,7 +142,7 @@ class FusedPaged(PagedAttention):
     can_capture = True
 
     def __init__(self, library: KernelLibrary) -> None:
-        """Attend with these kernels."""
+        """Store the kernels to attend with."""
         self.name = "fused over the cache"
         self._library = library
 

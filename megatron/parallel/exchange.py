@@ -38,7 +38,7 @@ class Use(Protocol):
     def whole(self, own: Tensor) -> Tensor:
         """Return everything received and this rank's own rows, in the order of the ranks.
 
-        The result is [t rows, ...], which may be read until `close`. Call it after all of
+        The result is [t rows, ...], which may be read until `close`. Call it after all calls of
         `receive`.
         """
 

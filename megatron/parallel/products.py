@@ -201,7 +201,7 @@ class RowByRow(Products):
     can_be_cut = False
 
     def __init__(self, product: RowProduct) -> None:
-        """Multiply by `product`."""
+        """Store the product to multiply with."""
         self._product = product
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -172,7 +172,7 @@ def _history_state(run: Run) -> State:
 
 
 def _history_from(run: Run, reader: Reader) -> State:
-    """Return the history that the checkpoint has: its newest part if the lengths differ."""
+    """Return the history in the checkpoint, or its newest part if the lengths differ."""
     ours, held = _history_state(run), set(reader.names())
     if held.isdisjoint(ours):
         if ours and run.layout.world.rank == 0:
