@@ -12,6 +12,7 @@ The native format, safetensors and JSON:
     exchange       JSON messages between processes
     store          write a checkpoint collectively; convert any checkpoint to this format
     background     save while training continues
+    trust          which files may be read at all
     find           which checkpoints a folder holds
     lock           only one job at a time saves into a folder
     retention      which older checkpoints are deleted

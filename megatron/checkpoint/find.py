@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.trust import open_plain
 from megatron.durable import UNVERIFIED
 from megatron.errors import CheckpointError, warn
 
@@ -117,10 +118,12 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
     """
     path = root / TRACKER
     try:
-        with open(path, "rb") as file:
+        with open_plain(path, follows=True) as file:
             data = file.read(_TRACKER_BYTES + 1)
     except FileNotFoundError:
         return None, None
+    except CheckpointError:
+        return None, f"{TRACKER} is not a plain file"
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
     text = data.decode("ascii", errors="replace")

@@ -11,6 +11,7 @@ from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.legacy.reader import LegacyReader
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader, Reader
+from megatron.checkpoint.trust import check_folder
 from megatron.durable import TEMPORARY, UNVERIFIED
 from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis, Layout
@@ -41,7 +42,8 @@ def open_checkpoint(
     def candidates() -> list[find.FoundCheckpoint]:
         if step is not None:
             return [find.checkpoint_of(root, step)]
-        itself = find.checkpoint_at(root)
+        # A link may lead out of a folder of checkpoints only if the user has named the link itself.
+        itself = find.checkpoint_at(root.resolve() if root.is_symlink() else root)
         return find.list_checkpoints(root) if itself is None else [itself]
 
     problems: list[str] = []
@@ -101,6 +103,7 @@ def open_found(
 
 
 def _open(found: find.FoundCheckpoint, verify: bool, world: Axis) -> Reader:
+    check_folder(found.path)
     if found.format == "legacy":
         return LegacyReader(found.path, world, verify=verify)
     reader = NativeReader(found.path)

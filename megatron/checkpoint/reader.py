@@ -19,6 +19,7 @@ from megatron.checkpoint import manifest, shard
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, flatten
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, TensorPiece
 from megatron.checkpoint.retention import hold_for_reading
+from megatron.checkpoint.trust import open_plain
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
@@ -193,7 +194,7 @@ class NativeReader(Reader):
         """Check that a file's header, which locates its tensors, agrees with the manifest."""
         try:
             self._open(file)  # refuse here whatever reading would refuse later
-            with open(self.path / file, "rb") as stream:
+            with open_plain(self.path / file) as stream:
                 held = shard.parse_header(stream.read(size))
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{file}: {error}") from error
@@ -248,9 +249,11 @@ class NativeReader(Reader):
 def _load_manifest(path: Path) -> manifest.Manifest:
     file = path / MANIFEST
     try:
-        if file.is_symlink() or file.stat().st_size > manifest.MAX_BYTES:
-            raise CheckpointError(f"{MANIFEST}: not a plain file of reasonable size")
-        return manifest.parse(file.read_bytes())
+        with open_plain(file) as stream:
+            data = stream.read(manifest.MAX_BYTES + 1)
+        if len(data) > manifest.MAX_BYTES:
+            raise CheckpointError(f"{MANIFEST}: larger than {manifest.MAX_BYTES:,} bytes")
+        return manifest.parse(data)
     except OSError as error:
         raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
     except ManifestError as error:

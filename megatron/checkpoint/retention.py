@@ -24,6 +24,7 @@ from pathlib import Path
 from megatron.checkpoint.find import COMPLETE, FoundCheckpoint, iteration_folder, scan
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.shard import digest_of
+from megatron.checkpoint.trust import open_descriptor, open_plain
 from megatron.durable import TEMPORARY, beside, remove_tree, sync_folder
 from megatron.errors import CheckpointError
 
@@ -77,7 +78,7 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
         CheckpointError: The checkpoint is being deleted.
         OSError: The file to lock cannot be opened.
     """
-    descriptor = os.open(folder / _LOCKED[kind], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_descriptor(folder / _LOCKED[kind])
     if not _lock(descriptor, fcntl.LOCK_SH):
         os.close(descriptor)
         flags = "--keep-latest or --save-retain-interval"
@@ -118,7 +119,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
     for one in keep.going(candidates, newest, before):
         # Network file systems grant exclusive locks only on files opened for writing.
         file = one.path / _LOCKED[one.format]
-        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not _lock(descriptor, fcntl.LOCK_EX):
                 continue
@@ -170,7 +171,7 @@ def is_as_listed(folder: Path) -> bool:
         OSError: A file cannot be read.
     """
     try:
-        with (folder / COMPLETE).open("rb") as file:
+        with open_plain(folder / COMPLETE) as file:
             listed = dict(json.loads(file.read(_MAX_LIST_BYTES))["files"])
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return False
@@ -204,7 +205,7 @@ def _digests(folder: Path) -> dict[str, str]:
         digest = ""
         if not path.is_symlink():
             try:
-                with zipfile.ZipFile(path) as archive:
+                with open_plain(path) as file, zipfile.ZipFile(file) as archive:
                     records = [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
                 digest = digest_of(json.dumps(records).encode())
             except zipfile.BadZipFile:

@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import dtype_name
+from megatron.checkpoint.trust import open_plain
 from megatron.device import Ferries
+from megatron.durable import create
 from megatron.environment import usable_cores
 
 # Hashing, reading and writing release the interpreter lock. More threads would only contend for
@@ -124,7 +126,7 @@ def write_shard(
     """
     # Write the largest first, so that the threads finish at about the same time.
     order, ferries = sorted(places, key=lambda name: -places[name].size), Ferries(PIECE)
-    with open(path, "xb", buffering=0) as file:
+    with create(path, buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
 
@@ -175,7 +177,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 def digest_of_range(path: Path, start: int, size: int) -> str:
     """Return the digest of `size` bytes of a file from `start`, or of as many as there are."""
     digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         file.seek(start)
         while size and (count := file.readinto(memory[:size])):
             digest.update(memory[:count])

@@ -185,7 +185,7 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
             remedy = "make room, or give another folder to --save"
             raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
         temporary = durable.beside(final, durable.TEMPORARY)
-        temporary.mkdir()
+        temporary.mkdir(mode=0o775)
     return str(temporary)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.huggingface.settings import read_json
+from megatron.checkpoint.trust import check_owner, open_plain
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError
 
@@ -45,7 +46,8 @@ def inside(folder: Path, name: str) -> Path:
     Links from `snapshots/REVISION` into `blobs` of the same model (the hub's cache) are followed.
 
     Raises:
-        CheckpointError: The file is missing, or is a link that leads out of the folder.
+        CheckpointError: The file is missing, is a link that leads out of the folder, or can have
+            been changed by another user.
     """
     path = folder / name
     if not path.is_file():
@@ -56,6 +58,7 @@ def inside(folder: Path, name: str) -> Path:
     target = path.resolve()
     if not any(target.is_relative_to(home) for home in homes):
         raise CheckpointError(f"{path}: a link out of the folder, which is not followed")
+    check_owner(target)
     return path
 
 
@@ -103,7 +106,7 @@ def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
         if not (folder / name).exists():
             continue
         path = inside(folder, name)
-        with open(path, "rb") as file:
+        with open_plain(path, follows=True) as file:
             data = file.read(MAX_COMPANION + 1)
         if len(data) > MAX_COMPANION:
             raise CheckpointError(f"{path}: larger than {MAX_COMPANION:,} bytes")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.trust import open_plain
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 1 << 20  # limit of a JSON file that describes a model; real ones have a few thousand
@@ -48,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: The file is missing, too large, or does not hold a JSON object.
     """
     try:
-        with open(path, "rb") as file:
+        with open_plain(path, follows=True) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megatron.checkpoint.legacy.unpickler import STORAGES, TensorRef, read_pickle, show
 from megatron.checkpoint.shard import memory_of
+from megatron.checkpoint.trust import open_plain
 from megatron.durable import new_file
 from megatron.errors import CheckpointError
 
@@ -81,11 +82,11 @@ class TorchZip:
         """
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open_plain(path) as file:
                 # Map a private copy-on-write view: writing to its tensors does not change the file.
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            with zipfile.ZipFile(path) as archive:
-                infos = archive.infolist()
+                with zipfile.ZipFile(file) as archive:
+                    infos = archive.infolist()
         except (zipfile.BadZipFile, ValueError, OSError) as error:
             what = "not a file of torch.save since PyTorch 1.6, or damaged"
             raise CheckpointError(f"{path}: {what}: {error}") from error

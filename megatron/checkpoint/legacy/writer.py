@@ -206,7 +206,7 @@ class LegacyWriter:
         for plan in self.files[rank::ranks]:
             place = folder / plan.folder
             with storage_errors(place):
-                place.mkdir()
+                place.mkdir(mode=0o775)
                 write_torch_file(place / MODEL_FILE, self._tree(plan))
                 if self._keeps_optimizer and self.config.parallel.use_distributed_optimizer:
                     write_torch_file(place / DISTRIBUTED_FILE, self._flat_states(plan))

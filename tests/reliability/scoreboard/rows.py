@@ -31,6 +31,7 @@ from tests.reliability.scoreboard.serving import (
     guarded_server,
     hostile_texts,
 )
+from tests.reliability.scoreboard.untrusted import hostile_checkpoints
 
 _ALL = 100_000
 
@@ -264,5 +265,14 @@ ROWS: tuple[Row, ...] = (
         hostile_pickles,
         full=5000,
         quick=200,
+    ),
+    Row(
+        43,
+        "signed manifests and meta data with wrong types, impossible numbers or thousands of "
+        "pieces that overlap; links, FIFOs, folders and devices in place of files; files of other "
+        "users or writable by all: refused by name within 10 s, and the older checkpoint loads",
+        hostile_checkpoints,
+        full=1000,
+        quick=30,
     ),
 )

@@ -1,0 +1,101 @@
+"""The files of a checkpoint that may be read: plain ones that no other user can have changed.
+
+All formats open their files here or check them here first. A FIFO or a device would let the reader
+wait for good. A link leads to files that a copy of the folder lacks. A file of another user, or one
+that everybody may write to, says only what that user wants it to say.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron.environment import FOREIGN_ENV, allows_foreign_checkpoints
+from megatron.errors import CheckpointError
+
+_ALLOW = f"set {FOREIGN_ENV}=1 to load it nevertheless"
+
+
+def open_descriptor(path: Path, *, follows: bool = False) -> int:
+    """Open a plain file for reading, without ever waiting for another process.
+
+    Args:
+        path: The file.
+        follows: Follow a link to a plain file.
+
+    Raises:
+        CheckpointError: It is a link, a folder, a FIFO or a device.
+        OSError: It cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device
+            raise CheckpointError(f"{path}: not a plain file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: not a plain file")
+    return descriptor
+
+
+def open_plain(path: Path, *, follows: bool = False) -> BinaryIO:
+    """Open a plain file as `open_descriptor` does, and return it as a file object.
+
+    Args:
+        path: The file.
+        follows: Follow a link to a plain file.
+
+    Raises:
+        CheckpointError: It is a link, a folder, a FIFO or a device.
+        OSError: It cannot be opened.
+    """
+    return open(open_descriptor(path, follows=follows), "rb")
+
+
+def check_folder(folder: Path) -> None:
+    """Check a checkpoint's folder and everything in it.
+
+    Raises:
+        CheckpointError: The folder is a link out of the folder that contains it; or something in it
+            is neither a plain file nor a folder; or another user owns it; or everybody may write to
+            it.
+    """
+    try:
+        if folder.is_symlink() and not allows_foreign_checkpoints():
+            target, root = folder.resolve(), folder.parent.resolve()
+            if not target.is_relative_to(root):
+                remedy = f"give --load that folder itself, or {_ALLOW}"
+                raise CheckpointError(f"a link out of {root}, to {target}: {remedy}")
+        check_owner(folder)
+        for path in folder.rglob("*"):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(f"{path.relative_to(folder)}: not a plain file")
+            check_owner(path)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def check_owner(path: Path) -> None:
+    """Check that a file or folder is this user's or root's, and that not everybody may change it.
+
+    Members of its group may: on many clusters the default mode lets a project's members share it.
+
+    Raises:
+        CheckpointError: It is another user's, or everybody may write to it.
+        OSError: Its owner cannot be read.
+    """
+    if allows_foreign_checkpoints():
+        return
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        remedy = f"copy it, or {_ALLOW} if you trust that user"
+        raise CheckpointError(f"{path}: owned by another user (number {status.st_uid}): {remedy}")
+    if status.st_mode & stat.S_IWOTH:
+        remedy = f"chmod o-w once you know that it is sound, or {_ALLOW}"
+        raise CheckpointError(f"{path}: everybody may write to it: {remedy}")

@@ -1,0 +1,160 @@
+"""Checkpoints with links, FIFOs and devices, or of other users: refused by name, without a hang."""
+
+import os
+import shutil
+import socket
+
+import pytest
+
+from megatron.checkpoint.find import TRACKER, list_checkpoints
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.loading import open_any, open_checkpoint
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.retention import is_as_listed
+from megatron.environment import FOREIGN_ENV
+from megatron.errors import CheckpointError
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
+from tests.checkpoint.states import assert_loads, make_state, save_state
+
+SHARD = "rank_00000.safetensors"
+OTHER = 12345  # a user's number
+NOT_OTHERS = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def _fifo(path):
+    os.mkfifo(path)
+
+
+def _socket(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        here = os.getcwd()
+        os.chdir(path.parent)  # the path may be too long for a socket's address
+        one.bind(path.name)
+        os.chdir(here)
+
+
+def _device(path):
+    os.symlink("/dev/zero", path)
+
+
+def _folder(path):
+    path.mkdir()
+
+
+@pytest.fixture
+def two(tmp_path):
+    save_state(tmp_path, 1)
+    return save_state(tmp_path, 2, make_state(2))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [_fifo, _socket, _device, _folder])
+@pytest.mark.parametrize("name", [MANIFEST, SHARD, "more", TRACKER])
+def test_what_is_no_plain_file_is_never_waited_for(two, capsys, make, name):
+    path = two.parent / TRACKER if name == TRACKER else two / name
+    if path.exists():
+        path.unlink()
+    make(path)
+    if name == TRACKER or (name, make) == ("more", _folder):
+        assert assert_loads(two.parent, [2]) == 2
+    else:
+        assert assert_loads(two.parent, [1]) == 1
+        assert "iter_0000002" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["complete", "mp_rank_00/model_optim_rng.pt"])
+def test_of_megatron_s_files_none_is_waited_for(tmp_path, name):
+    folder = write(tmp_path, Form(), whole_model(1))
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        open_checkpoint(tmp_path)
+    if name == "complete":
+        with pytest.raises(CheckpointError, match="not a plain file"):
+            is_as_listed(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused_unless_it_is_named(two, tmp_path_factory, monkeypatch):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "iter_0000002"
+    two.rename(elsewhere)
+    two.symlink_to(elsewhere)
+    assert assert_loads(two.parent, [1]) == 1
+    assert open_any(two).iteration == 2
+    monkeypatch.setenv(FOREIGN_ENV, "1")
+    assert assert_loads(two.parent, [2]) == 2
+
+
+def test_a_link_inside_the_folder_is_followed(two):
+    two.rename(two.parent / "kept")
+    two.symlink_to("kept")
+    assert assert_loads(two.parent, [2]) == 2
+
+
+@pytest.mark.parametrize("name", [".", MANIFEST, SHARD])
+def test_what_everybody_may_write_to_is_refused(two, capsys, monkeypatch, name):
+    path = two / name
+    path.chmod(path.stat().st_mode | 0o002)
+    assert assert_loads(two.parent, [1]) == 1
+    told = capsys.readouterr().err
+    assert "everybody may write to it: chmod o-w" in told
+    assert f"{FOREIGN_ENV}=1" in told
+    monkeypatch.setenv(FOREIGN_ENV, "1")
+    assert assert_loads(two.parent, [2]) == 2
+
+
+@NOT_OTHERS
+@pytest.mark.parametrize("name", [".", MANIFEST, SHARD])
+def test_what_another_user_owns_is_refused(two, capsys, monkeypatch, name):
+    os.chown(two / name, OTHER, OTHER)
+    assert assert_loads(two.parent, [1]) == 1
+    assert f"owned by another user (number {OTHER})" in capsys.readouterr().err
+    monkeypatch.setenv(FOREIGN_ENV, "1")
+    assert assert_loads(two.parent, [2]) == 2
+
+
+def test_what_is_saved_without_a_mask_can_be_loaded(tmp_path):
+    before = os.umask(0)
+    try:
+        save_state(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert assert_loads(tmp_path, [1]) == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_hugging_face_folders_are_checked_alike(tmp_path, monkeypatch, name):
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "hf", case.config, tensors_of(case))
+    path = folder / name
+    path.chmod(0o666)
+    with pytest.raises(CheckpointError, match=f"{name}: everybody may write to it"):
+        HFReader(folder)
+    with monkeypatch.context() as patched:
+        patched.setenv(FOREIGN_ENV, "1")
+        HFReader(folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError):
+        open_any(folder)
+
+
+def test_the_hub_s_cache_loads_through_its_links(tmp_path):
+    case = CASES["llama"]
+    made = write_folder(tmp_path / "made", case.config, tensors_of(case))
+    snapshot, blobs = tmp_path / "models--a" / "snapshots" / "1", tmp_path / "models--a" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(made.iterdir()):
+        shutil.copy(path, blobs / str(i))
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    assert HFReader(snapshot).names() == HFReader(made).names()
+
+
+def test_only_opening_tells(two):
+    """Listing opens no file: such a folder stays listed, and is refused with a reason."""
+    (two / SHARD).chmod(0o666)
+    assert [one.iteration for one in list_checkpoints(two.parent)] == [2, 1]

@@ -1,0 +1,156 @@
+"""Row 43: checkpoints that no run wrote, with matching digests, and files that are no files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron.checkpoint.manifest import MANIFEST, _sign
+from megatron.checkpoint.shard import digest_of
+from megatron.parallel.layout import Layout
+from tests.checkpoint.states import assert_loads, make_state, save, save_state
+from tests.reliability.scoreboard.score import Trials, expect
+
+_SECONDS = 10
+_OTHER = 54_321  # a user's number
+_META = {
+    "skipped_train_samples": 0,
+    "optimizer": {"step": 2, "loss_scale": {"scale": 65536.0, "growth_tracker": 3}},
+    "schedule": {"num_steps": 8, "max_lr": 0.1, "lr_decay_steps": 40, "lr_decay_style": "cosine"},
+    "rng": {"seed": 1234},
+    "tokenizer": "fingerprint",
+    "corpus": "fingerprint",
+    "config": {"model": {"num_layers": 2}, "training": {"train_iters": 10}},
+    "notices": ["a line"],
+}
+_META["optimizer"]["loss_scale"]["hysteresis_tracker"] = 2  # type: ignore[index]
+_FREE = ("created", "hysteresis_tracker")  # any text, any number
+_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000)
+
+
+def _wrong(value: Any, rng: random.Random) -> Any:
+    """Return a value of another type, or a number out of range."""
+    wrong: list[Any] = [True, [1], {"a": 1}, [[]], {"a": {"b": None}}]
+    wrong += [7, 1.5] if isinstance(value, str) else ["x", "1", ""]
+    if type(value) is int:
+        wrong += [1.5, None, 2.0, 1e300]
+    return rng.choice([one for one in wrong if type(one) is not type(value)])
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every (container, key) below a JSON value."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value))
+    for key in list(keys):
+        if key not in _FREE:
+            yield value, key
+            if isinstance(value[key], dict | list):
+                yield from _places(value[key])
+
+
+def _mistype(newest: Path, rng: random.Random) -> None:
+    body = _body(newest)
+    part = rng.choice([body, body["meta"], body["meta"]])
+    container, key = rng.choice(list(_places(part)))
+    container[key] = _wrong(container[key], rng)
+    (newest / MANIFEST).write_bytes(_sign(body))
+
+
+def _number(newest: Path, rng: random.Random) -> None:
+    """Put a number that JSON lacks, or that nothing can hold, in a number's place; signed."""
+    body = _body(newest)
+    numbers = [(c, k) for c, k in _places(body) if type(c[k]) in (int, float)]
+    container, key = rng.choice(numbers)
+    container[key] = "@"
+    text = json.dumps(body).replace('"@"', rng.choice(_NUMBERS)) + "\n"
+    signed = f'{{"sha256": "{digest_of(text.encode())}", {text[1:]}'
+    (newest / MANIFEST).write_text(signed)
+
+
+def _cut(newest: Path, rng: random.Random) -> None:
+    """Cut a tensor into thousands of pieces along any dimension, of which two overlap."""
+    body = _body(newest)
+    tensor = body["tensors"]["model.layers.0.mlp.up.weight"]
+    (piece,), axis, count = tensor["pieces"], rng.randrange(2), rng.randrange(2, 5_000)
+    tensor["shape"][axis] = count
+    pieces = []
+    for i in range(count):
+        offset, shape = [0, 0], list(tensor["shape"])
+        offset[axis], shape[axis] = i, 1
+        pieces.append({**piece, "offset": offset, "shape": shape})
+    one, other = rng.sample(range(count), 2)
+    pieces[one] = pieces[other]
+    tensor["pieces"] = pieces
+    (newest / MANIFEST).write_bytes(_sign(body))
+
+
+def _replace(newest: Path, rng: random.Random) -> None:
+    """Put a FIFO, a folder or a link in a file's place."""
+    path = rng.choice(sorted(newest.iterdir()))
+    aside = path.rename(newest.parent / "aside")
+    make: list[Callable[[], None]] = [lambda: os.mkfifo(path), lambda: os.symlink(aside, path)]
+    make += [path.mkdir, lambda: os.symlink("/dev/zero", path)]
+    rng.choice(make)()
+
+
+def _link(newest: Path, rng: random.Random) -> None:
+    """Make the checkpoint a link out of its folder."""
+    outside = newest.parent.parent / "outside"
+    newest.rename(outside)
+    newest.symlink_to(outside)
+
+
+def _open_to_all(newest: Path, rng: random.Random) -> None:
+    path = rng.choice([newest, *sorted(newest.iterdir())])
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def _give_away(newest: Path, rng: random.Random) -> None:
+    path = rng.choice([newest, *sorted(newest.iterdir())])
+    if os.geteuid():
+        _open_to_all(newest, rng)  # only root can give files away
+    else:
+        os.chown(path, _OTHER, _OTHER)
+
+
+_ATTACKS = (_mistype, _mistype, _mistype, _number, _number, _cut, _replace, _link, _open_to_all)
+_ATTACKS += (_give_away,)
+
+
+def _body(newest: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((newest / MANIFEST).read_bytes())
+    del body["sha256"]
+    return body
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"more than {_SECONDS} s")
+
+
+def hostile_checkpoints(folder: Path, count: int) -> Trials:
+    """Try row 43: the older checkpoint loads, whatever the newest one is."""
+    trials, rng = Trials(), random.Random(43)
+    before = signal.signal(signal.SIGALRM, _too_long)
+    for number in range(count):
+        root = folder / str(number) / "root"
+        save_state(root, 1)
+        newest = save(root, 2, make_state(2), _META, Layout.single())
+        attack = rng.choice(_ATTACKS)
+        attack(newest, rng)
+        told = io.StringIO()
+        with trials.trial(f"{attack.__name__[1:]}, trial {number}"):
+            signal.alarm(_SECONDS)
+            with contextlib.redirect_stderr(told):
+                assert_loads(root, [1])
+            expect(newest.name in told.getvalue(), f"is not named: {told.getvalue()}")
+        signal.alarm(0)
+        trials.note(attack.__name__[1:].replace("_", " "))
+    signal.signal(signal.SIGALRM, before)
+    return trials
