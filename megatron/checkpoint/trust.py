@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron.environment import FOREIGN_ENV, allows_foreign_checkpoints
 from megatron.errors import CheckpointError
@@ -43,7 +43,7 @@ def open_descriptor(path: Path, *, follows: bool = False) -> int:
     return descriptor
 
 
-def open_plain(path: Path, *, follows: bool = False) -> BinaryIO:
+def open_plain(path: Path, *, follows: bool = False) -> BufferedReader:
     """Open a plain file as `open_descriptor` does, and return it as a file object.
 
     Args:
