@@ -175,7 +175,8 @@ def _objects(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             continue
         value = _object(data)
         if "error" in value:
-            raise UserError(str(value["error"]["message"]))
+            error = value["error"]
+            raise UserError(str(error.get("message", error) if isinstance(error, dict) else error))
         yield value
     raise http.client.HTTPException("the answer is incomplete")
 

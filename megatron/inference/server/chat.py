@@ -129,8 +129,8 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
         return _read("the tokenizer's", path)
     found = _settings(tokenizer_model).get("chat_template")
     if isinstance(found, list):  # several templates with names
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[-1].get("template") if named else None
     return found if isinstance(found, str) else None
 
 
