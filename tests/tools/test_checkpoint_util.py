@@ -375,7 +375,8 @@ def test_training_starts_from_hugging_face_s_folder_without_a_conversion(
     assert all(torch.equal(read_whole(one, n), read_whole(other, n)) for n in one.names())
     words.remove("--finetune")
     assert main(GPTRecipe(), [*words, "--load", str(original), "--save", str(tmp_path / "x")]) == 4
-    assert "holds no optimizer state: use --no-load-optim for a fresh optimizer" in capsys.readouterr().err
+    told = "holds no optimizer state: use --no-load-optim for a fresh optimizer"
+    assert told in capsys.readouterr().err
 
 
 def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -> None:

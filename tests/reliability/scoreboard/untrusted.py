@@ -33,15 +33,17 @@ _META = {
 }
 _META["optimizer"]["loss_scale"]["hysteresis_tracker"] = 2  # type: ignore[index]
 _FREE = ("created", "hysteresis_tracker")  # any text, any number
+# A schedule may have fractions and None, and a configuration what YAML may have.
+_LENIENT = ("num_steps", "lr_decay_steps", "num_layers", "train_iters")
 _NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000)
 
 
-def _wrong(value: Any, rng: random.Random) -> Any:
+def _wrong(key: Any, value: Any, rng: random.Random) -> Any:
     """Return a value of another type, or a number out of range."""
     wrong: list[Any] = [True, [1], {"a": 1}, [[]], {"a": {"b": None}}]
-    wrong += [7, 1.5] if isinstance(value, str) else ["x", "1", ""]
+    wrong += [7, 1.5] if isinstance(value, str) else ["x", ""]
     if type(value) is int:
-        wrong += [1.5, None, 2.0, 1e300]
+        wrong += [1e300] if key in _LENIENT else [1.5, None, 2.0, 1e300, "1"]
     return rng.choice([one for one in wrong if type(one) is not type(value)])
 
 
@@ -59,7 +61,7 @@ def _mistype(newest: Path, rng: random.Random) -> None:
     body = _body(newest)
     part = rng.choice([body, body["meta"], body["meta"]])
     container, key = rng.choice(list(_places(part)))
-    container[key] = _wrong(container[key], rng)
+    container[key] = _wrong(key, container[key], rng)
     (newest / MANIFEST).write_bytes(_sign(body))
 
 
