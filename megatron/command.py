@@ -62,9 +62,9 @@ def say(text: str) -> None:
 
 @contextmanager
 def outliving_output(tell: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, let `say` warn, call `tell` and go on if its reader has gone.
+    """Let `say` warn, call `tell` and continue if the reader of stdout goes away in the block.
 
-    A run has a checkpoint to write first.
+    A training run uses this to write a checkpoint before it exits.
     """
     _without_output.append(tell)
     try:
@@ -125,9 +125,9 @@ def run_command(work: Callable[[], int | None]) -> int:
         work: The command, a function that may return an exit code.
 
     Returns:
-        The code that `work` returns, 0 by default; the code of a UserError, after printing its
-        message on stderr, which includes a lack of memory; 130 after Ctrl-C; 141 if the reader of
-        stdout has gone.
+        The code that `work` returns, 0 by default; the code of a UserError (a lack of memory counts
+        as one), after printing its message on stderr; 130 after Ctrl-C; 141 if the reader of stdout
+        has gone.
     """
     prepare_streams()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -153,7 +153,7 @@ def run_command(work: Callable[[], int | None]) -> int:
 
 
 def prepare_streams() -> None:
-    """Make standard streams that accept any text.
+    """Set up standard streams that accept any text.
 
     The null device replaces streams that were closed at the start, as some daemons and `>&-` do.
     Python sets those to `None`, and the next file to be opened would get their descriptors and

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Dense bf16/fp16 peak in FLOP/s by datasheet, for the first pattern found in the device's name.
+# Peak dense bf16/fp16 FLOP/s from the datasheet, by the first pattern found in the device's name.
 _PEAK_FLOPS = (
     ("H100 PCIe", 756e12),
     ("H100|H200|H800", 989e12),
@@ -40,7 +40,7 @@ _properties = cache(torch.cuda.get_device_properties)
 class MemoryReport:
     """The bytes allocated and reserved, now and at the peak, and the number of allocations in use.
 
-    On a CPU, both are the resident memory, and allocations are not counted.
+    On a CPU, allocated and reserved both mean resident memory, and allocations are not counted.
     """
 
     allocated: int
@@ -105,7 +105,7 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """The dense 16-bit peak in FLOP/s by datasheet, or `None` if unknown."""
+        """The peak dense 16-bit FLOP/s from the datasheet, or `None` if unknown."""
         return next((flops for names, flops in _PEAK_FLOPS if re.search(names, self.name)), None)
 
     def as_current(self) -> AbstractContextManager[object]:
@@ -118,7 +118,7 @@ class Device:
             torch.cuda.set_device(self.torch_device)
 
     def recorder(self) -> Recorder:
-        """Return a recorder of work (CUDA graphs). Recordings of one recorder share memory."""
+        """Return a recorder of CUDA graphs, whose recordings share memory."""
         return Recorder(self.torch_device)
 
     def synchronize(self) -> None:
@@ -138,7 +138,7 @@ class Device:
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
 
     def send(self, array: np.ndarray) -> Tensor:
-        """Return the array on the device. A GPU copies it while this process continues."""
+        """Return the array on the device. Copying to a GPU is asynchronous."""
         tensor = torch.from_numpy(array)
         if not self.is_gpu:
             return tensor
@@ -156,10 +156,11 @@ class Device:
                 torch.cuda.manual_seed(seed)
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of resident host memory to copy to, pinned if this is a GPU.
+        """Return a resident host buffer of `size` bytes, pinned if this is a GPU.
 
-        The memory stays pinned as long as the result itself is held, not only views of it. Forked
-        processes do not inherit it, because they would copy every page that is written.
+        The memory stays pinned while the result itself is referenced. References to views are not
+        enough. Forked processes do not inherit the memory, because they would copy every page that
+        is written.
 
         Raises:
             MemoryError: There is not enough memory.
@@ -169,7 +170,7 @@ class Device:
         except OSError as error:
             raise MemoryError(f"{size:,} bytes of memory: {error.strerror}") from error
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            with suppress(AttributeError, OSError):  # Linux has them, if its kernel supports them
+            with suppress(AttributeError, OSError):  # available on Linux, if the kernel supports it
                 memory.madvise(getattr(mmap, advice))
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if not self.is_gpu:
@@ -261,7 +262,7 @@ class Ferry:
             self._stream.synchronize()
 
     def bring(self, data: Tensor, target: Tensor) -> None:
-        """Copy bytes from any memory of the host, and wait until they have arrived.
+        """Copy bytes from any host memory to the device, and wait until they have arrived.
 
         The driver does the same for unpinned memory, but only for one thread at a time.
 
@@ -306,7 +307,7 @@ class Recorder:
 
     A replay reads and writes the same memory each time and returns the same tensors. The recorded
     function must not wait for the device, and only its kernels are repeated. Recordings share
-    memory: what one recording leaves for another must be read before a third one runs.
+    memory: results that one recording leaves for another must be read before a third one runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -325,7 +326,8 @@ class Recorder:
             The result of the work, and a function that runs the kernels.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads (data loading, saving) may go on with operations that a recording forbids.
+        # Other threads (data loading, saving) may continue to run operations that a recording
+        # forbids.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         self._graphs.add(graph)
@@ -356,7 +358,7 @@ class Recorder:
 
 
 class Reading:
-    """A copy of numbers to the host, in progress.
+    """An ongoing copy of numbers from a device to the host.
 
     Args:
         numbers: A 1-D tensor on any device.
@@ -378,10 +380,10 @@ class Reading:
 
 
 class StreamMarks:
-    """A device's progress, shown by the latest of the numbers that its queue copies to the host.
+    """A measure of a device's progress: increasing numbers that its queue copies to the host.
 
-    Each mark costs a copy of 4 bytes. Reading makes no driver call, because the driver answers no
-    thread while another waits for space in a full queue.
+    Each mark costs a copy of 4 bytes. Reading the latest number makes no driver call, because the
+    driver blocks all threads while one waits for space in a full queue.
     """
 
     _NUMBERS = 2**16  # more than are ever in the queue

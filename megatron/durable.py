@@ -1,7 +1,7 @@
 """Files that are written completely or not at all, even if the process or machine fails.
 
-Every temporary file of the package is made by `create`, so nobody can prepare its name. What is
-loaded from a folder that others may write to is opened by `open_trusted`.
+Every temporary file of the package is made by `create`, so no other user can create a file of that
+name in advance. Files loaded from a folder that others may write to are opened by `open_trusted`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
 
 
 def beside(path: Path, kind: str) -> Path:
-    """Return the path with `kind` and a random tail appended, which no other process chooses."""
+    """Return the path with `kind` and a random suffix appended, so that it is unique."""
     return path.with_name(f"{path.name}{kind}{uuid.uuid4().hex}")
 
 
@@ -78,7 +78,7 @@ def sync_folder(path: Path) -> None:
 
 
 def create(path: Path, buffering: int = -1) -> BinaryIO:
-    """Create a file, which others may read but not write, and open it for writing and reading.
+    """Create a file that others may read but not write, and open it for writing and reading.
 
     Raises:
         FileExistsError: The name is taken, even if only by a link. A link is never followed.
@@ -90,7 +90,8 @@ def create(path: Path, buffering: int = -1) -> BinaryIO:
 def open_trusted(path: Path, *owners: int) -> BufferedReader:
     """Open a file for reading that only this user, root or one of `owners` can have written.
 
-    The check is made on the open file, so the name may be given to another file meanwhile.
+    The check is made on the open file, so it holds even if another file is given the name
+    meanwhile.
 
     Raises:
         OSError: The file cannot be opened, is a link or not a regular file, belongs to another
@@ -114,7 +115,8 @@ def private_folder(path: Path) -> Path:
     """Return the path of a folder with mode 0700, which is created if it does not exist.
 
     Raises:
-        OSError: It cannot be created, is a link, belongs to another user, or is open to others.
+        OSError: The folder cannot be created, is a link, belongs to another user, or is accessible
+            to others.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -136,7 +138,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that gets its name if the body succeeds and is removed if it fails.
+    """Yield a new file that gets its final name if the body succeeds and is removed if it fails.
 
     The folder is not flushed.
     """
@@ -159,7 +161,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def check_unpublished(check: Check, temporary: Path, final: Path) -> None:
-    """Check a folder before it gets its name.
+    """Check a folder before it gets its final name.
 
     If the check fails or does not finish, the folder is kept as `final` with `.unverified-<unique>`
     appended, for inspection. No program loads it.

@@ -60,13 +60,13 @@ def private_cache(name: str) -> Path:
     """Return this user's own folder for files that are compiled or kept between sessions.
 
     It is in the folder that MEGATRON_CACHE names, or in the user's cache folder. The name ends with
-    the user's number, so that several users can share MEGATRON_CACHE. Nobody else may enter it.
+    the user ID, so that several users can share MEGATRON_CACHE. Nobody else may enter it.
 
     Args:
         name: What is kept in the folder.
 
     Raises:
-        OSError: The folder cannot be created, or is not this user's alone.
+        OSError: The folder cannot be created, or other users have access to it.
         RuntimeError: The user has no home folder.
     """
     if asked := os.environ.get("MEGATRON_CACHE"):

@@ -22,8 +22,8 @@ EXIT_SAVED_ON_SIGNAL = 3
 def say_on_stderr(text: str) -> None:
     """Print a line on the error stream at once, even if output is piped.
 
-    If the disk of the log is full, the line is dropped, so that neither the work nor its exit code
-    changes.
+    If the disk that holds the log is full, the line is dropped, so that neither the work nor its
+    exit code changes.
     """
     try:
         print(text, file=sys.stderr, flush=True)
@@ -53,12 +53,12 @@ def warn(text: str) -> None:
 
 
 class UserError(Exception):
-    """A problem that the user can fix. The message names flag or file, value and remedy."""
+    """A problem that the user can fix. It names the flag or file, the value and the remedy."""
 
     exit_code = 1
 
     def __init_subclass__(cls, exit_code: int = 1) -> None:
-        """Give the class the exit code of a command that it ends."""
+        """Set the exit code of a command that ends with this error."""
         cls.exit_code = exit_code
 
 
@@ -75,7 +75,7 @@ class DataError(UserError, exit_code=6):
 
 
 class NumericsError(UserError, exit_code=7):
-    """Loss or gradients stopped being finite."""
+    """The loss or the gradients are no longer finite."""
 
 
 class StorageError(UserError, exit_code=8):
@@ -86,7 +86,7 @@ class ShortageError(UserError, exit_code=10):
     """The device, or the host, has less memory than the run needs."""
 
 
-# What the system, PyTorch, the loader of shared libraries, Rust and C++ say.
+# How the system, PyTorch, the loader of shared libraries, Rust and C++ report a lack of memory.
 _SHORTAGE = re.compile(
     "(can't|cannot|unable to|failed to) (allocate|mmap|map)|out of memory|bad_alloc"
     "|can't start new thread",
@@ -96,10 +96,10 @@ _REMEDY = "Free memory, raise the limit of the process or container, or use a ma
 
 
 def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None:
-    """Return the error to report for one that says memory is short, or `None` for any other.
+    """Return the error to report if `error` means a lack of memory, otherwise `None`.
 
     Memory can run out anywhere, and each library says so in its own way. This is the only place
-    that knows them.
+    that knows all of their messages.
 
     Args:
         error: Any exception.
@@ -124,7 +124,7 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
 
 @contextmanager
 def shortage_errors(remedy: str) -> Iterator[None]:
-    """Turn every error that says memory is short into one that names a remedy.
+    """Turn every error that means a lack of memory into one that names a remedy.
 
     Args:
         remedy: A sentence that says what to change.
@@ -142,7 +142,7 @@ def shortage_errors(remedy: str) -> Iterator[None]:
 
 
 class OutputClosedError(UserError, exit_code=141):
-    """The reader of the log has gone. The code is a shell's for a program that SIGPIPE ended."""
+    """The reader of the log has gone. The exit code is what shells report after SIGPIPE."""
 
 
 class ConfigError(UserError, exit_code=9):

@@ -20,7 +20,7 @@ Reading:
     reader         the interface `Reader` of all formats; the native one; `restore`
     meta           the types of the data that a run stores besides its tensors
     loading        open the newest sound checkpoint of a folder, whatever its format
-    compatibility  whether a checkpoint is of the run's network and optimizer
+    compatibility  whether a checkpoint fits the run's network and optimizer
     inspection     describe and compare checkpoints
 Other formats:
     legacy         Megatron-LM's own files

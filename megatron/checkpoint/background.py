@@ -41,7 +41,7 @@ class Saved:
         path: The checkpoint's folder.
         size: Bytes of all tensors.
         seconds: Seconds from the end of the copy until the checkpoint was published.
-        waited: Seconds for which training stood still, on the rank that waited longest.
+        waited: Seconds for which training was paused, on the rank that waited longest.
     """
 
     iteration: int
@@ -119,7 +119,7 @@ class BackgroundSaver:
         Raises:
             MemoryError: There is not enough host memory for a copy of what this rank writes.
         """
-        self._root = Path(root).absolute()  # now: the process may change its folder
+        self._root = Path(root).absolute()  # before the process changes its working folder
         self._description = describe(entries)
         self._plan = agree(entries, layout)
         self._copy = HostCopy(share_of(self._plan, entries, layout.world.rank), device)
@@ -158,7 +158,7 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way in this process; others may see it finish a little later."""
+        """Whether a save is under way in this process. Others may see it finish a little later."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ _OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 def check_network(
     config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
 ) -> list[str]:
-    """Check that a checkpoint is of the run's network.
+    """Check that a checkpoint holds the run's network.
 
     The context length may grow if positions have no weights.
 

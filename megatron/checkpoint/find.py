@@ -1,8 +1,8 @@
 """Find the checkpoints of a folder and the order in which to try them.
 
 Folders follow Megatron's layout: `latest_checkpointed_iteration.txt` names an iteration (or
-"release"), and `iter_0000100/` holds it. In addition, we write these, and a killed run may leave
-them behind:
+"release"), and `iter_0000100/` holds it. In addition, we write the following, and a killed run may
+leave them behind:
 
     iter_0000100/manifest.json          marks a complete checkpoint: written before the rename
     iter_0000100/complete               the list of Megatron-LM's files that we have written
@@ -114,7 +114,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
     """Return the folder that the tracker names and what is wrong with the tracker.
 
-    At least one of the two is None. Both are if there is no tracker.
+    At least one of the two is None. Both are None if there is no tracker.
     """
     path = root / TRACKER
     try:
@@ -175,7 +175,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     """Return the complete checkpoint of an iteration, for --ckpt-step.
 
     Raises:
-        CheckpointError: There is none. The message lists the iterations that exist.
+        CheckpointError: There is no such checkpoint. The message lists the iterations that exist.
     """
     flag = f"--ckpt-step {iteration}: {root}"
     if checkpoint_at(root) is not None:

@@ -47,7 +47,7 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> tuple[list[str], i
             equal += 1
         else:
             lines.append(f"{name}: {line}")
-    if not only:  # Megatron's files say less than ours, so only keys that both have are compared
+    if not only:  # Megatron's files hold fewer settings, so only keys that both have are compared
         sides = _settings(one.meta), _settings(other.meta)
         for key in sorted(sides[0].keys() & sides[1].keys()):
             if sides[0][key] != sides[1][key]:
@@ -78,7 +78,7 @@ def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
 
 
 def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """Return how many values differ, and the largest difference. Two NaNs count as the same."""
+    """Return how many values differ, and the largest difference. Two NaNs count as equal."""
     if one.dtype == other.dtype and torch.equal(one, other):
         return 0, 0.0
     one, other = one.double(), other.double()
@@ -170,7 +170,7 @@ def _summarize_all(
 
 def _details(reader: Reader) -> Iterator[str]:
     for key, value in sorted(reader.meta.items()):
-        if key == "config" and isinstance(value, dict):  # long, so one line a section
+        if key == "config" and isinstance(value, dict):  # long, so print one line per section
             for section, fields in sorted(value.items()):
                 yield f"  {key}.{section}: {json.dumps(fields, sort_keys=True)}"
         else:

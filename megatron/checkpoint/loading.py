@@ -34,7 +34,7 @@ def open_checkpoint(
 
     Raises:
         CheckpointError: All checkpoints are damaged (the message says what is wrong with each), or
-            there is none of the iteration.
+            none is of the requested iteration.
     """
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
@@ -87,7 +87,7 @@ def open_found(
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
     """
-    # Imported here because the schema is built of pydantic's types, which take 70 ms to import.
+    # Imported here because the schema is built from pydantic's types, which take 70 ms to import.
     from megatron.checkpoint.meta import check_meta
 
     try:
@@ -96,7 +96,7 @@ def open_found(
         return reader
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # the files come from outside: whatever they cause is their damage
+    except Exception as error:  # the files come from outside: any exception means they are damaged
         kind = "a Megatron-LM" if found.format == "legacy" else "a native"
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"not {kind} checkpoint: {what:.500}") from error
@@ -117,7 +117,7 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis) -> Reader:
 def open_root(
     root: Path, *, step: int | None = None, verify: bool = True, layout: Layout | None = None
 ) -> Reader | None:
-    """Open what --load names, or return None if there is nothing.
+    """Open the checkpoint that --load names, or return None if there is none.
 
     Args:
         root: A Hugging Face folder, one checkpoint, or a folder of checkpoints.
@@ -126,7 +126,7 @@ def open_root(
         layout: The ranks that open it together; collective if it is given.
 
     Raises:
-        CheckpointError: None of the checkpoints can be read, or there is none of the iteration.
+        CheckpointError: None of the checkpoints can be read, or none is of the requested iteration.
     """
     if not is_model_folder(root):
         return open_checkpoint(root, step=step, verify=verify, layout=layout)
@@ -143,8 +143,8 @@ def open_any(path: Path, *, verify: bool = True) -> Reader:
     """Open the checkpoint at a path.
 
     Args:
-        path: A folder of checkpoints, of which the newest sound one is opened; a single checkpoint
-            (`iter_0000100`); or a Hugging Face folder.
+        path: A folder of checkpoints (the newest sound one is opened), a single checkpoint
+            (`iter_0000100`), or a Hugging Face folder.
         verify: Compare digests; Hugging Face files have none.
 
     Raises:
@@ -157,7 +157,7 @@ def open_any(path: Path, *, verify: bool = True) -> Reader:
 
 
 def nothing_at(path: Path) -> str:
-    """Return why there is no checkpoint at a path, and where there may be one."""
+    """Explain why there is no checkpoint at a path, and where there may be one."""
     if not path.exists():
         return "there is no such folder"
     if path.is_file():

@@ -34,7 +34,7 @@ def save_lock(root: Path | str) -> Iterator[Path]:
 
     Raises:
         CheckpointError: Another job holds the folder.
-        StorageError: The folder cannot be written.
+        StorageError: The folder cannot be written to.
     """
     path = Path(root).absolute() / LOCK
     with storage_errors(path):

@@ -1,4 +1,4 @@
-"""The types of those meta data of a checkpoint that a program reads.
+"""The types of the checkpoint metadata that the program reads.
 
 They are checked when a checkpoint is opened, so that code that reads `Reader.meta` later finds what
 it expects, and a checkpoint that holds something else is refused while an older one can still load.
@@ -23,7 +23,7 @@ from megatron.errors import CheckpointError, ConfigError
 _WORDS = "model.embedding.word.weight"
 
 _Seed = Annotated[int, Ge(0), Le((1 << 32) - 1)]
-# Megatron's schedules may hold None for what a style does not need.
+# Megatron's schedules may hold None for values that a style does not need.
 _Samples = Annotated[float, Ge(0), Le(float(1 << 63))] | None
 _Nothing = Annotated[dict[str, Json], MaxLen(0)]
 

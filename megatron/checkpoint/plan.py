@@ -21,7 +21,7 @@ _Writers = dict[tuple[str, Box], int]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor, the rank that writes it, and the index of the file among that rank's."""
+    """A part of a tensor, the rank that writes it, and the index of the file on that rank."""
 
     rank: int
     box: Box
@@ -49,7 +49,7 @@ class SavePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(_bytes(self.dtypes[name], math.prod(self.shapes[name])) for name in self.parts)
 
     def keyed(self, name: str) -> Iterator[tuple[str, Part]]:

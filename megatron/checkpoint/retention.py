@@ -45,7 +45,7 @@ class Keep:
         latest: Number of newest checkpoints to keep (--keep-latest). None keeps all, except as
             `every` says.
         every: Keep the checkpoints whose iteration is a multiple of this number
-            (--save-retain-interval). Without `latest`, only the one before the newest may be
+            (--save-retain-interval). Without `latest`, only the checkpoint before the newest may be
             deleted, as in Megatron Core.
     """
 
@@ -55,7 +55,7 @@ class Keep:
     def going(
         self, found: list[FoundCheckpoint], newest: int, before: str | None
     ) -> list[FoundCheckpoint]:
-        """Return the checkpoints of `found`, which is newest first, that `prune` should delete."""
+        """Return the checkpoints that `prune` should delete. `found` is sorted newest first."""
         if self.latest is not None:
             old = found[self.latest :]
         else:

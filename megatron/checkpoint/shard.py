@@ -1,13 +1,13 @@
 """Tensors in a safetensors file, hashed from memory while they are written.
 
 Layout of the file: 8 bytes with the header's length (little-endian), the JSON header, the tensors
-without gaps. The header is hashed, and so is each tensor; together with the file's size that covers
-every byte. The bytes in memory are hashed, not the ones read back from disk, so a failed write does
-not pass verification later.
+without gaps. The header is hashed, and so is each tensor. Together with the file's size, these
+digests cover every byte. The bytes in memory are hashed, not the ones read back from disk, so a
+failed write does not pass verification later.
 
 Each thread writes and hashes a tensor piece by piece. CPU tensors are used in place. GPU tensors
 pass through a small pinned buffer: the next piece is copied while one is written. So a save takes
-only as long as files and digests do, and its memory does not grow with the checkpoint.
+only as long as writing and hashing do, and its memory does not grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def write_shard(
     places: Mapping[str, Placement],
     threads: int = THREADS,
 ) -> dict[str, str]:
-    """Write what `plan_shard` planned to a new file, flush it, and return digests by name.
+    """Write the tensors to a new file as planned, flush it, and return their digests by name.
 
     Args:
         path: The file, which must not exist.

@@ -1,9 +1,9 @@
 """Write a checkpoint completely and durably, or not at all.
 
-The order makes it safe. All files go into a temporary folder and are flushed; every rank learns
-every rank's result; the manifest is written last; one rename publishes the folder; only then does
-the tracker name it. If a process is killed at any point, the previous checkpoint is unchanged and
-the tracker still names it.
+The order of the steps makes a save safe. All files go into a temporary folder and are flushed;
+every rank learns every rank's result; the manifest is written last; one rename publishes the
+folder; only then does the tracker name it. If a process is killed at any point, the previous
+checkpoint is unchanged and the tracker still names it.
 
 Only one job at a time may save into a folder (`lock.save_lock`), because a save removes the files
 that killed ones left behind.
@@ -95,7 +95,7 @@ def write_checkpoint(
         root: Folder of checkpoints, created if it is missing.
         snapshot: This rank's share of the checkpoint.
         keep: Which older checkpoints to keep. None keeps all of them.
-        check: Check that rank 0 runs on the checkpoint before publishing it
+        check: A check that rank 0 runs on the checkpoint before publishing it
             (`durable.check_unpublished`).
 
     Raises:
@@ -132,7 +132,7 @@ def write_folder(
         fill: Function that writes and flushes the files into a temporary folder, on all ranks.
         last: The file that rank 0 writes after all others, and its content.
         keep: Which older checkpoints to keep. None keeps all of them.
-        check: Check that rank 0 runs on the folder before publishing it.
+        check: A check that rank 0 runs on the folder before publishing it.
 
     Returns:
         The folder's path.

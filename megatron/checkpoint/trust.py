@@ -1,8 +1,8 @@
 """The files of a checkpoint that may be read: plain ones that no other user can have changed.
 
-All formats open their files here or check them here first. A FIFO or a device would let the reader
-wait for good. A link leads to files that a copy of the folder lacks. A file of another user, or one
-that everybody may write to, says only what that user wants it to say.
+All formats open their files here or check them here first. A FIFO or a device would make the reader
+wait forever. A link leads to files that a copy of the folder lacks. A file that another user owns
+or can write to holds whatever that user wants.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _HEX_DIGITS = 64
 
 
 class ArraySpec(NamedTuple):
-    """The type and shape of a cached array, and the end of its file name."""
+    """The type and shape of a cached array, and the suffix of its file name."""
 
     suffix: str
     dtype: np.dtype[Any]
@@ -104,12 +104,12 @@ class IndexCache(NamedTuple):
 
 @contextlib.contextmanager
 def saving(what: str, *, warns: bool) -> Iterator[None]:
-    """Run the body, and replace an OSError in it by a warning.
+    """Run the body, and turn an OSError in it into a warning.
 
     The warning names the consequence and the remedy.
 
     Args:
-        what: The index and its place, for the warning.
+        what: The index and its location, for the warning.
         warns: Whether this process prints the warning.
     """
     try:
@@ -161,7 +161,7 @@ def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
             if is_fortran or dtype.hasobject:
                 return None
             return np.memmap(file, dtype, "r", file.tell(), shape).view(np.ndarray)
-    except Exception:  # numpy parses the header as Python, which a damaged one fails in any way
+    except Exception:  # numpy parses the header as Python; a damaged one can raise anything
         return None
 
 
@@ -186,7 +186,7 @@ class ArrayFiles(NamedTuple):
     """Arrays in files `<stem><suffix>.npy`, and the digest of all of them in `<stem>.sha256`.
 
     Attributes:
-        stem: The path of the files without the ends of their names.
+        stem: The path of the files without their suffixes.
         suffixes: The suffix of each array.
         origin: The digest of everything that determines the arrays (`digest_of`), so that files
             that were renamed or made from other data are not used.

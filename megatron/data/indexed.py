@@ -63,7 +63,7 @@ class IndexedDataset:
         prefix: The path without `.bin` and `.idx`.
 
     Raises:
-        DataError: A file is missing, of another format, truncated or inconsistent.
+        DataError: A file is missing, in another format, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:

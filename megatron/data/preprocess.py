@@ -2,7 +2,8 @@
 
     read_blocks  ->  BlockEncoder, in several processes  ->  one builder per key
 
-Blocks are returned in the order of the input, so the output does not depend on the workers.
+Blocks are returned in the order of the input, so the output does not depend on the number of
+workers.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class SentenceSplitter(NamedTuple):
 
 
 def installed_punkt(language: str) -> Any | None:
-    """Return NLTK's trained Punkt of `language`, or `None` if its data is not installed."""
+    """Return NLTK's trained Punkt for `language`, or `None` if its data is not installed."""
     import nltk
     from nltk.tokenize.punkt import PunktTokenizer
 
@@ -93,7 +94,7 @@ def installed_punkt(language: str) -> Any | None:
 
 
 def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
-    """Train Punkt on the first `characters` of `texts`, without a download.
+    """Train Punkt on the first `characters` characters of `texts`, without a download.
 
     It learns abbreviations and how sentences start from the text itself.
 
@@ -318,9 +319,10 @@ def map_in_order(
 
     This is a context manager: workers exit while the caller processes the last results, and
     leaving the context waits for them. Without workers everything happens in this process, which
-    ends without a message if a library of `function` aborts for lack of memory. With workers, at
-    most two tasks per worker are in progress, so neither tasks nor results accumulate. If processes
-    cannot be forked, `function` is sent to them by its `__reduce__`. No task may be `None`.
+    ends without a message if a library that `function` calls aborts for lack of memory. With
+    workers, at most two tasks per worker are in progress, so neither tasks nor results accumulate.
+    If processes cannot be forked, `function` is sent to them by its `__reduce__`. No task may be
+    `None`.
 
     Args:
         function: The work. It must not depend on earlier tasks.

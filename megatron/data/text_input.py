@@ -1,10 +1,10 @@
 """Reading corpora: JSON lines (plain, .gz, .zst), parquet and text files, in blocks of lines.
 
-For every format, a block is several whole lines of JSON, one document per line. For a plain JSON
+In every format, a block consists of whole lines of JSON, one document per line. For a plain JSON
 lines file, a block only says where its lines are, so that the process that parses them reads them.
 
-Memory is bounded whatever a file holds: no line that is longer than the caller allows is read or
-unpacked as a whole. It becomes a block of its own without text, which `parse_block` reports.
+Memory is bounded whatever a file holds: a line that is longer than the caller allows is never read
+or unpacked as a whole. It becomes a block of its own without text, which `parse_block` reports.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[Text
 
 
 def _last_line_apart(block: TextBlock, longest: int) -> Iterator[TextBlock]:
-    """Yield the block, split before its last line if that may be too long."""
+    """Yield the block, split before its last line if that line may be too long."""
     data = block.data
     assert data is not None
     if len(data) <= longest:
@@ -308,7 +308,7 @@ def _without_text(line: TextBlock, longest: int) -> TextBlock:
 
 
 def _finish_line(file: BinaryIO, data: bytes) -> int:
-    """Read past the rest of the line at whose beginning `data` ends, and return its size."""
+    """Read past the rest of the line in which `data` ends, and return its size in bytes."""
     size = 0
     while data and not data.endswith(b"\n"):
         data = file.readline(BLOCK_BYTES)
@@ -370,7 +370,7 @@ def _parquet_blocks(
                 size += len(lines[-1])
         if lines:
             yield block()
-    except MemoryError:  # Arrow's is an ArrowException too
+    except MemoryError:  # Arrow's own MemoryError is an ArrowException too
         raise
     except pyarrow.ArrowException as error:
         raise DataError(f"--input {path}: not a readable parquet file ({error})") from error

@@ -32,8 +32,9 @@ from megatron.environment import cuda_home
 HERE = Path(__file__).parent
 PREBUILT = HERE / "built"  # filled by `pip install`
 FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
-# Seconds for all of nvcc: 10 to 16 are usual, 60 on two cores that others use too. Well below
-# --distributed-timeout-minutes: processes on other machines may be waiting already.
+# Time limit in seconds for the whole compilation, which usually takes 10 to 16, or 60 on two cores
+# that others use too. It is well below --distributed-timeout-minutes, because processes on other
+# machines may be waiting already.
 BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that builds
@@ -79,7 +80,7 @@ def find_compiler() -> Compiler:
     """Return the nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda.
 
     Raises:
-        BuildError: There is none, or it does not run.
+        BuildError: There is no nvcc, or it does not run.
     """
     home = cuda_home()
     found = shutil.which("nvcc", path=str(home / "bin")) if home else shutil.which("nvcc")
@@ -138,7 +139,7 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
         architecture: "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
         say: Prints one line about each library that is not used.
-        version: The version of nvcc that made the library. By default any will do.
+        version: The version of nvcc that made the library. By default any version will do.
     """
     reasons = []
     for path in sorted(folder.glob(f"kernels-{architecture}-{digest()}-cuda{version}-*.so")):
@@ -242,7 +243,7 @@ def keep(made: Path, stem: Path) -> Path:
 def compile_sources(
     compiler: Compiler, architecture: str, scratch: Path, *more_flags: str, say: Say | None = None
 ) -> Path:
-    """Compile every source, all at once, and link them.
+    """Compile all sources in parallel, and link them.
 
     Args:
         compiler: The nvcc.
@@ -296,7 +297,7 @@ class _Clock:
 def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
     """Run nvcc commands in parallel, and return what each of them printed.
 
-    The last word of a command is the file that it makes.
+    The last argument of a command is the file that it makes.
     """
     running: dict[int, subprocess.Popen[str]] = {}
     said = [""] * len(commands)
@@ -307,7 +308,8 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
         ]
         try:
             for i, command in enumerate(commands):
-                # A group of its own, with what nvcc itself starts.
+                # Use a separate process group, which includes the processes that nvcc itself
+                # starts.
                 running[i] = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -342,7 +344,7 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
 
 @contextmanager
 def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
-    """Hold the lock file.
+    """Hold the lock file while the body runs.
 
     On a file system without locks, go on without it: files are renamed into place, so building
     twice wastes time but does no harm.
@@ -373,7 +375,7 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
 
 def say_nothing(line: str) -> None:
-    """Print nothing. This stands for `errors.say_on_stderr` where another process prints."""
+    """Print nothing. Use this instead of `errors.say_on_stderr` where another process prints."""
 
 
 def detect_architectures() -> list[str]:

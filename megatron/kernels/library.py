@@ -89,7 +89,8 @@ class KernelLibrary:
         """
         self.path = str(path)
         # Load exactly the file that was checked, whatever has its name by now. The descriptor stays
-        # open: the dynamic linker would take a later library of the same number for this one.
+        # open: the dynamic linker would take a later library with the same descriptor number for
+        # this one.
         self._loaded = ctypes.CDLL(f"/proc/self/fd/{open_built(Path(path))}")
         self._thread = _Thread()
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
@@ -170,7 +171,7 @@ def system_library(name: str) -> ctypes.CDLL:
     """Return a library that the dynamic linker finds by its name, such as one that PyTorch loaded.
 
     Raises:
-        OSError: There is none.
+        OSError: There is no such library.
     """
     return ctypes.CDLL(name)
 
@@ -194,7 +195,7 @@ class _ShapesOnly(KernelLibrary):
 _SHAPES_ONLY = _ShapesOnly()
 
 _REGISTRY = torch.library.Library("megatron", "FRAGMENT")
-_SCHEMA_TYPES = {"Tensor | None": "Tensor?", "torch.dtype": "ScalarType"}  # others are the same
+_SCHEMA_TYPES = {"Tensor | None": "Tensor?", "torch.dtype": "ScalarType"}  # others: same
 _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -204,7 +205,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether kernels take these tensors: not empty, aligned, and of one type they know."""
+    """Return whether kernels take these tensors: not empty, aligned, of one supported type."""
     return (
         x.dtype in DTYPE_CODES
         and x.numel() > 0
@@ -277,7 +278,7 @@ class Operator:
         keep: Callable[..., None],
         forward: Callable[..., Any] | None = None,
     ) -> Callable[..., Any]:
-        """Register how gradients are computed.
+        """Register the functions that compute gradients.
 
         Args:
             backward: A function of ctx and the results' gradients that returns the arguments'

@@ -82,7 +82,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     farewell = watchdog.farewell(verdict)
     if farewell is not None:
         say_on_stderr(farewell)
-    watchdog.end_within(GRACE, verdict.code, None)  # it has been said why
+    watchdog.end_within(GRACE, verdict.code, None)  # the reason has been printed
     watchdog.let_others_hear()
     return SystemExit(verdict.code)
 
@@ -121,12 +121,12 @@ class ExitRequest:
         return self._signal is not None
 
     def log_is_unread(self) -> None:
-        """Ask for the exit because the reader of this process's log has gone."""
+        """Request an exit because the reader of this process's log has gone."""
         self._is_unread = True
 
     @property
     def code(self) -> int:
-        """The exit code of a run that must end before anything else, otherwise 0."""
+        """The exit code if this request must end the run before any further work, otherwise 0."""
         if self.by_signal:
             return EXIT_SAVED_ON_SIGNAL
         return OutputClosedError.exit_code if self._is_unread else EXIT_OK

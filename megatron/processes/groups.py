@@ -94,8 +94,9 @@ def process_group(
             timeout=timeout + BACKSTOP,
         )
         for step in (dist.destroy_process_group, before_end.close, watchdog.begin_end):
-            at_end.callback(step)  # the last one first
-        # A number that is unique to this attempt separates its entries from those of earlier ones.
+            at_end.callback(step)  # runs in reverse order
+        # A number that is unique to this attempt separates its entries from those of earlier
+        # attempts.
         token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
         dist.all_reduce(token)
         watchdog.connect(dist.PrefixStore(f"watchdog/{token.item()}", own_connection))
@@ -143,7 +144,7 @@ class DeviceReport(NamedTuple):
 def refuse_together(
     store: dist.Store, launch: Launch, device: Device, unmet: Sequence[str]
 ) -> None:
-    """End the run on all processes if the device of any does not meet a requirement. Collective.
+    """End the run on all processes if any device does not meet a requirement. Collective.
 
     Each process checks the rules about its own device. If it then exited alone, the others would
     wait for it, and its message might be lost.
@@ -176,8 +177,8 @@ def refuse_together(
 def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
     """Return one line per unmet requirement, with its ranks unless all ranks have it.
 
-    If only some processes have a GPU, the only line says so, because the other problems follow from
-    it.
+    If only some processes have a GPU, return a single line that says so, because the other problems
+    follow from it.
 
     Args:
         reports: The reports of all ranks, in rank order.

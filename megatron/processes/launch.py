@@ -91,7 +91,7 @@ def slurm_task() -> int:
 def _refuse_bare_slurm() -> None:
     """Refuse to run as one of several SLURM tasks that are not connected.
 
-    Each would train alone without notice, and all would save to the same folder. A shell opened by
+    Each would silently train alone, and all would save to the same folder. A shell opened by
     `salloc` or `srun --pty` has a single task, or no SLURM_PROCID.
     """
     task = os.environ.get(_SLURM_TASK_ENV)

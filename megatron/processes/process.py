@@ -26,7 +26,7 @@ _TURN = 2.0  # seconds
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
-    """Run the work of this process, as the launcher's variables describe it.
+    """Run this process's work, with the ranks that the launcher's variables give.
 
     Args:
         arguments: The command line, which may name the launcher to expect.
@@ -52,7 +52,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         if launch.rank == 0 or not isinstance(shown, ConfigError):
             report(shown, launch)
         else:
-            time.sleep(_TURN)  # torchrun ends all when the first exits: let rank 0 print
+            time.sleep(_TURN)  # torchrun ends all processes when the first exits: let rank 0 print
         return shown.exit_code
 
 
@@ -104,7 +104,7 @@ def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
 
     Raises:
         ConfigError: Only some processes have them. Plain and fused kernels draw different dropout
-            masks from the same seed, so copies of one value would differ.
+            masks from the same seed, so copies of the same value would differ.
     """
     fused = torch.zeros(world.size, dtype=torch.int32)
     fused[world.rank] = kernels.library is not None

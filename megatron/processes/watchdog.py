@@ -5,10 +5,10 @@ publishes the position of the process and checks whether another process has end
 clock watches the time and ends the process when it is due.
 
 Any call to the store may wait forever, because a store whose machine is frozen still accepts
-connections, and PyTorch's timeouts do not cover its answers. So nobody but the talker asks the
-store for the state of others, and nothing depends on the talker: the clock uses no network and no
-file, and waits for nobody to read its output. It is set before the processes meet, and again before
-the first call of the end of a run.
+connections, and PyTorch's timeouts do not cover its answers. Therefore only the talker asks the
+store for the states of other processes, and nothing depends on the talker: the clock uses no
+network and no file, and waits for nobody to read its output. It is set before the processes
+connect, and again before the first call that ends a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
 that is the first process to exceed the time limit for a communication. It collects the positions
@@ -42,8 +42,8 @@ from megatron.processes.launch import Launch
 BEAT = 1.0  # seconds between two signs of life
 _SILENCE = 3 * BEAT  # after this long without one, a process counts as dead
 _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others can read it
-# From an alarm until a process stops waiting for a verdict. A verdict takes the others 4 beats, and
-# more on busy machines. All processes must exit within 10 s.
+# From an alarm until a process stops waiting for a verdict. A verdict takes 4 beats to reach the
+# others, and longer on busy machines. All processes must exit within 10 s.
 _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
 _PACKAGE = Path(__file__).parents[1]
@@ -213,7 +213,7 @@ class Verdict:
 
 
 class _Due(NamedTuple):
-    """The time by which this process ends, by `time.monotonic`, and what it then leaves."""
+    """The time (`time.monotonic`) by which this process ends, its exit code and last message."""
 
     time: float
     code: int
@@ -231,7 +231,7 @@ class _Claim(NamedTuple):
 class Watchdog:
     """A watchdog for one process of a run, from construction to `stop`.
 
-    While the processes meet and at the end of a run, the process ends at a fixed time, which
+    While the processes connect and at the end of a run, the process ends at a fixed time, which
     `end_within` sets. Between `begin` and the end it ends if a communication takes too long.
 
     Args:
@@ -250,7 +250,7 @@ class Watchdog:
         self._progress, self._since = self._journal.progress, time.monotonic()
         self._is_hanging = False
         self._claim: _Claim | None = None
-        self._has_won = False  # whether the verdict is the claim
+        self._has_won = False  # whether the verdict is this process's claim
         self._verdict: Verdict | None = None
         self._known = threading.Event()  # set once there is a verdict
         self._wake = threading.Event()
@@ -283,15 +283,15 @@ class Watchdog:
         """Have the clock end this process, whatever it then waits for, unless it ends by itself.
 
         Args:
-            seconds: The time until then. An earlier end that is already due stays as early.
+            seconds: The time until then. An earlier deadline stays in force.
             code: The exit code.
-            text: The last words of the process, or `None` if it has already said why it ends.
+            text: The last message of the process, or `None` if it has already printed why it ends.
         """
         ends = time.monotonic() + seconds
         self._due = _Due(min(ends, self._due.time) if self._due else ends, code, text)
 
     def begin_end(self) -> None:
-        """Let the clock watch the end of the process groups, unless the end is already due."""
+        """Let the clock watch the end of the process groups, unless a deadline is already set."""
         if self._due is None:
             limit = f"{self._seconds:g} s (--distributed-timeout-minutes {self._seconds / 60:g})"
             text = f"[rank {self._rank}] error: hang: the run is over, but its process groups did "
@@ -315,8 +315,8 @@ class Watchdog:
             code: The exit code for all processes.
             reason: A function of the ranks that no longer publish their state, which returns the
                 reason in one line.
-            about_another: Whether the error seems to be about another process, which is then first
-                given the time to announce its own, or to be found silent.
+            about_another: Whether the error seems to be about another process. That process is then
+                first given time to announce its own error, or to be found silent.
 
         Returns:
             The verdict that applies, and whether it is the one announced here. It is if no other
@@ -354,7 +354,7 @@ class Watchdog:
             return  # `_watch` still detects hangs
 
     def _knows(self) -> bool:
-        """Return whether there is a verdict. One of a hang on another rank ends this process."""
+        """Return whether there is a verdict. If another rank announced a hang, end this process."""
         if self._verdict is None and self._store.check(["verdict"]):
             verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
             self.end_within(GRACE, verdict.code, self.farewell(verdict))
@@ -441,14 +441,15 @@ class Watchdog:
     def _watch(self) -> None:
         """Watch the time. This thread waits for no network, file system or reader of output."""
         while not self._stopped.wait(BEAT / 4):
-            with suppress(Exception):  # for example a lack of memory: there is a next time
+            with suppress(Exception):  # for example a lack of memory; the next look may succeed
                 self._look()
 
     def _look(self) -> None:
         """End this process if that is due, or raise the alarm if it waits for too long.
 
-        While the store is mute, whatever the main thread does counts as waiting, because nobody
-        could tell this process that the others have ended, and its files may be on that machine.
+        While the store does not answer, the main thread counts as waiting whatever it does, because
+        nobody could tell this process that the others have ended, and its files may be on that
+        machine.
         """
         now, due = time.monotonic(), self._due
         if due is not None and now >= due.time:
@@ -495,7 +496,7 @@ class Watchdog:
 
 
 def _write_last(text: str | None) -> None:
-    """Write the last words of this process, and what it had not yet written."""
+    """Write the last message of this process, and any output not yet written."""
     with suppress(OSError, ValueError):  # the disk of the log is full, or its reader has ended
         if text is not None:
             sys.stderr.write(text + "\n")

@@ -10,11 +10,11 @@ from megatron.errors import DataError, UserError
 
 
 class Library:
-    """An object of a tokenizer library whose methods raise no errors but DataError.
+    """A wrapper of a tokenizer library's object whose methods raise only DataError.
 
-    Every library is built and called through this class. Libraries raise what they like:
+    Every library is built and called through this class. Libraries raise errors of any type:
     RuntimeError, plain Exception, and, when Rust code panics, PanicException. The latter is not an
-    Exception, so that handlers everywhere else would let it pass.
+    Exception, so handlers elsewhere would not catch it.
 
     Args:
         file: The flag and path that messages show.

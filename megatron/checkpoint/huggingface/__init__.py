@@ -2,7 +2,7 @@
 
     files       which files of a folder are read, and which of them are the tokenizer
     settings    config.json, checked key by key
-    rules       how our parameters are made from a folder's tensors; what a family states
+    rules       how our parameters are made from a folder's tensors; the description of a family
     families    the table of families
     llama, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`

@@ -3,9 +3,9 @@
 BERT normalizes after each residual sum. Our BERT, with --apply-residual-connection-post-layernorm,
 normalizes before each half of a layer and continues from the normalized values: the sums and the
 normalizations are the same, but the layers begin at another point. So the normalization after the
-embeddings is the first of our layer 0, and the last one of their layer i is the first of our
-layer i + 1. One thing differs in training: they apply dropout to the embeddings after normalizing
-them, whereas we do so before.
+embeddings is the first of our layer 0, and the last one of Hugging Face's layer i is the first of
+our layer i + 1. One thing differs in training: Hugging Face applies dropout to the embeddings after
+normalizing them, whereas we apply it before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Bert(rules.Family):
     """The BERT family."""
 
     def __init__(self) -> None:
-        """State the family's names, its keys and the pieces that files may lack."""
+        """Define the family's names, its keys and the pieces that files may lack."""
         super().__init__(
             "bert",
             "BertForPreTraining",

@@ -22,7 +22,7 @@ _KEYS = (
 _OFF = ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 _FIXED: dict[str, Any] = {"scale_attn_weights": True, "n_special": 0, "pruned_heads": {}}
 _FIXED |= dict.fromkeys(_OFF, False)
-_MASKS = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # causal ones, in older files
+_MASKS = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"  # causal masks, in older files
 _LAYER = {
     "attention_norm": ("ln_1",),
     "attention.qkv": ("attn.c_attn",),
@@ -37,7 +37,7 @@ class GPT2(rules.Family):
     """The GPT-2 family."""
 
     def __init__(self) -> None:
-        """State the family's names and keys."""
+        """Define the family's names and keys."""
         names = ("gpt2", "GPT2LMHeadModel", "transformer.")
         super().__init__(*names, keys=_KEYS, fixed=_FIXED, derived=_MASKS)
 

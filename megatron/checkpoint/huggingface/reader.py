@@ -122,7 +122,7 @@ class HFReader(Reader):
     def _check(self, architectures: object) -> None:
         """Check that the files hold exactly what config.json describes."""
         problems: list[str] = []
-        # A class other than this network's explains other problems, but is none by itself.
+        # A class other than this network's explains other problems, but is not a problem by itself.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(
                 f"config.json names the class {architectures[0]!s:.80}, which is not supported: "

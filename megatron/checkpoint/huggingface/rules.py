@@ -1,4 +1,4 @@
-"""Rules for making our parameters from a Hugging Face folder's tensors, and what a family states.
+"""Rules for making our parameters from Hugging Face tensors, and the description of a family.
 
 In this package, "they" are the authors of a Hugging Face folder: "their" tensors and names are
 those in the folder, "our" ones those of this program. A family's module gives a table of names:
@@ -169,8 +169,8 @@ class Family(ABC):
         pieces: Our modules outside the layers that files may lack, by name, with the piece that
             each belongs to.
         keys: Keys of config.json that correspond to a network flag.
-        fixed: Keys of config.json for which our network can express a single value.
-        vocab: The size of the vocabulary if config.json does not give it. None: it must.
+        fixed: Keys of config.json for which our network can express only a single value.
+        vocab: The size of the vocabulary if config.json does not give it. None means that it must.
         derived: Pattern of the names of tensors that are derived from config.json, such as masks
             and rotary frequencies. They are not read.
         head_activates: Whether the head has an activation of its own, chosen by --openai-gelu.
@@ -229,7 +229,7 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
-        """Yield each of our modules with those that make it up, in the order of the files."""
+        """Yield each of our modules with the modules that make it up, in the order of the files."""
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return how each parameter is made from tensors, in the order of the files."""
@@ -344,6 +344,6 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
-    """Yield each of our modules of a layer with those that make it up, from a table of names."""
+    """Yield each of our modules in a layer with the modules that make it up, from a table."""
     for module, names in modules.items():
         yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]

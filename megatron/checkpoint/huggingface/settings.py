@@ -144,7 +144,7 @@ class Settings:
         """Check that every key has been taken.
 
         Raises:
-            CheckpointError: Some keys have not. The message names all of them.
+            CheckpointError: Some keys have not been taken. The message names all of them.
         """
         rest = sorted(self.values.keys() - self._taken - _HARMLESS)
         if rest:

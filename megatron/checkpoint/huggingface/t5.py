@@ -2,8 +2,8 @@
 
 The first version has ReLU and an output that shares the word embeddings' matrix, after dividing its
 input by the root of the width. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and a separate
-output matrix. Two things differ in training: they also apply dropout to the MLP's inner values, and
-after the last normalization of each half.
+output matrix. Two things differ in training: Hugging Face also applies dropout to the MLP's inner
+values, and after the last normalization of each half.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class T5(rules.Family):
     """The T5 family."""
 
     def __init__(self) -> None:
-        """State the family's names and keys."""
+        """Define the family's names and keys."""
         super().__init__(
             "t5",
             "T5ForConditionalGeneration",

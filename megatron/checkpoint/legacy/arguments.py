@@ -38,7 +38,7 @@ _OTHER_FIELDS = {
 
 
 def plain_arguments(args: Any) -> dict[str, Json]:
-    """Return the Namespace's fields that are scalars or flat lists; none if it is missing.
+    """Return the Namespace's fields that are scalars or flat lists, or {} if there is none.
 
     Lists in lists are left out: a small pickle can hold an endless tree.
     """
@@ -64,9 +64,9 @@ def _scalar(value: Any) -> Json:
 
 
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """Return the settings, other than the network, that a model needs to run.
+    """Return the settings, other than those of the network, that a model needs to run.
 
-    They are ordered by section of `RunOptions`. The tokenizer's files have the paths that the run
+    They are grouped by section of `RunOptions`. The tokenizer's files have the paths that the run
     gave them; they may have been moved since.
     """
     sections = {
@@ -121,7 +121,7 @@ def megatron_arguments(config: ModelRun, reader: Reader, data_parallel: int) -> 
     """Return the command line as Megatron 23.08 would have had it.
 
     It starts with our values, most of which have Megatron's names. The fields that the checkpoint
-    kept of an older Namespace override them, and the fields that the file decides override both.
+    kept from an older Namespace override them, and the fields that the file decides override both.
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.

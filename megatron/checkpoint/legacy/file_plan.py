@@ -1,9 +1,10 @@
-"""Plan the file, the name and the part under which Megatron-LM 23.08 keeps each parameter.
+"""Plan how Megatron-LM 23.08 stores each parameter: in which file, under which name, which part.
 
 A file's parameters are in the order in which Megatron registers them, because its optimizer numbers
-them so. If a T5's decoder begins on a later stage (`--pipeline-model-parallel-split-rank`), that
-stage has a copy of all embeddings. The last stage has a copy of the word embeddings for the output,
-unless it is the stage on which the decoder begins.
+them in this order. If a T5's decoder begins on a later stage
+(`--pipeline-model-parallel-split-rank`), that stage has a copy of all embeddings. The last stage
+has a copy of the word embeddings for the output, unless it is the stage on which the decoder
+begins.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _check(shapes: Shapes, parts: list[ModelPart], stages: int, encoder: int) ->
 
 
 def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield our name and Megatron's path of all that a part may hold, in Megatron's order."""
+    """Yield our name and Megatron's path of each possible parameter, in Megatron's order."""
 
     def outside(modules: names.Modules) -> Iterator[tuple[str, tuple[str, ...]]]:
         return ((name, names.megatron_path(name, 0)) for name in names.parameters_of(modules))

@@ -8,8 +8,8 @@ nothing that a file names is imported or called.
 A hostile file cannot hang or crash the reader either. The work is bounded: bytes, instructions, the
 sizes of integers, and the items that calls copy. Dict keys are strings and small integers, or flat
 tuples of them, because hashing nested tuples takes time exponential in their depth. A finished tree
-is neither endless nor deep, nor larger than its file when code walks it, which shared parts make
-possible. So code that walks the tree may use recursion.
+is neither endless nor deep, nor larger than its file when code walks it (shared parts could make it
+so). So code that walks the tree may use recursion.
 """
 
 from __future__ import annotations

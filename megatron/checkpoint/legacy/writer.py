@@ -56,7 +56,7 @@ _ADAM = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
 
 
 def notices(model: ModelConfig) -> Iterator[str]:
-    """Yield a line for the user for each thing that Megatron-LM 23.08 computes differently."""
+    """Yield one line for the user for each computation that Megatron-LM 23.08 does differently."""
     is_rotary = model.position_embedding_type == "rope"
     if is_rotary and model.rotary_base != 10000.0:
         flag = f"--rotary-base {model.rotary_base:g}"
