@@ -4,7 +4,7 @@ load, build       make an `engine` from a checkpoint
 request           requests and events, which `messages` carries between processes as JSON
 engine            turns requests into events: `scheduler` plans a step, `executor` runs it,
                   `sampling` picks tokens, `cache` holds keys and values, `answers` keeps track
-                  of what each request has and needs
+                  of each request's sequences and choices
 worker            the loop that every serving rank runs
 samples, score    generate many texts into files; compute how likely given texts are
 text              turns tokens that arrive one by one into text that can be shown

@@ -1,6 +1,6 @@
 """Answers in progress: the choices to make for a request, and what to do with the results.
 
-`PlainAnswer` chooses token after token; `BeamAnswer` searches with several sequences.
+`PlainAnswer` chooses one token at a time; `BeamAnswer` runs a beam search over several sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
 PlacedChoice = tuple[int, Choice]  # index of a row's token, and what to do with its logits
 
-_SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound: the most likely token
+_SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound; keeps one token
 
 
 class Answer(ABC):
@@ -34,7 +34,7 @@ class Answer(ABC):
 
     Attributes:
         request: The request that it answers.
-        sequences: Its sequences, all of which the scheduler has.
+        sequences: Its sequences, all of which are known to the scheduler.
     """
 
     def __init__(self, request: Request) -> None:
@@ -49,7 +49,7 @@ class Answer(ABC):
         self._first = Sequence(request.id, list(request.prompt), reuses)
         self.sequences = [self._first]
         self._prompt_scores: dict[int, Chosen] = {}  # by the position of the scored token
-        self._owes_prompt = request.sampling.prompt_logprobs  # until they are reported
+        self._owes_prompt = request.sampling.prompt_logprobs  # until the scores are reported
 
     def choices(self, row: Row) -> list[PlacedChoice]:
         """Return the tokens to choose or score in a row."""
@@ -87,7 +87,7 @@ class Answer(ABC):
         """Reserve a place for the token that the step under way is choosing.
 
         The sequence ends with `UNKNOWN` until the token is known, unless that token completes the
-        answer. This is called only if `can_expect`.
+        answer. Call this only if `can_expect` is true.
         """
         raise AssertionError("a beam search waits for each round")
 
@@ -104,7 +104,7 @@ class Answer(ABC):
         """Process the results of `_next_choices`, and return the events to report."""
 
     def _prompt_choices(self, row: Row) -> list[PlacedChoice]:
-        """Return the prompt tokens to score in a row. A preempted request scores them again."""
+        """Return the prompt tokens to score in a row. After preemption, they are scored again."""
         if not self._owes_prompt:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs
@@ -154,7 +154,7 @@ class PlainAnswer(Answer):
 
     @property
     def can_expect(self) -> bool:
-        """Whether the next token's choice is independent of the token under way."""
+        """Whether the next token can be chosen without knowing the one under way."""
         depends = self._choice.is_penalized or self.request.sampling.banned_pairs
         return not self._owes_prompt and not depends
 
@@ -165,7 +165,7 @@ class PlainAnswer(Answer):
 
     @property
     def _new_tokens(self) -> int:
-        """Number of known new tokens."""
+        """Number of new tokens known so far."""
         tokens = self._first.tokens
         return len(tokens) - len(self.request.prompt) - (tokens[-1] == UNKNOWN)
 
@@ -208,9 +208,9 @@ class _Beginning(NamedTuple):
     """The beginning of an answer in a beam search: a beam, or a continuation of one.
 
     Attributes:
-        sequence: Sequence of the beam, or of the beam that it continues.
-        tokens: Its tokens, without the prompt.
-        logprobs: Log probability of each token.
+        sequence: Sequence of the beam, or of the beam that is continued.
+        tokens: Tokens of the answer so far, without the prompt.
+        logprobs: Log probability of each of these tokens.
         total: Sum of `logprobs`.
     """
 
@@ -225,8 +225,8 @@ class BeamAnswer(Answer):
 
     Each round considers the most likely continuations of all beams. Among the best `beam_width` of
     them, those that end become answers; the best that do not end become the next beams. The search
-    is over when every beam has ended at the longest length, or when `beam_width` answers are known
-    and no beam's score, at its present length, beats the worst of them.
+    is over when every beam has reached the maximum length, or when `beam_width` answers are known
+    and no beam's score, at its current length, beats the worst of them.
     """
 
     def __init__(self, request: Request, vocab_size: int) -> None:
@@ -238,7 +238,7 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        # Among this many continuations at least `beam_width` go on, even if all that can end do.
+        # At least `beam_width` of this many continuations go on, even if all that can end do.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
         self._tops = min(self._candidates, vocab_size)
         self._beams = [_Beginning(self._first)]
@@ -289,7 +289,7 @@ class BeamAnswer(Answer):
     def _continue(self) -> list[_Beginning]:
         """End a round, and return the next one's beams, best first, or none if the search is over.
 
-        They still have the sequences of the beams that they continue.
+        Each beam returned still has the sequence of the beam that it continues.
         """
         sampling, answers = self.request.sampling, self._answers
         ways = [

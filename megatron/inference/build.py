@@ -24,8 +24,8 @@ from megatron.parallel.layout import Axis
 from megatron.parallel.pipeline.p2p import PipelineChannel
 
 _CPU_CACHE_BYTES = 2**30
-_GPU_CACHE_SHARE = 0.9  # fraction of the memory that the model leaves free
-# GPU memory that is kept free for a step's logits and activations.
+_GPU_CACHE_SHARE = 0.9  # fraction of the memory left after loading the model
+# GPU memory kept free for a step's logits and activations.
 _GPU_STEP_BYTES = 3 * 2**30
 
 
@@ -38,10 +38,11 @@ class EngineOptions:
         max_step_tokens: Largest number of tokens in a step, or `max_sequences` if that is larger.
             Longer prompts take several steps.
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
-            many as fit in memory, but no more than `max_sequences` of full length need.
+            many as fit in memory, up to the number needed by `max_sequences` of full length.
         block_size: Number of tokens in a cache block.
         seed: Seed for requests that have none of their own.
-        graphs: Whether to record steps on a GPU (CUDA graphs) if one process holds the whole model.
+        graphs: Whether to record steps as CUDA graphs on a GPU. This needs a single process that
+            holds the whole model.
     """
 
     max_sequences: int = 256
@@ -72,8 +73,8 @@ def build_engine(
         device: Device that the model is on.
         options: Options of the engine.
         copy: Ranks of this copy of the model, stage by stage, if there are several data-parallel
-            copies. Each copy has an engine of its own. `None` means that all ranks hold a single
-            copy.
+            copies. Each copy has its own engine. `None` means that all ranks together hold a
+            single copy.
 
     Raises:
         ConfigError: No sequence fits in memory.
@@ -138,7 +139,7 @@ def build_engine(
 def is_asynchronous(device: Device) -> bool:
     """Return whether the device computes while this process prepares more work.
 
-    Such a device can also record its work and run it again.
+    Such a device can also record its work and replay it.
     """
     return device.is_gpu
 
@@ -146,9 +147,9 @@ def is_asynchronous(device: Device) -> bool:
 def _make_cache(
     loaded: Loaded, options: EngineOptions, paged: PagedAttention, device: Device
 ) -> CacheMemory:
-    """Return a cache with as many blocks as every rank has memory for. Collective."""
+    """Return a cache with the number of blocks that fit in memory on every rank. Collective."""
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
-    shapes = {}  # number of KV heads in this process, and channels of each, by layer
+    shapes = {}  # (KV heads in this process, channels of each head) by layer
     for index in model.part.layers:
         mixer = model.plan.layers[index].mixer
         assert isinstance(mixer, AttentionPlan), f"layer {index} keeps no keys and values"

@@ -2,7 +2,7 @@
 
 A block holds the keys and values of consecutive tokens. A full block has a key that identifies its
 tokens and all tokens before them, and sequences that begin alike share it. An unused block keeps
-its content until the block is needed; the one that has been unused longest goes first.
+its content until the block is needed. The block that has been unused longest is reused first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def next_key(keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int) -
 
 
 class BlockPool:
-    """The cache's blocks by number, from 0, and how many sequences use each. It holds no memory."""
+    """The cache's blocks, numbered from 0, and how many sequences use each. It holds no tensors."""
 
     def __init__(self, count: int) -> None:
         """Start with all blocks unused.
@@ -73,7 +73,7 @@ class BlockPool:
         return self._blocks.get(key)
 
     def is_unused(self, block: int) -> bool:
-        """Return whether no sequence uses a block. Sharing it makes one block fewer available."""
+        """Return whether no sequence uses a block. Sharing it reduces `available` by one."""
         return self._users[block] == 0
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -107,15 +107,15 @@ class CacheMemory:
     """The keys and values of this process's layers and heads.
 
     Attributes:
-        shapes: Number of KV heads in this process and channels of each, by layer index, from 0.
+        shapes: Number of KV heads in this process and of channels per head, by layer index from 0.
         paged: Attention that writes the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
         dtype: Number format of keys and values.
-        layers: The keys and values [2, slots, g, d] of each layer, by its number, from 1.
+        layers: Keys and values [2, slots, g, d] by layer number, from 1.
         spare_slot: Slot for the padding of batches.
-        size_bytes: Size of all layers.
+        size_bytes: Size of all layers in bytes.
     """
 
     shapes: Mapping[int, tuple[int, int]]

@@ -1,11 +1,11 @@
 """The engine: it takes requests, computes in steps, and returns events.
 
-It joins the scheduler, which plans, the executor, which computes, and the answers, which say what
-to compute. Every decision made here is the same on every rank.
+It connects the scheduler, which plans steps, the executor, which computes them, and the answers,
+which say which tokens to choose. Every decision made here is the same on every rank.
 
 On a GPU a step is queued before the previous step's results are read, so that no GPU waits for
-Python. Its sequences then contain a token that only the GPU knows. If that token ends an answer,
-the queued step's result for it is dropped.
+Python. The queued step's sequences then end with a token that only the GPU knows. If that token
+ends an answer, the queued step's result for the answer is dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Flight(NamedTuple):
 
     Attributes:
         plan: The step.
-        counts: Number of results that each of its rows will have.
+        counts: Number of results that each row of the plan will have.
         wait: Function that waits for the device and returns the results.
     """
 
@@ -59,7 +59,7 @@ class BatchEngine:
         limits: Limits of the requests that `add` accepts.
         seed: Seed for requests that have none of their own.
         looks_ahead: Whether to queue a step before the previous step's results are read.
-        choices: Names and descriptions of what it runs on, for the start-up panel.
+        choices: Names and descriptions of the implementations in use, for the start-up panel.
     """
 
     executor: Executor
@@ -164,7 +164,7 @@ class BatchEngine:
         return _Flight(plan, [len(row_choices) for row_choices in choices], wait)
 
     def _expects(self, flight: _Flight) -> bool:
-        """Return whether the next step can be planned already.
+        """Return whether the next step can be planned before this one's results are known.
 
         If so, reserve a place in each sequence for the token that is being chosen.
         """
@@ -206,7 +206,7 @@ class BatchEngine:
         return event
 
     def _end(self, answer: Answer, event: Finished) -> None:
-        """Remove the answer and free its blocks."""
+        """Remove an answer, count its tokens, free its blocks, and start the next beam search."""
         del self._answers[answer.request.id]
         self._totals["cached_tokens"] += event.cached_tokens
         if event.beams:
@@ -230,7 +230,7 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
         settings: Sizes of the engine's steps and cache.
 
     Raises:
-        RequestError: The engine cannot answer it. The message says why.
+        RequestError: The engine cannot answer the request. The message says why.
     """
     sampling, vocab = request.sampling, limits.vocab_size
     length = len(request.prompt) + sampling.max_new_tokens

@@ -1,6 +1,6 @@
 """Execution of a step: run its tokens through the model, and send the chosen tokens to every rank.
 
-On a GPU, steps in which every sequence adds one token are recorded once and run again. The GPU then
+On a GPU, steps in which every sequence adds one token are recorded once and replayed. The GPU then
 gets all kernels of a step in one call. Launching them one by one would take the CPU longer than the
 GPU needs to run them. Training's passes are recorded by `training/recorded_passes.py`, because they
 have a backward pass; both use `megatron.device.Recorder`.
@@ -50,18 +50,18 @@ class WantedLogits(NamedTuple):
 
 @dataclass
 class Executor:
-    """The part of each step that this process computes.
+    """An executor of steps for the part of the model that this process holds.
 
     Attributes:
         model: This process's part of the model, in evaluation mode.
         layout: This process's place in the parallel layout.
-        memory: The cache for the part's layers.
+        memory: The KV cache of the layers in this part.
         device: Device of the model and the cache.
         channel: Connection to the neighboring stages.
         copy: Ranks of the model's copy that this process is part of, stage by stage.
         graphs: Recordings of steps in which every sequence adds one token. `None` runs them like
             any other step.
-        vocab_size: Number of vocabulary entries that can be chosen. Entries after these are
+        vocab_size: Number of vocabulary entries that can be chosen. Any further entries are
             padding.
     """
 
@@ -75,7 +75,7 @@ class Executor:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        """Start without a step."""
+        """Start before the first step, when no tokens have been chosen."""
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
         self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
 
@@ -83,8 +83,8 @@ class Executor:
     def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> Callable[[], list[Chosen]]:
         """Queue the work of a plan. Collective.
 
-        Its tokens may be `UNKNOWN` if the previous step chooses them: they then pass from step to
-        step on the device, without the host.
+        A token may be `UNKNOWN` if the previous step is still choosing it. Such tokens pass from
+        step to step on the device and never visit the host.
 
         Args:
             plan: The step to compute.
@@ -108,10 +108,10 @@ class Executor:
         else:
             shape, device = (len(choices), result_width(choices)), self.device.torch_device
             result = torch.empty(shape, dtype=torch.float64, device=device)
-        # All use the result of the last stage's first rank, so that none differs.
+        # All ranks use the result of the last stage's first rank, so that they cannot differ.
         broadcast(result, self.copy, self.copy.size - self.layout.tensor.size)
-        # The next step reads the tokens chosen now from here, at most one for each sequence. Prompt
-        # scores choose none, and a step can have more of them than sequences.
+        # The next step reads the tokens chosen now from `_chosen`, at most one per sequence. Scored
+        # prompt tokens are left out, because a step can have more of them than sequences.
         tokens = result[:, 0]
         nexts = [i for i, choice in enumerate(choices) if choice.target is None]
         if len(nexts) < len(wanted):
@@ -122,7 +122,7 @@ class Executor:
         return lambda: unpack(reading.wait(), choices)
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
-        """Return this stage's hidden states [s, 1, h], or on the last stage logits [1, k, v/t]."""
+        """Return this stage's hidden states [s, 1, h], or logits [1, k, v/t] on the last stage."""
         pipeline, hidden = self.layout.pipeline, None
         channel = self.channel.with_shapes(lambda _: (tokens.shape[1], 1, self.model.plan.hidden))
         if not pipeline.is_first:
@@ -196,7 +196,7 @@ def _tables(rows: Many[Row]) -> NDArray[np.int32]:
 
 
 def row_counts(most: int) -> list[int]:
-    """Return the numbers of sequences to record for: few, and each not much above the last."""
+    """Return the batch sizes to record: only a few, and each not much larger than the last."""
     counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, most + 1, 64)}
     return sorted({*(count for count in counts if count < most), most})
 
@@ -204,8 +204,8 @@ def row_counts(most: int) -> list[int]:
 def lengths_to_record(most: int) -> list[int]:
     """Return the maximum sequence lengths to record for, each four times the one before.
 
-    A recording for longer sequences costs shorter ones little. The first length is a single part of
-    keys, because then no partial results have to be joined.
+    A recording for longer sequences is only slightly slower for shorter ones. Keys up to the first
+    length are a single part, so no partial results have to be joined.
     """
     lengths = [PART]
     while lengths[-1] < most:
@@ -216,9 +216,9 @@ def lengths_to_record(most: int) -> list[int]:
 class DecodeGraphs:
     """Recordings of steps in which every sequence adds one token, made when first needed.
 
-    Each recording is for a number of sequences and a maximum length. A step uses the next larger
-    one, padded with empty rows. All recordings read the same input memory, which is written in the
-    device's queue, so a step may be queued while another one runs.
+    Each recording is for one number of sequences and one maximum length. A step uses the smallest
+    recording that it fits in, padded with empty rows. All recordings read the same input memory. It
+    is written by copies in the device's queue, so a step may be queued while another one runs.
     """
 
     def __init__(

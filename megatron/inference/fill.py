@@ -1,4 +1,4 @@
-"""Filling in hidden words, which `[MASK]` marks in a text, with a trained BERT or T5.
+"""Filling in hidden words, marked by `[MASK]` in a text, with a trained BERT or T5.
 
 A BERT fills each `[MASK]` with a single token, a T5 with a run of words of any length.
 """
@@ -27,7 +27,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
 _LONGEST_RUN = 20  # largest number of tokens with which a T5 fills one place
-# Lengths with which Hugging Face's T5s, whose positions have no limit, were trained.
+# Hugging Face's T5s were trained with these lengths. Their positions have no limit of their own.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
@@ -47,15 +47,15 @@ class Filler:
     config: ModelRun
 
     def fill(self, text: str, *, top: int = 1) -> list[list[Guess]]:
-        """Return the likeliest fillings for each `[MASK]` of a text, the most likely first.
+        """Return the best guesses for each `[MASK]` of a text, the most likely first.
 
         Args:
             text: Text that contains `[MASK]`.
-            top: Number of fillings for each place. A T5 gives only one, by taking the most likely
-                token each time.
+            top: Number of guesses for each `[MASK]`. A T5 gives only one, by always taking the most
+                likely token.
 
         Raises:
-            UserError: Nothing is marked, or the text is longer than the model's window.
+            UserError: The text has no `[MASK]`, or is longer than the model's window.
         """
         model, tokenizer = self.model, self.tokenizer
         first, *others = [tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
@@ -105,16 +105,17 @@ class Filler:
     def _guess_runs(
         self, model: T5Model, ids: Sequence[int], sentinels: Sequence[int], limit: int
     ) -> list[list[Guess]]:
-        """Return the words for each sentinel of a text, taking the most likely token each time.
+        """Return the words for each sentinel of a text, always taking the most likely token.
 
-        The decoder may only write the form that it was trained on: sentinels in order, words after
-        each, then the end.
+        The decoder may only write the form that it was trained on: the sentinels in order, each
+        followed by its words, and then the end token.
 
         Args:
             model: The T5.
             ids: Token ids of the text.
             sentinels: The sentinels in the text, in order.
-            limit: Number of tokens that the decoder reads, at least two for each run and one more.
+            limit: Number of tokens that the decoder can read: at least two for each sentinel, and
+                one more.
         """
         tokenizer, encoder = self.tokenizer, _row(ids, model)
         padding = torch.ones_like(encoder, dtype=torch.bool)
@@ -142,7 +143,7 @@ class Filler:
 
 
 def load_filler(folder: str, device: Device) -> Filler:
-    """Load the newest complete checkpoint of a folder, in a single process.
+    """Load the BERT or T5 of a folder's newest complete checkpoint, in a single process.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another kind of model.

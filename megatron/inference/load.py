@@ -1,7 +1,7 @@
-"""Loading a trained model from its checkpoint alone, which holds shape, tokenizer and precision.
+"""Loading a trained model from its checkpoint, which also holds its shape, tokenizer and precision.
 
-This module also has the command line of programs that run such a model, and their rows of the
-start-up panel.
+This module also parses the command line of programs that run such a model, and makes their rows of
+the start-up panel.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Loaded:
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
     """Return the context for building a model that generates text.
 
-    If the device allows it, a row of a matrix product has the same bits whatever other rows are in
-    the batch.
+    If the device allows it, each row of a matrix product is bitwise the same, whatever other rows
+    are in the batch.
 
     Args:
         config: Configuration that the model was trained with.
@@ -96,10 +96,11 @@ def load_gpt(
         folder: Folder of checkpoints.
         device: Device to run on.
         layout: This process's place in the parallel layout. `None` means a single process.
-        config: A resolved run to use instead of the checkpoint's. Its network must be the same, its
-            parallel sizes those of the layout, and each stage must have a single part of the model.
+        config: A resolved run to use instead of the checkpoint's. It must describe the same
+            network, have the layout's parallel sizes, and give each stage a single part of the
+            model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            it multiplies as it did in training.
+            its matrix products are those of training.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another network.
@@ -162,14 +163,14 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     """Return the resolved configuration that a checkpoint's model runs with.
 
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
-    left out: it is an approximation that speeds training up, and the weights have 16 bits. Settings
-    for how that run computed on its device, or how it started, are left out too, because this
-    device may differ.
+    left out, because it is an approximation that speeds up training, and the weights have 16 bits.
+    Settings for how that run started, or how it computed on its device, are left out too, because
+    this device may be a different one.
 
     Args:
         reader: Reader of the checkpoint.
         folder: Folder of checkpoints, where an imported model's tokenizer may be.
-        kinds: Architectures that the caller accepts. Without any, it accepts all.
+        kinds: Architectures that the caller accepts. If none are given, all are accepted.
         flag: The flag that names the folder, for error messages.
 
     Raises:
@@ -241,9 +242,9 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
 def parse_generation(arguments: Sequence[str], world_size: int, program: Program) -> ParsedRun:
     """Parse and check the command line of a program that generates text.
 
-    The run starts from the checkpoint under `--load`, and Megatron's flags change it, so `--load`
-    alone is enough. Flags that describe the network, which Megatron's own scripts pass, must agree
-    with the checkpoint; loading it compares them.
+    The settings are those of the checkpoint under `--load`, changed by any other flags, so `--load`
+    alone is enough. Megatron's own scripts also pass flags that describe the network. These must
+    agree with the checkpoint, which is checked when it is loaded.
 
     Args:
         arguments: The command line.
@@ -260,10 +261,10 @@ def parse_generation(arguments: Sequence[str], world_size: int, program: Program
 
 
 def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
-    """Return the run of the GPT under --load, for `parse_config`'s `find_start`.
+    """Return the settings of the GPT under --load, for `parse_config`'s `find_start`.
 
     Args:
-        given: Flags on the command line. Without --load the run has the defaults.
+        given: Flags on the command line. Without --load, the defaults are returned.
         micro_batch: Micro-batch size of the run.
 
     Raises:
@@ -278,7 +279,7 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
 
 
 def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Check that the run has a model and a tokenizer. Old checkpoints do not name theirs."""
+    """Check that the run has a model and a tokenizer. Old checkpoints do not name a tokenizer."""
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
     else:
@@ -342,10 +343,10 @@ _READ: dict[str, tuple[str, ...]] = {
     "training": ("deterministic_mode", "dry_run"),
     "checkpoint": ("load", "ckpt_step", "use_checkpoint_args"),
 }
-# Fields that every program that runs a saved model uses, or refuses by name.
+# Fields that every program running a saved model either uses or refuses by name.
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])
 
-# Rules of every program that runs a saved model.
+# Rules that every program running a saved model checks.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
     _no_training,
@@ -379,6 +380,6 @@ def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:
 
 
 def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[PanelRow]:
-    """Return the rows of `model_rows`, and those about text generation."""
+    """Return the panel's rows about the model, as in `model_rows`, and about text generation."""
     window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
     return [*model_rows(loaded, device), ("window", window), *engine.choices]

@@ -1,7 +1,7 @@
 """Messages between the web server, rank 0 and the other ranks: typed JSON, never pickle.
 
 A message is a JSON list of records of one dataclass. On the socket between the web server and
-rank 0 a 4-byte big-endian length precedes it.
+rank 0, it is preceded by its length as a 4-byte big-endian integer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _LENGTH = struct.Struct(">I")
-# Far above the largest real message, a batch of requests with their prompts' ids.
+# Far above the largest real message, which is a batch of requests with the ids of their prompts.
 MAX_MESSAGE = 256 << 20  # bytes
 
 Record = TypeVar("Record")
@@ -43,7 +43,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The command to end all requests and the loop."""
+    """The command to end all requests and leave the loop."""
 
     command: Literal["shutdown"] = "shutdown"
 
@@ -56,8 +56,8 @@ class Report:
     """The events of a step, and the engine's statistics after it.
 
     Events are grouped by kind, because lists of a single kind are parsed three times as fast as a
-    list of a union. A request's own events keep their order: it has at most one `Prompt`, before
-    its tokens, and one `Finished`, after them.
+    list of a union. The events of each request keep their order: at most one `Prompt` comes before
+    its tokens, and one `Finished` after them.
     """
 
     stats: Stats
@@ -81,11 +81,11 @@ class Report:
 
 
 class MessageError(UserError):
-    """An error about bytes that are not one of these messages."""
+    """Bytes that were received are not one of these messages."""
 
 
 def pack(kind: Any, *records: Any) -> bytes:
-    """Return records as one message, with its length before it."""
+    """Return records as one message, preceded by its length."""
     body = write(kind, records)
     return _LENGTH.pack(len(body)) + body
 
@@ -95,7 +95,7 @@ def write(kind: Any, records: Sequence[Any]) -> bytes:
 
     Args:
         kind: Dataclass of every record, or a union of dataclasses.
-        records: Instances of it.
+        records: Instances of `kind`.
     """
     return _adapter(kind).dump_json(list(records))
 
@@ -145,10 +145,10 @@ class Unpacker(Generic[Record]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Record]:
-        """Yield the records of all messages that are complete with these bytes.
+        """Yield the records of all messages that these bytes complete.
 
         Raises:
-            MessageError: A length or a body is not one that `pack` writes.
+            MessageError: The bytes have a length or a body that `pack` does not write.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:

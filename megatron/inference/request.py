@@ -18,7 +18,7 @@ LARGEST_SEED = 2**63 - 1
 # With a larger power, a long text's length overflows or underflows a floating-point number.
 MOST_LENGTH_PENALTY = 20
 _MOST_TOP_LOGPROBS = 100
-# Field: (smallest value, largest value, allowed values in words if these numbers do not say it).
+# Field: (smallest value, largest value, allowed values in words if the numbers are not enough).
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_new_tokens": (0, math.inf, "0 or more"),
     "temperature": (0, math.inf, "0 (greedy) or more"),
@@ -54,19 +54,19 @@ class Sampling:
             disables the limit.
         top_p_decay: Factor that multiplies `top_p` after each token. 0 keeps `top_p` constant.
         top_p_bound: Value below which `top_p` does not decay.
-        repetition_penalty: Divisor of positive scores, and factor of negative scores, for tokens in
-            the prompt and the answer. 1 disables it.
+        repetition_penalty: Number that divides the positive scores and multiplies the negative
+            scores of tokens in the prompt and the answer. 1 disables it.
         seed: Seed of the random draws. The same seed gives the same tokens, whatever else runs.
             `None` derives one from the engine's seed and the request's id.
-        stop_tokens: Tokens that end the answer; the one that does is part of it. The tokenizer's
-            end of document ends an answer only if it is one of them.
+        stop_tokens: Tokens that end the answer and are part of it. The tokenizer's end-of-document
+            token ends an answer only if it is listed here.
         stop_sequences: Token sequences that end the answer once its last tokens match one. The
-            match may begin in the prompt. Megatron's double end of line is the stop token 628 and
-            the sequence (198, 198); its end of line is the stop tokens 628 and 198.
+            match may begin in the prompt. Megatron's `stop_on_double_eol` uses the stop token 628
+            and the sequence (198, 198); its `stop_on_eol` uses the stop tokens 628 and 198.
         banned_pairs: Pairs (first, second), in which `second` is never chosen right after `first`.
             Megatron's "prevent newline after colon" uses them.
-        beam_width: Number of beams. Above 1, a beam search returns this many best answers, without
-            sampling.
+        beam_width: Number of beams. If it is above 1, a beam search without sampling returns this
+            many answers, the best it has found.
         length_penalty: Power of an answer's length by which a beam search divides the sum of its
             log probabilities. It is within `MOST_LENGTH_PENALTY` of 0.
         logprobs: Whether to report each new token's log probability, before the temperature and
@@ -148,7 +148,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Token:
-    """The next token of an answer. A beam search reports no tokens, only its end.
+    """The next token of an answer. A beam search reports no tokens, only `Finished`.
 
     Attributes:
         request: Id of the request.
@@ -188,7 +188,7 @@ class Finished:
             "cancelled" is a client's cancellation, "refused" means that the engine cannot answer
             the request and never began, and "error" means that the answer failed.
         message: Explanation of the problem if the reason is "refused" or "error".
-        new_tokens: Length of the answer in tokens. A beam search reports its best answer's.
+        new_tokens: Length of the answer in tokens. For a beam search, that of the best answer.
         cached_tokens: Number of prompt tokens that had been computed for an earlier request.
         beams: Answers of a beam search, best first.
     """

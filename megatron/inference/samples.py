@@ -1,7 +1,8 @@
-"""Generation of many texts with one model: JSON lines in the order of the prompts.
+"""Generation of many texts with one model, written as JSON lines in the order of the prompts.
 
-A file that a stopped run left behind is continued. `FILE.settings.json` next to it records how its
-samples were drawn, as one JSON object from flag to value, so that the rest are drawn the same way.
+A file that an interrupted run left behind is continued. `FILE.settings.json` next to it records how
+its samples were drawn, as a JSON object from flag to value, so that the rest are drawn the same
+way.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
 
-_BEGINNING = b'{"prompt": '  # how every line begins: with the first field of a GeneratedText
+_BEGINNING = b'{"prompt": '  # every line begins with the first field of GeneratedText
 
 DrawSettings = dict[str, str | int | float]
-NumberedPrompts = Iterator[tuple[int, str | None]]  # `None` is no prompt
+NumberedPrompts = Iterator[tuple[int, str | None]]  # `None` stands for no prompt
 
 
 def main(program: str, arguments: Sequence[str]) -> int:
@@ -60,7 +61,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     parsed = parse_generation(arguments, launch.world_size, own)
     samples: SamplesConfig
     (samples,) = parsed.extra
-    # On stderr like the panel, because the samples on stdout may be piped on.
+    # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
     prompts: Sequence[str | None] = [samples.prompt] * max(1, samples.num_samples)
     target, source = samples.genfile, samples.sample_input_file
@@ -91,7 +92,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
 
         def answer(prompts: NumberedPrompts, write: Callable[[GeneratedText], None]) -> int:
             """Answer all prompts, and return how many could not be answered."""
-            # More than are computed at a time, so that others are ready when some end.
+            # More requests than are computed at a time, so that others are ready when some end.
             asked = 2 * samples.max_batch_size
             inbox = SampleInbox(prompts, loaded.tokenizer, sampling, engine.limits, write, asked)
             serve(engine, inbox)
@@ -116,7 +117,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
 
 
 def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
-    """Return the flags that determine the text after a prompt, for a given model.
+    """Return the flags that, for a given model, determine the text after a prompt.
 
     Greedy decoding draws nothing, so it leaves the seed out.
     """
@@ -137,7 +138,7 @@ class GeneratedText:
         prompt: The prompt, or `None` if there is none.
         text: The text generated after the prompt.
         length: Number of tokens in the text.
-        finished: Whether the model ended the text, with its end-of-document token.
+        finished: Whether the model ended the text with its end-of-document token.
         error: Why there is no text, or "" if there is one.
     """
 
@@ -166,8 +167,8 @@ class SampleInbox:
         prompts: Pairs of index and prompt.
         tokenizer: Tokenizer of the model.
         sampling: Settings for continuing a prompt.
-        limits: Limits of the engine. Longer prompts are errors, and longer answers are cut.
-        write: Function that takes the texts in the order of the prompts.
+        limits: Limits of the engine. Longer prompts are errors, and longer answers are cut off.
+        write: Function that is called with each text, in the order of the prompts.
         at_a_time: Number of requests to keep under way.
         failed: Number of prompts that could not be answered.
     """
@@ -183,7 +184,7 @@ class SampleInbox:
     def __post_init__(self) -> None:
         """Start with no requests under way."""
         self._under_way: dict[str, _UnfinishedText] = {}
-        self._due: deque[int] = deque()  # indices of prompts whose texts are not written yet
+        self._due: deque[int] = deque()  # indices of prompts whose texts have not been written yet
         self._complete: dict[int, GeneratedText] = {}  # texts that wait for earlier ones
 
     def poll(self, wait: float) -> list[Command]:
@@ -299,7 +300,7 @@ class SampleFile:
                 raise StorageError(
                     f"{path}: line {foreign[0]} is not a sample: name another file for the samples"
                 )
-            if torn:  # removed only now, so that a file with other contents stays as it is
+            if torn:  # removed only now, so that a file with other contents stays unchanged
                 self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
@@ -341,7 +342,7 @@ class SampleFile:
         """Close the file.
 
         Raises:
-            StorageError: What was written last cannot be stored.
+            StorageError: The last lines cannot be stored.
         """
         with storage_errors(self.path):
             self._file.close()
@@ -359,7 +360,7 @@ class SampleFile:
             StorageError: The samples were drawn with other settings. The message lists the flags
                 and both values.
         """
-        if not self.path.is_file():  # nothing can be saved beside /dev/null
+        if not self.path.is_file():  # nothing can be saved next to /dev/null
             return
         beside = self.path.with_name(f"{self.path.name}.settings.json")
         with storage_errors(beside):
@@ -404,7 +405,7 @@ def _json_object(data: bytes) -> dict[str, Any]:
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file, one per line.
 
-    In a *.jsonl file, each line is an object with a "prompt", or otherwise a "text".
+    In a *.jsonl file, each line is an object with a "prompt" or, if it has none, a "text".
 
     Raises:
         DataError: The file is missing, or a line is not a prompt.

@@ -13,7 +13,7 @@ from megatron.device import Device
 
 _NEVER = float("-inf")
 _COLDEST = 1e-30  # a lower temperature counts as 0, because scores divided by it overflow fp32
-_MOST_SCORED_ROWS = 256  # rows scored at a time, so that fp32 copies of logits stay small
+_MOST_SCORED_ROWS = 256  # rows scored at a time; limits the size of the fp32 copies of logits
 _NOT_FINITE = -1
 _MASK = 2**64 - 1
 
@@ -28,8 +28,8 @@ class Choice(NamedTuple):
         top_p: Sample from the smallest set of most likely tokens that has this probability. 0
             disables the limit.
         uniform: Random number in [0, 1) that determines which token is drawn.
-        repetition_penalty: Divisor of positive scores, and factor of negative scores, for the
-            tokens in `history`. 1 disables it.
+        repetition_penalty: Number that divides the positive scores and multiplies the negative
+            scores of tokens in `history`. 1 disables it.
         history: Tokens to which the repetition penalty applies.
         banned: Tokens that are never chosen. Their log probability is minus infinity.
         logprob: Whether to report the token's log probability.
@@ -54,12 +54,12 @@ class Choice(NamedTuple):
 
     @property
     def is_penalized(self) -> bool:
-        """Whether scores depend on the history."""
+        """Whether a repetition penalty changes the scores of tokens in `history`."""
         return self.target is None and self.repetition_penalty != 1
 
 
 class Chosen(NamedTuple):
-    """The result for one row.
+    """The token chosen or scored for one row of logits.
 
     Attributes:
         token: The target or the chosen token. `None` means that the logits are not finite.
@@ -93,8 +93,8 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
         choices: How to choose or score a token in each of the k rows.
 
     Returns:
-        fp64 [k, 2 + 2m], which `unpack` takes flattened: the token, its log probability, m most
-        likely tokens, and their log probabilities. m is the largest `tops` of all choices.
+        fp64 [k, 2 + 2m]: the token, its log probability, the m most likely tokens, and their log
+        probabilities. m is the largest `tops` of all choices. `unpack` takes this flattened.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
     pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]
@@ -104,7 +104,7 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     largest, likeliest = logits.max(dim=-1)
     tokens = _tokens(logits, likeliest, choices)
     _fill_in_logprobs(logits, tokens, choices, result)
-    # A NaN anywhere in a row is its maximum.
+    # If a row has a NaN anywhere, its maximum is NaN.
     result[:, 0] = torch.where(largest.isfinite(), tokens, _NOT_FINITE)
     return result
 
@@ -128,9 +128,9 @@ def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
 
 
 def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return `tokens`, the most likely ones, with targets and sampled tokens in their rows.
+    """Return each row's target, its sampled token, or otherwise its most likely one, int64 [k].
 
-    The result is int64 [k].
+    `tokens` has the most likely token of each row.
     """
     known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
     if known:
@@ -171,7 +171,7 @@ def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Sample an index in each row of scores [k, v] with the softmax's probability."""
+    """Sample an index in each row of scores [k, v] with the probabilities of their softmax."""
     upto = scores.double().softmax(dim=-1).cumsum(dim=-1)
     at = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
     at = at * upto[:, -1:]
@@ -195,7 +195,7 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 def _fill_in_logprobs(
     logits: Tensor, tokens: Tensor, choices: Sequence[Choice], result: Tensor
 ) -> None:
-    """Fill in all columns of the result except the tokens."""
+    """Fill in all columns of the result except the first, which has the tokens."""
     most = (result.shape[1] - 2) // 2
     scored = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
     for start in range(0, len(scored), _MOST_SCORED_ROWS):
@@ -211,5 +211,5 @@ def _fill_in_logprobs(
 
 
 def _send(array: np.ndarray, like: Tensor) -> Tensor:
-    """Copy to the device of `like`, without waiting for a GPU that still runs an earlier step."""
+    """Copy to the device of `like`, without waiting for a GPU still busy with an earlier step."""
     return Device(like.device).send(np.ascontiguousarray(array))

@@ -2,9 +2,9 @@
 
 A step has a budget of tokens. Sequences that need only their next token come first, then prompts
 that have begun, then new prompts in the order of their arrival. A prompt that does not fit is cut
-into chunks. A prompt that begins like another one in the same step waits a step, to share its
-blocks. If blocks run out, the sequence that began last gives its own back and is computed again
-later.
+into chunks. A prompt that begins like another one in the same step waits for the next step, so that
+it can share the other's blocks. If blocks run out, the sequence that began last gives up its own
+and is computed again later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.inference.cache import BlockKey, BlockPool, next_key
 
 Integers = NDArray[np.int64]
 
-UNKNOWN = -1  # stands for a token that a step under way is choosing
+UNKNOWN = -1  # placeholder for a token that a step under way is choosing
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Sequence:
     """Tokens whose keys and values belong together.
 
     Attributes:
-        request: Id of the request that it belongs to.
-        tokens: Tokens so far, to which the sequence's owner appends. The last may be `UNKNOWN`.
-        reuses: Whether it may begin with blocks that other sequences have computed.
+        request: Id of the request that the sequence belongs to.
+        tokens: Tokens so far. The sequence's owner appends to them. The last may be `UNKNOWN`.
+        reuses: Whether the sequence may begin with blocks that other sequences have computed.
         computed: Number of tokens that are in the cache or will be after the steps under way.
-        cached: Number of tokens that were found in the cache when it first began.
-        blocks: Blocks of its computed tokens, including the step under way. The array is replaced
-            when they change, never written to.
-        keys: Keys of its full blocks that are published.
-        is_new: Whether it has not begun yet.
+        cached: Number of tokens that were found in the cache when the sequence first began.
+        blocks: Blocks of the computed tokens, including those of the step under way. The array is
+            never written to. A change of blocks replaces it.
+        keys: Keys of the published full blocks.
+        is_new: Whether the sequence has not begun yet.
         is_over: Whether it has been removed, so that results of a step under way are dropped.
-        prompt: Number of tokens that it began with. They are always computed as a prompt, even if
-            a single one is left. A negative number means all of `tokens`.
+        prompt: Number of tokens that the sequence began with. They are always computed as a prompt,
+            even if only one is left. A negative number means all of `tokens`.
     """
 
     request: str
@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def missing(self) -> int:
-        """Number of tokens that are not computed yet."""
+        """Number of tokens that have not been computed yet."""
         return len(self.tokens) - self.computed
 
 
@@ -98,8 +98,9 @@ class Row(NamedTuple):
         sequence: The sequence.
         start: Position of the first token to compute.
         tokens: The tokens to compute.
-        blocks: Blocks of the sequence up to these tokens; the same array until they change.
-        is_last: Whether this completes the known tokens, so that the next can be chosen.
+        blocks: Blocks of the sequence up to these tokens. The array stays the same object until
+            the blocks change.
+        is_last: Whether this row completes the known tokens, so that the next can be chosen.
     """
 
     sequence: Sequence
@@ -115,7 +116,7 @@ class Row(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this is a single token after the prompt."""
+        """Whether this row computes a single token after the prompt."""
         return len(self.tokens) == 1 and self.start >= self.sequence.prompt
 
 
@@ -175,7 +176,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
-        # First those that need only their next token.
+        # Sequences that need only their next token come first.
         for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
             count = min(sequence.missing, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
@@ -205,7 +206,7 @@ class Scheduler:
         size = self.settings.block_size
         for row in plan:
             sequence = row.sequence
-            # The sequence may have lost its place and begun again since the step began.
+            # The sequence may have lost its place in the batch and begun again in the meantime.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt)
             for index in range(len(sequence.keys), computed // size):
                 key = next_key(sequence.keys, sequence.tokens, size)
@@ -216,7 +217,7 @@ class Scheduler:
         """Give a sequence blocks for more tokens, and take them from later sequences if necessary.
 
         Returns:
-            Whether it got the blocks. If not, it has lost its own blocks too.
+            Whether the sequence got the blocks. If not, it has lost its own blocks too.
         """
         while not self._grow(sequence, count):
             last = self.running[-1]
@@ -294,11 +295,11 @@ class _OpenPlan:
     """A plan in progress.
 
     Attributes:
-        budget: Number of tokens left.
+        budget: Number of tokens that can still be added.
         rows: The plan's rows so far.
-        preempted: Sequences that lost their place.
-        coming: Keys of first blocks that this step computes. Sequences that begin alike wait for
-            the next step.
+        preempted: Sequences that have lost their place in the batch.
+        coming: Keys of first blocks that this step computes. Further sequences that begin with one
+            of these blocks wait for the next step.
     """
 
     budget: int
@@ -315,7 +316,7 @@ class _OpenPlan:
         self.budget -= count
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove the row of a sequence that lost its place."""
+        """Remove the row of a sequence that has lost its place in the batch."""
         self.preempted.add(sequence)
         row = self.rows.pop(sequence, None)
         self.budget += 0 if row is None else row.size

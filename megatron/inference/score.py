@@ -1,7 +1,7 @@
 """Log probabilities of given tokens under a model, in any parallel layout.
 
-Data-parallel processes take the batches in turn, pipeline stages hand them on, and each tensor rank
-holds a part of the vocabulary. Every process ends up with every score.
+Data-parallel processes take turns with the batches, pipeline stages pass them on, and each tensor
+rank holds a part of the vocabulary. Every process ends up with all scores.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Item = TypeVar("Item")
 
 
 class Sample(NamedTuple):
-    """A sequence of tokens whose last ones are to be scored.
+    """A sequence of tokens, the last of which are to be scored.
 
     Attributes:
-        tokens: Token ids, at most one more than the model's window, because the last one is only a
-            target.
-        scored: Number of tokens to score at the end. Each needs a token before it.
+        tokens: Token ids. There may be one more than fits in the model's window, because the last
+            one is only a target.
+        scored: Number of tokens to score, counted from the end. Each needs a token before it.
     """
 
     tokens: Sequence[int] | NDArray[np.integer]
@@ -64,7 +64,7 @@ class _Batch(NamedTuple):
 
 
 class Scorer:
-    """A model that scores samples. Building one is collective over the layout, like `score`."""
+    """A model that scores samples. Construction and `score` are collective over the layout."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int) -> None:
         """Connect the pipeline stages.
@@ -104,7 +104,7 @@ class Scorer:
     def _plan(self, lengths: Sequence[int]) -> list[_Batch]:
         """Group samples of about the same length, given the length of each sample's input.
 
-        The longest come first so that a lack of memory shows at once.
+        The longest come first, so that the run fails at once if memory is too small.
         """
         multiple = _MULTIPLE * self.loaded.layout.sequence.size
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
@@ -125,7 +125,7 @@ class Scorer:
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
             chosen = [samples[i] for i in batches[index].samples]
-            # Leave out each sample's last token, and pad with zeros, to which no token attends.
+            # Leave out each sample's last token, and pad with zeros. No real token attends to them.
             tokens = np.zeros((len(chosen), batches[index].length), np.int64)
             for row, sample in zip(tokens, chosen, strict=True):
                 row[: len(sample.tokens) - 1] = sample.tokens[:-1]
@@ -181,7 +181,8 @@ def score_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return each target's log probability, and whether it is the most likely entry.
 
-    Among equally likely entries the first counts, on any number of ranks.
+    If several entries are equally likely, the first counts as the most likely one. This does not
+    depend on the number of ranks.
 
     Args:
         logits: fp32 logits [n, v/t] of this rank's part of the padded vocabulary. Changed in place.
@@ -211,8 +212,8 @@ def score_targets(
 def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:
     """Yield a long text in overlapping windows that score every token but the first exactly once.
 
-    The first window scores all its tokens. Each later one moves on by `step` tokens, at most the
-    window's length, and scores these.
+    The first window scores all its tokens. Each later window begins `step` tokens further on, and
+    scores only the tokens that this adds. `step` is at most `window`.
     """
     step = min(step, window)
     end = min(window + 1, len(tokens))

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from megatron.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # a tokenizer's text for bytes that are not (yet) a character
-# Some tokenizers drop a space at the beginning of a text, so decode with this many prompt ids.
+# Some tokenizers drop a space at the beginning of a text, so decoding starts this many prompt ids
+# earlier.
 _CONTEXT = 5
 # A character has at most 4 bytes. More ids than this without a complete character are garbage.
 _MAX_HELD = 8
@@ -22,7 +23,7 @@ class Detokenizer:
 
         Args:
             tokenizer: Tokenizer of the model.
-            prompt: The ids before the first one added. Their text is not returned.
+            prompt: The ids before the first one that is added. Their text is not returned.
         """
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
@@ -40,7 +41,7 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """Return the text held back at the end, with an incomplete character as U+FFFD."""
+        """Return the text still held back at the end. An incomplete character becomes U+FFFD."""
         text = self._pending()
         self._returned = len(self._ids)
         return text
@@ -55,7 +56,7 @@ class Shown(NamedTuple):
 
     Attributes:
         text: Text that cannot belong to a stop string.
-        stop: The stop string that ended the text, or `None` if it goes on.
+        stop: The stop string that ended the text, or `None` if the text goes on.
     """
 
     text: str
@@ -63,7 +64,10 @@ class Shown(NamedTuple):
 
 
 class StopStrings:
-    """A filter that ends a text at its first stop string, and holds back what may begin one."""
+    """A filter that ends a text at its first stop string, and holds back any possible start of one.
+
+    Held text is released as soon as it can no longer belong to a stop string.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Start with no text.
@@ -75,13 +79,13 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> Shown:
-        """Add text, and return the part of the held and the new text that may be shown."""
+        """Add text, and return the part of the held and new text that may be shown now."""
         self._held += text
         met = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if met:
             start, stop = min(met)
             return Shown(self._held[:start], stop)
-        # Hold back the longest end that may begin a stop string.
+        # Hold back the longest end of the text that may be the beginning of a stop string.
         sizes = range(max(map(len, self._stops), default=1) - 1, 0, -1)
         ends = (n for n in sizes if any(self._held[-n:] == stop[:n] for stop in self._stops))
         free = len(self._held) - next(ends, 0)
@@ -89,6 +93,6 @@ class StopStrings:
         return Shown(shown)
 
     def rest(self) -> str:
-        """Return the held text once no more text comes."""
+        """Return the text that is still held back, once no more text comes."""
         held, self._held = self._held, ""
         return held

@@ -18,7 +18,7 @@ from megatron.inference.request import Event, Finished, RequestError
 from megatron.parallel.collectives import broadcast
 from megatron.parallel.layout import Axis
 
-# An idle rank 0 contacts the other ranks this often, far below any timeout of a collective.
+# Interval at which an idle rank 0 contacts the other ranks, far below any collective's timeout.
 _IDLE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Inbox(Protocol):
         ...
 
     def send(self, events: Sequence[Event]) -> None:
-        """Send events to the clients, without waiting for slow readers."""
+        """Send events to the clients, without waiting for those that read slowly."""
         ...
 
 
@@ -44,7 +44,7 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
     """Run until the command to shut down. Collective over all ranks of the layout.
 
     Args:
-        engine: This rank's engine. All ranks' engines are equal.
+        engine: This rank's engine, which has the same settings as those of the other ranks.
         inbox: Rank 0's inbox, or `None` on the other ranks.
     """
     world, device = engine.executor.layout.world, engine.executor.device.torch_device
@@ -64,7 +64,7 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
 
 
 def obey(engine: BatchEngine, command: Command) -> list[Event]:
-    """Carry out one command, and return the events that it causes at once."""
+    """Carry out one command, and return the events that it immediately causes."""
     match command:
         case Add(request):
             try:

@@ -4,8 +4,8 @@
                      app, middleware, endpoint, openai_api,      run       engine
                      schema, megatron_api, chat, service
 
-The front is the web server. It holds the tokenizer and every limit, and does not import torch.
-It renders chat templates and tokenizes texts in child processes (`texts`), which it can end.
-Rank 0 starts it with its `settings`. The two exchange only token ids over one socket: requests go
-to rank 0, and events come back.
+The front is the web server. It holds the tokenizer and enforces every limit, and does not import
+torch. It renders chat templates and tokenizes texts in child processes (`texts`), which it can end
+at any time. Rank 0 starts the front and sends it its `settings`. After that the two exchange only
+token ids over a single socket: requests go to rank 0, and events come back.
 """

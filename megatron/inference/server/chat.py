@@ -37,7 +37,7 @@ class _GenerationTag(Extension):
 
 @pass_context
 def _as_it_is(_: Context, value: Any) -> Any:
-    """Return a value to write. Jinja calls this only while it renders, for it takes a context."""
+    """Return a value unchanged. It takes a context so that Jinja calls it only while rendering."""
     return value
 
 
@@ -62,7 +62,7 @@ class ChatTemplate:
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
-            # Without these two, Jinja computes constants such as "a" * 3000000000 here.
+            # Without these two, Jinja would compute constants such as "a" * 3000000000 here.
             optimized=False,
             finalize=_as_it_is,
         )
@@ -128,14 +128,14 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
     if path is not None:
         return _read("the tokenizer's", path)
     found = _settings(tokenizer_model).get("chat_template")
-    if isinstance(found, list):  # several templates with names
+    if isinstance(found, list):  # several named templates
         named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
         found = named[-1].get("template") if named else None
     return found if isinstance(found, str) else None
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
-    """Return texts of special tokens by name, from tokenizer_config.json next to the tokenizer.
+    """Return the texts of special tokens by name, from the tokenizer's tokenizer_config.json.
 
     Args:
         tokenizer_model: File or folder of the tokenizer.

@@ -18,8 +18,8 @@ from typing_extensions import TypedDict  # pydantic requires this one before Pyt
 
 from megatron.inference.server.settings import FrontSettings
 
-# A body of up to this many times the limit is still read to its end, because a client that sends
-# everything before it reads would lose an earlier answer.
+# A body of up to this many times the limit is still read to its end, because a client that reads
+# only after it has sent everything would miss an earlier answer.
 _DRAINED = 16
 
 _ERROR_TYPES = {
@@ -51,8 +51,8 @@ class ApiError(Exception):
         status: HTTP status code.
         message: Description of the problem and its remedy.
         field: Name of the invalid field, or `None` if the error is not about a single field.
-        always: Whether the status stays the same under `--legacy-status-codes`, which otherwise
-            makes it 200.
+        always: Whether the status is kept under `--legacy-status-codes`, which changes all others
+            to 200.
     """
 
     status: int
@@ -104,7 +104,7 @@ class Events:
 
     Attributes:
         objects: JSON objects, in the order in which they become ready.
-        close: Function that ends the work for the answer. It is called once, even if nothing was
+        close: Function that ends the work on the answer. It is called once, even if nothing was
             streamed.
     """
 
@@ -149,7 +149,7 @@ class Endpoint:
                 answer.close()
 
     async def _stream(self, answer: Events, request: Request, send: Send, deadline: float) -> None:
-        """Send server-sent events. An error is one of them, because the status is already sent."""
+        """Send server-sent events. Errors are events too, because the status is already sent."""
 
         async def put(data: bytes, *, more: bool = True) -> None:
             try:
@@ -241,7 +241,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of the work, but cancel it if the client disconnects or it is too late.
+    """Return the result of `work`, or cancel it if the client disconnects or the deadline passes.
 
     Raises:
         ClientDisconnect: The client has disconnected.

@@ -27,8 +27,8 @@ from megatron.inference.server.service import EngineClient, Service
 from megatron.inference.server.settings import CHUNK, FrontSettings, ServerLimits
 from megatron.tokenizer import build_tokenizer
 
-_SPARE_FILES = 64  # file descriptors for other purposes than clients
-_LAST_ANSWERS = 5  # seconds that running requests get when the server ends
+_SPARE_FILES = 64  # file descriptors for purposes other than clients
+_LAST_ANSWERS = 5  # seconds that running requests have left when the server ends
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
         events.cancel()
         await service.texts.close()
     if events.done() and not events.cancelled():
-        events.result()  # raises the channel's error if there was one
+        events.result()  # raises the channel's error, if any
 
 
 def _configure(service: Service) -> uvicorn.Config:
@@ -101,7 +101,7 @@ def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
     that send a byte a minute could occupy all connections.
 
     Args:
-        limits: Limits of times and connections.
+        limits: Time limits, and the largest number of connections.
     """
 
     class TimelyProtocol(H11Protocol):

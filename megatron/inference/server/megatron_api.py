@@ -177,7 +177,7 @@ def read_contract(body: Mapping[str, Any]) -> MegatronRequest:
         body: The JSON object that the client sent.
 
     Raises:
-        ApiError: The request breaks a rule. The message is that of the first broken rule.
+        ApiError: The request breaks a rule. The message is that of the first rule it breaks.
     """
     for name, is_required, message in _NAMES:
         if (name in body) != is_required:
@@ -187,13 +187,13 @@ def read_contract(body: Mapping[str, Any]) -> MegatronRequest:
     for name, holds, message in _RULES:
         is_checked = name in given or name in _CHECKED_DEFAULTS
         if is_checked and not holds(getattr(request, name), request):
-            # Megatron always answers mistakes in the prompts with 400.
+            # Megatron always answers a mistake in the prompts with status 400.
             raise ApiError(400, message.format(name), name, always=name == "prompts")
     return request
 
 
 class MegatronApi:
-    """The handler of `PUT /api`, which returns whole texts, prompts included, never streamed."""
+    """The handler of `PUT /api`, which returns whole texts including prompts, and never streams."""
 
     def __init__(self, service: Service) -> None:
         """Look up the tokens for the end of a line and a colon.
@@ -219,7 +219,7 @@ class MegatronApi:
         if service.settings.server.log_requests and not request.no_log:
             logger.info("/api %.2000s", dict(body))
         start = service.begun(()) if request.add_BOS else ()
-        # A tokenizer may give no tokens for a text, which then counts as empty.
+        # A tokenizer may return no tokens for a text, which then counts as empty.
         message = _TOO_LONG if request.beam_width is None else _TOO_LONG_BEAM
         found = await service.texts.tokenize(request.prompts, too_long=message)
         prompts = [service.begun(start + ids) for ids in found]
@@ -270,7 +270,7 @@ class MegatronApi:
 
     def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], number: int) -> Sampling:
         """Return the settings for continuing the prompt with this number."""
-        settings = self._service.settings  # the command line has defaults of its own
+        settings = self._service.settings  # the command line has its own defaults
         top_k, top_p = settings.choose(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
         ends = set(self._service.ends)

@@ -23,14 +23,14 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 @dataclass(frozen=True)
 class Guard:
-    """Access control by a token, or if there is no token by the Host header.
+    """Access control by a token or, if there is no token, by the Host header.
 
     With a token, clients must send `Authorization: Bearer TOKEN`. A request without it is passed to
     an application that has only the open routes. It cannot reach any other route, however its path
     is spelled, because the guard itself never reads the path.
 
     Without a token, the Host header must name this machine. Another site's page can make its own
-    host name point here (DNS rebinding), but then the Host header has that name.
+    host name point to this machine (DNS rebinding), but then the Host header has that name.
 
     Attributes:
         app: The application with all routes.
@@ -56,7 +56,7 @@ class Guard:
     def _choose(self, headers: Headers) -> ASGIApp:
         """Return the application that answers a request with these headers."""
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy may believe the other one, and then sees other requests in the same bytes.
+            # A proxy that trusts the other header would find other requests in the same bytes.
             message = "Content-Length and Transfer-Encoding exclude each other: send one of them"
             response = error_response(ApiError(400, message))
             response.headers["Connection"] = "close"
@@ -64,7 +64,7 @@ class Guard:
         if self.token is not None:
             return self.app if self._has_token(headers) else self.open_app
         host = headers.get("host", "")
-        # `localhost` of `localhost:5000`, `::1` of `[::1]:5000`.
+        # `localhost` from `localhost:5000`, `::1` from `[::1]:5000`.
         is_ipv6 = host.startswith("[")
         name = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
         if name in LOOPBACK:
@@ -81,7 +81,7 @@ class Guard:
 
 
 class Metrics(Collector):
-    """The server's metrics, in a registry of their own. docs/generation.md lists them."""
+    """The server's metrics, in their own registry. docs/generation.md lists them."""
 
     def __init__(self, engine: EngineClient) -> None:
         """Create the metrics.
@@ -136,7 +136,7 @@ class Measured:
     Attributes:
         app: The application.
         metrics: Metrics that count and time the requests.
-        paths: Paths with a label of their own. All others count as "other", because clients can
+        paths: Paths that have their own label. All others are labeled "other", because clients can
             request any path.
     """
 

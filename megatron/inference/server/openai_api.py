@@ -1,4 +1,7 @@
-"""`/v1/completions` and `/v1/chat/completions`, whole or streamed, as OpenAI's clients expect."""
+"""OpenAI's API: `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
+
+Completions are returned whole or streamed, as OpenAI's clients expect.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class ResponseForm:
 
 
 def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
-    """Return a text with its tokens in four lists. Parts have the same form as whole texts."""
+    """Return a completion's text, with its tokens in four lists. A part has the same form."""
     if not logprobs:
         return {"text": piece.text, "logprobs": None}
     lists = {
@@ -60,7 +63,7 @@ def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
 
 
 def _message(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
-    """Return a message, or the next part of one, with the list of its tokens."""
+    """Return a chat message, or the next part of one, with a list of its tokens."""
     scored = {"logprobs": _token_objects(piece.tokens) if logprobs else None}
     if is_part:
         return {"delta": {"content": piece.text} if piece.text else {}, **scored}
@@ -165,7 +168,7 @@ class OpenAiApi:
     async def _read_prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> Prompts:
         """Return the token ids of every prompt.
 
-        An empty text becomes the end-of-document token, after which texts begin.
+        An empty text becomes the end-of-document token, because texts begin after one.
 
         Raises:
             ApiError: There is no prompt, there are too many, or an id is outside the vocabulary
@@ -205,7 +208,7 @@ class OpenAiApi:
     def _make_requests(
         self, request: schema.AnyRequest, prompts: Prompts, new_tokens: int
     ) -> list[TextRequest]:
-        """Return n sequences for each prompt, in the order of OpenAI's "choices".
+        """Return `n` sequences for each prompt, in the order of OpenAI's "choices".
 
         Raises:
             ApiError: The request exceeds a limit (400 or 422).
@@ -229,7 +232,7 @@ class OpenAiApi:
             )
         service.check_total(prompts, new_tokens, copies)
         top_k, top_p = service.settings.choose(request.top_k, request.top_p)
-        if request.top_p == 0:  # OpenAI's 0 keeps a single token; ours disables the limit
+        if request.top_p == 0:  # 0 keeps a single token in OpenAI's API, but disables our limit
             top_k = 1
         temperature, default = request.temperature, service.settings.server.temperature
         echo = isinstance(request, schema.CompletionRequest) and request.echo

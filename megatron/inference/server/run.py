@@ -1,4 +1,4 @@
-"""The text generation server on each rank, from its command line to its end."""
+"""The text generation server on each rank, from the command line to shutdown."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from megatron.processes.process import processes, run_process, show_notices
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MIN_TOKEN = 16  # characters
-_BACKLOG = 2048  # connections that wait to be accepted
-_LEAVE = 15.0  # seconds that the web server has to finish its last answers
+_BACKLOG = 2048  # number of connections that may wait to be accepted
+_LEAVE = 15.0  # seconds in which the web server may finish its last answers
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,7 +73,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         loaded = load_gpt(folder, device, layout, config=parsed.config)
         engine = build_engine(loaded, device, options)
         if connection is None:
-            # Rank 0 handles the signals and ends the others. If another rank ended first, the
+            # Rank 0 handles the signals and ends the other ranks. If one of these ended first, the
             # rest would wait for it forever.
             handlers.enter_context(_handling(signal.SIG_IGN))
             serve(engine, None)
@@ -115,7 +115,7 @@ def _handling(handler: Any) -> Iterator[None]:
 
 
 def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a turn, from an imported chat model's generation_config.json."""
+    """Return the ids of tokens that end a turn, from an imported model's generation_config.json."""
     path = folder / COMPANION_FOLDER / GENERATION_CONFIG
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
@@ -140,7 +140,7 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str
 
 
 def find_token(server: ServerConfig) -> str | None:
-    """Return the token that clients must send, or `None` if only this machine can connect.
+    """Return the access token that clients must send, or `None` if only this machine can connect.
 
     Args:
         server: Flags of the server.
@@ -182,7 +182,7 @@ def take_address(server: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((server.host, server.port))
-        # Two servers can bind one address under SO_REUSEADDR, but only one can listen.
+        # With SO_REUSEADDR two servers can bind the same address, but only one can listen.
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -209,7 +209,7 @@ def url_of(listener: socket.socket) -> str:
 def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     """Run the web server's process during the block.
 
-    It starts up while the model is loaded, and waits for its settings as the first message.
+    It starts up while the model is loaded, and waits for its settings, which are the first message.
 
     Args:
         listener: Bound socket that clients connect to. The process takes it over.
@@ -243,7 +243,7 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 class SocketInbox:
-    """The `worker.Inbox` of a server. Its threads wait for the socket, so the engine never does.
+    """A server's `worker.Inbox`. Its threads wait for the socket, so that the engine never has to.
 
     If the web server ends for any reason, the inbox returns a command to shut down.
     """
@@ -253,7 +253,7 @@ class SocketInbox:
 
         Args:
             connection: Socket to the web server. `close` closes it.
-            stats: Function that returns the engine's statistics, which are sent with events.
+            stats: Function that returns the engine's statistics, to send with the events.
         """
         self._connection = connection
         self._stats = stats
@@ -301,7 +301,7 @@ class SocketInbox:
                 for command in unpacker.feed(data):
                     self._commands.put(command)
         except (OSError, MessageError, RequestError):
-            pass  # the web server is gone, or is broken, because it never sends bad messages
+            pass  # the web server is gone, or broken if it sent a bad message
         self._commands.put(Shutdown())
 
     def _transmit(self) -> None:

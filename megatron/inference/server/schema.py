@@ -21,10 +21,10 @@ _MAX_TOP_LOGPROBS = 20
 _DEFAULT_NEW_TOKENS = 16  # OpenAI's default for completions
 _SHOWN = 64  # number of characters to quote from an unknown field name
 
-_FAIL_FAST = Field(fail_fast=True)  # one mistake is reported
+_FAIL_FAST = Field(fail_fast=True)  # only the first mistake is reported
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
 _Prompt = Annotated[
-    # Without it, a list of a million numbers has a million mistakes as a list of texts.
+    # Without it, a million numbers would be a million mistakes when checked as a list of texts.
     str
     | Annotated[list[str], _FAIL_FAST]
     | Annotated[list[int], _FAIL_FAST]
@@ -272,7 +272,7 @@ def read_request(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
 
 
 def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
-    """Return a message about an invalid field, which says which values it takes."""
+    """Return a message about an invalid field that says which values it accepts."""
     if error["type"] == "missing" and len(error["loc"]) == 1:
         return f"{name} is required"
     if name == "messages" and error["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The service behind all endpoints: it tokenizes prompts, asks the engine, and returns texts."""
+"""The service behind all endpoints: it sends prompts to the engine and returns texts."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Number of sequences that the engine has not ended."""
+        """Number of sequences that the engine has not yet ended."""
         return len(self._queues)
 
     def start(self, requests: Sequence[TextRequest]) -> tuple[list[str], asyncio.Queue[Event]]:
-        """Send the sequences of one client's request, either all or none.
+        """Send the sequences of one client's request to the engine: all of them, or none.
 
         Args:
             requests: The sequences.
 
         Returns:
             The names that the sequences get, and the queue of their events. The last event of each
-            is a `Finished`.
+            sequence is a `Finished`.
 
         Raises:
             ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
@@ -103,7 +103,7 @@ class EngineClient:
         return names, events
 
     def cancel(self, name: str) -> None:
-        """Cancel a running request. It stays active until the engine has ended it."""
+        """Cancel a running sequence. It stays active until the engine has ended it."""
         if name in self._queues:
             self._send(Cancel(name))
 
@@ -141,9 +141,9 @@ class Spelled:
     Attributes:
         id: Id of the token.
         text: Text of this token alone, with U+FFFD for part of a character.
-        offset: Number of the answer's characters before it.
-        logprob: Log probability of the token, or `None` if it was not requested or the token is a
-            prompt's first.
+        offset: Number of characters of the answer before the token.
+        logprob: Log probability of the token, or `None` if it was not requested or the token is the
+            first of a prompt.
         top: Texts and log probabilities of the most likely tokens at its position.
     """
 
@@ -156,7 +156,7 @@ class Spelled:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that can be shown now, with the tokens that begin in it or before it."""
+    """Text that can be shown now, with the tokens that begin before its end."""
 
     text: str
     tokens: tuple[Spelled, ...]
@@ -170,7 +170,7 @@ class Speller:
 
         Args:
             tokenizer: Tokenizer of the model.
-            prompt: Tokens before the first one. They are context only.
+            prompt: Tokens before the first one, which serve only as context.
             offset: Number of characters before the first token.
         """
         self._tokenizer = tokenizer
@@ -185,7 +185,7 @@ class Speller:
         shown = self._text.add(token)
         own = shown if shown and not self._holding else self._tokenizer.detokenize([token])
         before = len(self._tokenizer.detokenize(self._last)) if top else 0
-        others = tuple(  # tokens that could have come here instead
+        others = tuple(  # tokens that could have been chosen instead
             (self._tokenizer.detokenize([*self._last, other])[before:], value)
             for other, value in top
         )
@@ -222,7 +222,8 @@ class TextAnswer:
         request: The sequence.
         prompt: Log probabilities of the prompt, once they have arrived.
         new_tokens: Number of new tokens so far, including silent ones.
-        finished: The engine's last event, or `None` if a stop string ended the answer before it.
+        finished: The engine's last event, or `None` if a stop string ended the answer before that
+            event.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
@@ -274,7 +275,7 @@ class TextAnswer:
             if self._stopped:
                 break
         self._shown += len(text)
-        # At the end nothing is held back, so this includes tokens that have no text or only the
+        # At the end nothing is held back, so this includes tokens with no text, or with only the
         # beginning of a character.
         upto = self._shown + (self.finished is not None)
         count = sum(token.offset < upto for token in self._waiting)
@@ -340,8 +341,8 @@ class Answers:
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
         """Yield (index, piece) as text arrives, and (index, None) at the end of each answer.
 
-        A piece has all text that has arrived. When many clients share the server, they get fewer
-        and larger pieces, instead of falling further and further behind.
+        A piece contains all text that has arrived since the last one. When many clients share the
+        server, they get fewer and larger pieces instead of falling further and further behind.
 
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
@@ -370,7 +371,7 @@ class Answers:
                     yield index, piece
                 if answer.ended:
                     del self._unfinished[name]
-                    self._engine.cancel(name)  # after a stop string it is still running
+                    self._engine.cancel(name)  # the engine still runs it after a stop string
                     yield index, None
 
     async def whole(self) -> list[TextPiece]:
@@ -422,13 +423,13 @@ class Service:
         return min(engine.max_length, engine.cache_tokens)
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the prompt, or the end-of-document token if it is empty, after which texts begin.
+        """Return the prompt, or if it is empty the end-of-document token, after which texts begin.
 
         Args:
             prompt: Token ids.
 
         Raises:
-            ApiError: The prompt is empty, and the tokenizer has no such token (400).
+            ApiError: The prompt is empty, and the tokenizer has no end-of-document token (400).
         """
         eod = tuple(self.tokenizer.special_ids("eod"))
         if not prompt and not eod:
@@ -448,7 +449,7 @@ class Service:
             copies: Number of answers to each prompt.
 
         Raises:
-            ApiError: It has too many (422).
+            ApiError: The request has too many tokens (422).
         """
         total = copies * len(prompts) * (max(len(prompt) for prompt in prompts) + new_tokens)
         most = self.settings.server.max_tokens_to_oom
@@ -458,11 +459,11 @@ class Service:
 
     @staticmethod
     def seed_of(seed: int | None, number: int) -> int | None:
-        """Return the seed of one of a request's sequences, so that equal prompts differ.
+        """Return the seed of one of a request's sequences, so that equal prompts get unequal texts.
 
         Args:
             seed: Seed of the request. `None` or a number below 0 means that it has none.
-            number: Number of the sequence.
+            number: Number of the sequence within the request.
 
         Returns:
             The sequence's seed, or `None` if the request has none.

@@ -8,9 +8,9 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.generation import ServerConfig
 from megatron.inference.request import EngineLimits
 
-CHUNK = 1 << 16  # bytes to read from the socket between web server and rank 0 at a time
+CHUNK = 1 << 16  # bytes to read at a time from the socket between the web server and rank 0
 MAX_PROMPTS = 128  # Megatron's own limit for one request
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names that only this machine can connect to
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # addresses that only this machine can connect to
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class ServerLimits:
 
     Attributes:
         read_seconds: Longest time for a request's headers to arrive, and then for its body. A
-            slower request gets 408.
-        write_seconds: Longest time for a client to read what it is sent. A slower client is
+            slower request gets status 408.
+        write_seconds: Longest time for a client to read the bytes sent to it. A slower client is
             disconnected.
         connections: Largest number of open connections. Further ones are closed at once.
         text_seconds: Longest time to tokenize a request's texts, or to render its conversation.
-        text_memory: Memory in bytes for this, beyond what the tokenizer takes.
-        long_texts: Largest number of requests whose long texts are tokenized or wait for it. A
-            further one gets 429.
-        long_texts_per_client: Largest number of them from one address.
+        text_memory: Memory in bytes for this work, in addition to the tokenizer's own.
+        long_texts: Largest number of requests whose long texts are being tokenized or wait for it.
+            Further requests get status 429.
+        long_texts_per_client: Largest number of such requests from one address.
     """
 
     read_seconds: float = 10.0
@@ -49,7 +49,7 @@ class FrontSettings:
         engine: Limits of the engine.
         server: Flags of the server.
         limits: Limits that have no flag.
-        stop_tokens: Ids that end an answer, besides the tokenizer's own.
+        stop_tokens: Ids of tokens that end an answer, in addition to the tokenizer's own.
         chat_template: Text of the chat template, or `None` if the model has none.
         token: Token that clients must send. `None` admits only clients on this machine.
         created: Start time of the server in seconds since 1970.
@@ -73,8 +73,8 @@ class FrontSettings:
             top_p: Value in the request, or `None` if it sets none.
 
         Returns:
-            The request's values, with 0 for one that is not set, or the command line's if the
-            request sets neither.
+            The request's values, with 0 for a value that it does not set, or the command line's
+            values if the request sets neither.
         """
         if top_k is None and top_p is None:
             return self.server.top_k, self.server.top_p

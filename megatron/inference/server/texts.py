@@ -1,11 +1,12 @@
-"""Work on clients' texts in processes of its own: chat templates and tokenization.
+"""Chat templates and tokenization of clients' texts, in processes separate from the web server.
 
     python -m megatron.inference.server.texts
 
-How much time and memory a text takes depends on the text, and on a template and a tokenizer that
-came with the model. Both hold the interpreter's lock while they run, so a thread would stop the
-whole web server. This process reads a `Setup` and then jobs from stdin, and writes a `Result` for
-each to stdout. The kernel ends it when a job takes too long, even if the web server has died.
+The time and memory that a text takes depend on the text, and on a template and a tokenizer that
+came with the model. Both hold the interpreter's lock while they run, so a thread that ran them
+would stop the whole web server. This process reads a `Setup` and then jobs from stdin, and writes a
+`Result` for each to stdout. The kernel ends it when a job takes too long, even if the web server
+has died.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 _CHUNK = 1 << 16
-_START_SECONDS = 60.0  # a process reads its tokenizer meanwhile
+_START_SECONDS = 60.0  # time in which a process must read its tokenizer
 _LONG_TEXT = 4096  # characters
-_NICENESS = 10  # of a process for long work, which must not slow short work or the engine
+_NICENESS = 10  # for a process that does long work, which must not slow short work or the engine
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process needs to know before its first job.
+    """The settings that a process needs before its first job.
 
     Attributes:
         limits: Limits of the time and memory of a job.
         niceness: Priority to give up, from 0 to 19.
-        most_bytes: Largest size of a text that can fit in the model's context. The rest of a longer
-            one that a template writes is cut off, since the text is refused anyway.
+        most_bytes: Largest size of a text that can fit in the model's context, in bytes. If a
+            template writes a longer text, the rest is cut off, since the text is refused anyway.
         tokenizer: Files of the tokenizer, or `None` in a process that renders a template.
         template: Text of the chat template.
         special: Texts of special tokens, for the template.
@@ -70,7 +71,7 @@ class Job:
 
     Attributes:
         texts: Texts to tokenize.
-        spelled: Whether special tokens that are written out in the texts are tokens.
+        spelled: Whether a special token that is written out in a text is read as that token.
         messages: Conversation to turn into a text, in a process that renders a template.
     """
 
@@ -87,7 +88,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         ids: Token ids of each text.
@@ -124,7 +125,7 @@ def _received(kind: type[Record]) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def _reported(refusal: str) -> Iterator[None]:
-    """Write an error in the block as a `Result`. A crash is reported by the process's end."""
+    """Write an error in the block as a `Result`. A crash shows only as the end of the process."""
     try:
         yield
     except ApiError as error:
@@ -167,22 +168,22 @@ class TextProcess:
     """The web server's end of a process that does one job after another."""
 
     def __init__(self, setup: Setup) -> None:
-        """Describe the process, which `start` starts.
+        """Describe the process. It does not run until `start` is called.
 
         Args:
-            setup: What the process needs to know.
+            setup: Settings of the process.
         """
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
         self._results = Unpacker[Result](Result)
         self._lock = asyncio.Lock()
-        self._long_jobs: Counter[str] = Counter()  # by client, including those that wait
+        self._long_jobs: Counter[str] = Counter()  # by client, including jobs that wait
 
     async def start(self) -> None:
         """Start the process.
 
         Raises:
-            ConfigError: It cannot prepare its work.
+            ConfigError: The process cannot prepare its work.
         """
         self._results = Unpacker[Result](Result)
         self._process = await asyncio.create_subprocess_exec(
@@ -199,7 +200,7 @@ class TextProcess:
             raise ConfigError(result.error)
 
     async def do(self, job: Job) -> Result:
-        """Return the result of a job, once those before it are done.
+        """Return the result of a job, once the jobs before it are done.
 
         Raises:
             ApiError: Too many long jobs wait (429), or the job failed or exceeded a limit (400).
@@ -227,7 +228,7 @@ class TextProcess:
 
     async def _do(self, job: Job) -> Result:
         await self._lock.acquire()
-        # If the client leaves, the exchange still takes its own result from the pipe.
+        # Even if the client leaves, the exchange must take its own result from the pipe.
         exchange = asyncio.ensure_future(self._start_and_exchange(pack(Job, job)))
         exchange.add_done_callback(lambda _: self._lock.release())
         result = await asyncio.shield(exchange)
@@ -236,7 +237,7 @@ class TextProcess:
         return result
 
     async def _start_and_exchange(self, message: bytes) -> Result:
-        if self._process is None:  # the last text ended it
+        if self._process is None:  # the last text ended the process
             await self.start()
         return await self._exchange(message)
 
@@ -246,7 +247,7 @@ class TextProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # the process has ended, which is found below
+        with contextlib.suppress(ConnectionError):  # the process has ended, which is handled below
             process.stdin.write(message)
             await process.stdin.drain()
         while data := await process.stdout.read(_CHUNK):
@@ -260,11 +261,11 @@ class TextProcess:
 class Texts:
     """The work on all clients' texts.
 
-    Long texts have a process of their own, so that short ones do not wait for them.
+    Long texts have their own process, so that short ones do not wait for them.
     """
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, max_length: int) -> None:
-        """Describe the processes, which `start` starts.
+        """Describe the processes. They do not run until `start` is called.
 
         Args:
             settings: Settings of the server.
@@ -272,8 +273,8 @@ class Texts:
             max_length: Largest number of tokens in a prompt and its answer together.
         """
         self._max_length = max_length
-        # A byte may separate two tokens. Only spaces beyond that, or words of that length which a
-        # tokenizer replaces by a single token, could make a larger text fit.
+        # One more byte may separate two tokens. A larger text could fit only if it had more spaces,
+        # or longer words that the tokenizer replaces by a single token.
         longest = 1 + max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
         self._most_bytes = max_length * longest
 
@@ -311,7 +312,7 @@ class Texts:
 
         Args:
             texts: Any texts.
-            spelled: Whether special tokens that are written out in the texts are tokens.
+            spelled: Whether a special token that is written out in a text is read as that token.
             too_long: Message for a text that cannot fit in the model's context.
 
         Raises:
