@@ -404,7 +404,7 @@ class StreamMarks:
 
 
 def current_gpu() -> int:
-    """Return the index of the current GPU. It is fast once there is a tensor on a GPU."""
+    """Return the index of the current GPU. This is fast once there is a tensor on a GPU."""
     return torch._C._cuda_getDevice()
 
 

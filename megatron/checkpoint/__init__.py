@@ -5,7 +5,7 @@ A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
 it holds, so files do not depend on how the process that reads them splits the model.
 
 The native format, safetensors and JSON:
-    entries        tensors, number types, boxes of indices
+    entries        tensors, dtypes, boxes of indices
     shard          one safetensors file, hashed while it is written
     manifest       manifest.json: every file and tensor of a checkpoint with digests
     plan           which process writes which part of which tensor

@@ -2,8 +2,8 @@
 
 A thread then writes, hashes, flushes and publishes the copy by the protocol of `store`, and talks
 to the other processes' threads over a process group of their own. File operations and digests
-release the interpreter lock. Whatever kills the process also ends its thread, and leaves the same
-files behind as any save that is killed.
+release the interpreter lock. If the process is killed, the thread ends too, and leaves the same
+files behind as any killed save.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
 
-_NICENESS = 5  # training's own threads come first when all of them want the processor
+_NICENESS = 5  # training's own threads have priority
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class BackgroundSaver:
             target=self._work,
             args=(snapshot, waited),
             name="background save",
-            daemon=True,  # if the process fails, nobody waits longer than `wait` does
+            daemon=True,  # a failing process does not wait for the thread to finish
         )
         self._thread.start()
         return waited

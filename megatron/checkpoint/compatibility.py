@@ -24,7 +24,7 @@ def check_network(
         config: The run's configuration.
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
-        finetunes: Allow other rotary frequencies, to which the weights then adapt.
+        finetunes: Allow different rotary frequencies, to which the weights then adapt.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -64,7 +64,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
     """Check that the optimizer states fit the run's optimizer and precision.
 
     Raises:
-        CheckpointError: The states belong to another optimizer or precision.
+        CheckpointError: The states belong to a different optimizer or precision.
     """
     saved = dict(reader.meta.get("legacy_args") or {})
     for section in ("precision", "optimizer"):

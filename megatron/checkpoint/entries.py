@@ -1,4 +1,4 @@
-"""Parts of tensors that know their position in the whole, number types, and boxes of indices."""
+"""Parts of tensors with their position in the whole tensor, dtypes, and boxes of indices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a number type, for example "BF16".
+    """Return safetensors' name of a dtype, for example "BF16".
 
     Raises:
         ValueError: Safetensors has no name for the type.

@@ -21,12 +21,12 @@ from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
 
 _ELEMENTS = 4 << 20  # elements of a tensor compared at a time
-# Counters that the meta data of every format holds.
+# Counters that the metadata of every format holds.
 _COUNTERS = ("iteration", "consumed_train_samples", "padded_vocab_size")
 
 
 def compare(one: Reader, other: Reader, *, only: str = "") -> tuple[list[str], int]:
-    """Compare tensors, then positions and configurations.
+    """Compare two checkpoints: first their tensors, then their counters and configurations.
 
     Args:
         one: An opened checkpoint.
@@ -88,7 +88,7 @@ def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters and the configuration of a checkpoint's meta data by name."""
+    """Return the counters and the configuration of a checkpoint's metadata by name."""
     found = {key: meta[key] for key in _COUNTERS if meta.get(key) is not None}
     for part in ("optimizer", "schedule"):
         if isinstance(meta.get(part), dict):
@@ -104,7 +104,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     Args:
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
         verify: Read everything and compare digests.
-        details: Also list the tensors and the meta data.
+        details: Also list the tensors and the metadata.
 
     Returns:
         The lines of the description, and whether all checkpoints are sound and the tracker names

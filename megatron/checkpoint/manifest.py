@@ -144,7 +144,8 @@ def dump(manifest: Manifest) -> bytes:
     """Return the file's bytes.
 
     Raises:
-        ValueError: The meta data cannot be written as JSON (NaN and infinity cannot).
+        ValueError: The metadata cannot be written as JSON, for example because it holds NaN or
+            infinity.
     """
     tensors = {
         name: {**tensor._asdict(), "pieces": [piece._asdict() for piece in tensor.pieces]}
@@ -195,10 +196,10 @@ def parse(data: bytes) -> Manifest:
 
 
 def validate(kind: Any, text: bytes) -> Any:
-    """Return JSON text as a value of this type, whose annotations must hold exactly.
+    """Parse JSON text into a value of this type, checking every annotation strictly.
 
     Raises:
-        ManifestError: A part has another type or is out of range. The message names the first.
+        ManifestError: A part has the wrong type or is out of range. The message names the first.
     """
     from pydantic import ValidationError
 

@@ -91,7 +91,7 @@ class Origin(TypedDict, total=False):
 
 
 class Meta(TypedDict):
-    """The meta data of a run's checkpoint. Further keys are allowed."""
+    """The metadata of a run's checkpoint. Further keys are allowed."""
 
     iteration: Size
     consumed_train_samples: Size
@@ -109,10 +109,10 @@ class Meta(TypedDict):
 
 
 def check_meta(reader: Reader) -> None:
-    """Check the meta data of an opened checkpoint.
+    """Check the metadata of an opened checkpoint.
 
     Raises:
-        CheckpointError: A value is missing, has another type, is out of range, or contradicts the
+        CheckpointError: A value is missing, has the wrong type, is out of range, or contradicts the
             checkpoint's tensors.
     """
     try:

@@ -72,7 +72,7 @@ def describe(entries: State) -> Json:
 
 
 def make_plan(held: list[Json]) -> SavePlan:
-    """Choose the rank that writes each part: of those that hold it, the one with the least to do.
+    """Choose the rank that writes each part: the one with the least to write among its holders.
 
     Args:
         held: The descriptions (`describe`) of what each rank holds, in rank order.

@@ -29,7 +29,7 @@ _TABLES = ("embedding.word.weight", "output.weight", "output.bias")
 
 
 class HeldTensor(NamedTuple):
-    """The shape and the number type of a whole tensor in a checkpoint."""
+    """The shape and the dtype of a whole tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Reader(ABC):
         format: "native", "legacy" or "hf".
         path: The checkpoint's folder.
         iteration: Training steps taken.
-        meta: Meta data that the run saved with its tensors. `LegacyReader` and `HFReader` document
+        meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
             what they fill in from files of other programs.
         held: All tensors by name.
     """
@@ -72,7 +72,7 @@ class Reader(ABC):
         return self.held[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's number type.
+        """Return a tensor's dtype.
 
         Raises:
             CheckpointError: There is no tensor of this name.
@@ -94,7 +94,7 @@ class Reader(ABC):
             global_shape: The shape that the whole tensor should have. None accepts any.
 
         Raises:
-            CheckpointError: There is no such tensor, or the whole tensor has another shape.
+            CheckpointError: There is no such tensor, or the whole tensor has a different shape.
         """
         held = self.global_shape(name)
         if global_shape not in (None, held):
@@ -273,7 +273,7 @@ def _check_size(file: Path, size: int) -> None:
 
 
 class PaddedReader(Reader):
-    """A checkpoint whose vocabulary tables are presented with another number of rows.
+    """A checkpoint whose vocabulary tables are presented with a different number of rows.
 
     Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size,
     so the number of rows in its files differs from ours and from file to file.
@@ -355,11 +355,11 @@ def restore(
         entries: The tensors to fill; each rank passes its own.
         prefixes: Prefixes ("model.") under which every tensor of the checkpoint must have an entry.
             Use this only on ranks that hold the whole model, not with pipeline parallelism.
-        cast: Allow another number type in the checkpoint.
+        cast: Allow a different dtype in the checkpoint.
 
     Raises:
-        CheckpointError: Tensors are missing, left over, or of another shape or type. The message
-            lists them, and nothing has been changed.
+        CheckpointError: Tensors are missing, left over, or have a different shape or type. The
+            message lists them, and nothing has been changed.
     """
     problems = find_problems(reader, entries, prefixes=prefixes, cast=cast)
     if problems:
@@ -399,7 +399,7 @@ def find_problems(
         reader: The opened checkpoint.
         entries: The tensors to fill.
         prefixes: Prefixes under which every tensor of the checkpoint must have an entry.
-        cast: Allow another number type in the checkpoint.
+        cast: Allow a different dtype in the checkpoint.
 
     Returns:
         One line for each problem.

@@ -164,7 +164,7 @@ def list_files(folder: Path) -> bytes:
 def is_as_listed(folder: Path) -> bool:
     """Return whether a folder's files for Megatron-LM are exactly those that we wrote.
 
-    They are not if there is no list, or if another program has rewritten all of them.
+    Return False if there is no list, or if another program has rewritten all of the files.
 
     Raises:
         CheckpointError: Another program has written some of the files: they belong to two saves.

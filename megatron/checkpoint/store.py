@@ -301,7 +301,7 @@ def convert_to_native(
         reader: The opened checkpoint. Its vocabulary tables decide the padded vocabulary size.
         root: Folder of checkpoints.
         config: Configuration to store in the checkpoint.
-        extra: Further keys for the checkpoint's meta data.
+        extra: Further keys for the checkpoint's metadata.
         keep_optimizer: Also write the optimizer's states and the schedule's position.
         check: Check to run on the checkpoint before publishing it.
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that may be read: plain ones that no other user can have changed.
+"""Checks that checkpoint files are safe to read: plain files that no other user can have changed.
 
 All formats open their files here or check them here first. A FIFO or a device would make the reader
 wait forever. A link leads to files that a copy of the folder lacks. A file that another user owns
@@ -82,12 +82,13 @@ def check_folder(folder: Path) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """Check that a file or folder is this user's or root's, and that not everybody may change it.
+    """Check that this user or root owns a file or folder, and that not everybody may change it.
 
-    Members of its group may: on many clusters the default mode lets a project's members share it.
+    Members of its group may change it: on many clusters the default mode lets a project's members
+    share it.
 
     Raises:
-        CheckpointError: It is another user's, or everybody may write to it.
+        CheckpointError: It belongs to another user, or everybody may write to it.
         OSError: Its owner cannot be read.
     """
     if allows_foreign_checkpoints():

@@ -99,7 +99,7 @@ class IndexedDataset:
         """Return `length` tokens of sequence `i` from `offset` on, by default up to its end.
 
         Raises:
-            DataError: A token id is negative, so the file is damaged or has another dtype.
+            DataError: A token id is negative, so the file is damaged or has a different dtype.
             IndexError: The range is not inside the sequence.
         """
         size = int(self.sequence_lengths[i])
@@ -321,7 +321,7 @@ class IndexedDatasetBuilder:
         """Append the whole content of another dataset.
 
         Raises:
-            DataError: The other dataset is damaged or has another dtype.
+            DataError: The other dataset is damaged or has a different dtype.
             StorageError: The disk is full.
         """
         other = IndexedDataset(prefix)

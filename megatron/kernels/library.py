@@ -376,7 +376,7 @@ def find_library(device: torch.device) -> LibraryChoice:
         architecture = name_of(*ours.capability)
         try:
             return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
-        except (BuildError, OSError) as error:  # OSError: from a file system that has gone
+        except (BuildError, OSError) as error:  # OSError: the file system is gone
             reason = str(error)
     if local_rank() == 0:
         say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")

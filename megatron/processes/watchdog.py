@@ -48,7 +48,7 @@ _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
 _PACKAGE = Path(__file__).parents[1]
 _TORCH_DISTRIBUTED = Path(dist.__file__).parent
-# The functions that print. Output may go to another machine, where perhaps nobody reads it.
+# The functions that print. Output may go to another machine, where it may never be read.
 _OUTPUT = (_PACKAGE / "command.py", _PACKAGE / "errors.py")
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 

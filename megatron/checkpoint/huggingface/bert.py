@@ -2,10 +2,10 @@
 
 BERT normalizes after each residual sum. Our BERT, with --apply-residual-connection-post-layernorm,
 normalizes before each half of a layer and continues from the normalized values: the sums and the
-normalizations are the same, but the layers begin at another point. So the normalization after the
-embeddings is the first of our layer 0, and the last one of Hugging Face's layer i is the first of
-our layer i + 1. One thing differs in training: Hugging Face applies dropout to the embeddings after
-normalizing them, whereas we apply it before.
+normalizations are the same, but the layers begin at a different point. So the normalization after
+the embeddings is the first of our layer 0, and the last one of Hugging Face's layer i is the first
+of our layer i + 1. One thing differs in training: Hugging Face applies dropout to the embeddings
+after normalizing them, whereas we apply it before.
 """
 
 from __future__ import annotations

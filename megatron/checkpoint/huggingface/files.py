@@ -1,4 +1,4 @@
-"""The files of an untrusted folder: which are read, and to which locations links may lead."""
+"""Access to the files of an untrusted folder: which ones are read, and where links may lead."""
 
 from __future__ import annotations
 

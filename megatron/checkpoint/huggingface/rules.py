@@ -42,7 +42,7 @@ class TensorForm(NamedTuple):
 
 
 def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorForm:
-    """Return the form of queries [n d, ...], keys and values [g d, ...], ordered by group here.
+    """Return the form for queries [n d, ...], keys and values [g d, ...], which we order by group.
 
     Both sides rotate channel i of a head with channel i + d/2, so no row moves within a head.
 

@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class Settings:
     """The keys of a config.json. The type of each is checked when it is taken.
 
-    Methods that take a value raise `CheckpointError` if it is of another type, or if it is missing
+    Methods that take a value raise `CheckpointError` if it has the wrong type, or if it is missing
     and has no default.
 
     Attributes:
@@ -135,7 +135,7 @@ class Settings:
         """Check that the key is absent or has this value.
 
         Raises:
-            CheckpointError: The key has another value, which our network cannot express.
+            CheckpointError: The key has a different value, which our network cannot express.
         """
         if self._take(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} is supported")
@@ -166,6 +166,6 @@ class Settings:
 def harmless(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that say nothing about the network, with their values.
 
-    They are kept when another network is written.
+    They are kept when a different network is written.
     """
     return {key: value for key, value in values.items() if key in _HARMLESS}

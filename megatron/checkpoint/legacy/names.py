@@ -153,10 +153,11 @@ def list_parameters(
         first: The number of the stage's first layer in each stack, `encoder` and `decoder`.
         architecture: The kind of network, from `architecture_of`.
         tied: Whether the output shares the word embeddings.
-        is_first: Whether the file is of the first stage. On other stages, embeddings are copies.
+        is_first: Whether the file belongs to the first stage. On other stages, embeddings are
+            copies.
 
     Raises:
-        CheckpointError: The file is of an unsupported kind, or the name of a tensor is unknown.
+        CheckpointError: The file's kind is not supported, or the name of a tensor is unknown.
     """
     parameters, core = [], is_core(model)
     for path, value in _flatten(model, "") if core else _flatten_nested(model):

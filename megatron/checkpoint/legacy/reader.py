@@ -104,7 +104,7 @@ class LegacyReader(Reader):
         self.meta = self._find_meta(first, states, warns=world.is_first)
 
     def _check_grid(self) -> None:
-        """Check that no folder is left over from another split of the same iteration."""
+        """Check that no folder is left over from a different split of the same iteration."""
         sizes = (self._tensor_size, len(self._files) // self._tensor_size)
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
         for file in self._files:

@@ -170,7 +170,7 @@ class LegacyWriter:
 
         Raises:
             CheckpointError: Megatron's model lacks one of the parameters, cannot be split this way,
-                or computes another network.
+                or computes a different network.
         """
         refused = ", ".join(not_computed(config.model))
         if refused:
