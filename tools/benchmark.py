@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -135,7 +135,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1")
     for name in ("ceiling_seconds", "timeout"):
-        if not getattr(options, name) > 0:  # refuses nan too
+        if not getattr(options, name) > 0:  # also refuses NaN
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
     if options.ceilings and options.compare is not None:
@@ -163,7 +163,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
 
 
 def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
-    """Return the flags for pretrain_gpt.py from --layout and from behind `--`."""
+    """Return the flags for pretrain_gpt.py given by --layout and after `--`."""
     try:
         words = [*shlex.split(layout), *further]
     except ValueError as error:
@@ -178,7 +178,7 @@ def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
-    """Check that the GPUs exist: all workloads but the toy would take hours on a CPU."""
+    """Check that the GPUs exist, because all workloads but the toy would take hours on a CPU."""
     from megatron.device import gpu_count
 
     found = gpu_count()
@@ -289,8 +289,8 @@ def _known_ceilings(
 ) -> dict[str, Any]:
     """Return the machine's ceilings.
 
-    They are those of an earlier call if it measured this machine at these shapes for long enough.
-    Otherwise they are measured now, in a separate process that leaves no memory in use.
+    The results of an earlier call are used if it measured this machine at these shapes for long
+    enough. Otherwise they are measured now, in a separate process that leaves no memory in use.
     """
     from tools.bench.ceilings import shapes_of
 
@@ -309,7 +309,7 @@ def _known_ceilings(
 
 
 def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the ceilings with the rooflines of these runs' steps."""
+    """Return the ceilings, with the rooflines that apply to the steps of these runs."""
     from tools.bench.ceilings import Ceilings, rooflines
 
     measured = Ceilings(**{field.name: record[field.name] for field in fields(Ceilings)})
@@ -358,7 +358,7 @@ def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
     """Yield the checkout that --compare names: a folder, or a commit in a temporary worktree.
 
     Raises:
-        ConfigError: It names neither.
+        ConfigError: --compare names neither a folder with a checkout nor a commit.
     """
     if asked is None:
         yield None
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     own = words[:cut]
-    if "--layout" in own[:-1]:  # argparse would take a value that looks like a flag for a flag
+    if "--layout" in own[:-1]:  # argparse would mistake a value that looks like a flag for one
         at = own.index("--layout")
         own[at : at + 2] = [f"--layout={own[at + 1]}"]
     options = build_parser().read(own)

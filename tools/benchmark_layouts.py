@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # Started as a file: the packages beside this folder may not be installed.
+    # When this file is run as a script, the packages next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -70,7 +70,7 @@ def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
     Args:
         host: Name or address of the server.
         port: Port of the server.
-        count: Number of clients. Each is a process, so that it does not slow the measured ones.
+        count: Number of clients. Each is a process, so that it does not slow the measured clients.
     """
     code = _HOSTILE_CLIENT.format(host=host, port=port)
     words, silent = [sys.executable, "-c", code], subprocess.DEVNULL

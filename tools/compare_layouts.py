@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -114,7 +114,7 @@ def run(words: Sequence[str]) -> None:
     """Compare the layouts and write the page.
 
     Raises:
-        NumericsError: A layout differs by more than it may. The page is left as it was.
+        NumericsError: A layout differs by more than is allowed. The page is left unchanged.
     """
     parser = ToolParser("compare_layouts.py", __doc__)
     parser.add_argument(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # When this file is run as a script, the package beside its folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -62,7 +62,7 @@ class Validation:
         entropy: The unigram entropy of their tokens in nats per token. It is the loss of a model
             that knows how frequent each of these tokens is and nothing else.
         bytes_per_token: The UTF-8 bytes of their text divided by the number of their tokens.
-        texts: Their first sentences of at least 8 tokens. If there are none, their first sentences.
+        texts: Their first sentences of at least 8 tokens, or of any length if there are none.
     """
 
     entropy: float
@@ -121,7 +121,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
     """Make an empty `out`. An earlier run with the same settings is kept under another name.
 
     Raises:
-        ConfigError: `out` holds anything else, and the user has not given `--overwrite`.
+        ConfigError: `out` holds anything else, and `overwrite` is false.
         StorageError: The folder cannot be written.
     """
     present = sorted(path for name in OUTPUTS for path in out.glob(name))
@@ -154,7 +154,7 @@ def settings_of(out: Path) -> Any:
 
 
 def run(title: str, command: Sequence[str]) -> None:
-    """Print and run one command of the tutorial; exit with its code if it fails."""
+    """Print and run one command of the tutorial, and exit with its code if it fails."""
     print(f"\n=== {title}\n$ {shown(command)}\n", flush=True)
     start = time.perf_counter()
     # The commands of this environment come first, so that the printed command is the one that runs.
@@ -331,7 +331,7 @@ def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
 
 
 def last_validation_loss(metrics: Path) -> float:
-    """Return the nats per token from the last record that has them."""
+    """Return the last validation loss in a metrics file, in nats per token."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return float([r["lm loss validation"] for r in records if "lm loss validation" in r][-1])
 
@@ -371,7 +371,7 @@ def checked_demo(options: argparse.Namespace) -> None:
     """Check the flags, the input and the folder, then run the demo.
 
     Raises:
-        UserError: One of them needs to be changed.
+        UserError: The flags, the input or the folder need to be changed.
     """
     kind = KINDS[options.model]
     iterations = kind.iterations if options.iters is None else options.iters

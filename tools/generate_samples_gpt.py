@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import guard_imports

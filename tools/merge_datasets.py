@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
-    # When this file is run as a script, the package beside its folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -81,7 +81,7 @@ def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedData
     """Refuse an output that is a dataset of the folder, unless it is an earlier result.
 
     Raises:
-        DataError: The output would replace a dataset that it does not contain.
+        DataError: The output would replace a dataset whose contents it does not include.
     """
     import numpy as np
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # When this file is run as a script, the package beside its folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -59,9 +59,9 @@ def read_metrics(path: Path) -> tuple[Points, Points]:
 def smoothed(points: Points) -> Points:
     """Smooth a curve without a lag: fit a straight line around each point.
 
-    Each value comes from the least-squares line through the points on both sides of it, about 7%
-    of the curve in total, fewer at the ends. A curve that falls steadily is therefore not shifted,
-    while a running average would lie above it.
+    Each value comes from the least-squares line through the points on both sides of it. They are
+    about 7% of the curve, and fewer at the ends. A curve that falls steadily is therefore not
+    shifted, whereas a running average would lie above it.
     """
     import numpy as np
 

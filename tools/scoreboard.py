@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.arguments import ToolParser
@@ -48,7 +48,7 @@ def result(row: Row, trials: Trials, commit: str) -> str:
     """Return one line of results."""
     beside = "; ".join(f"{text}: {count:,}" for text, count in sorted(trials.notes.items()))
     held = f"{trials.passed} of {trials.tried}"
-    # Trials that were made all at once have no time of their own.
+    # Trials that were all made at once have no individual times.
     longest = f"{trials.worst:.1f} s" if trials.worst >= 0.05 else ""
     return _line([str(row.number), row.what, held, longest, beside, commit])
 

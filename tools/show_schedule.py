@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # When this file is run as a script, the package beside its folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -85,7 +85,7 @@ def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None
 def make_times(arguments: argparse.Namespace) -> Times:
     """Make the tables of times from the flags.
 
-    By default the backward pass takes twice as long as the forward pass, half of it for weights.
+    By default the backward pass takes twice as long as the forward pass. Half of it is for weights.
 
     Raises:
         ConfigError: The number of values does not match the stages or chunks, a value is not a

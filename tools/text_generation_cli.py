@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # Started as a file: the package beside this folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _piped(data: bytes) -> str:
-    """Return bytes as text, without an incomplete character that `head -c` left at the end.
+    """Return bytes as text, without an incomplete character that `head -c` may leave at the end.
 
     Other bytes that are not UTF-8 become surrogates, which are refused before they are sent.
     """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # When this file is run as a script, the package beside its folder may not be installed.
+    # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
 
     paths = find_inputs(options.input)
     remedy = "To reduce memory, train on less text or with a smaller --max-line-mb"
-    # The library ends the process that lacks memory, so it works in one of its own.
+    # The library ends its process if memory runs out, so it runs in a separate process.
     with map_in_order(lambda paths: _train(paths, options), [paths], 1, remedy) as results:
         size, files = next(results)
     _write(files, Path(options.output_dir))
@@ -149,7 +149,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
-    """Yield every text of the input; raise for a bad line."""
+    """Yield every text of the input, and raise an error for a bad line."""
     from megatron.data.text_input import parse_block, read_blocks
 
     empty, path, line, keys = True, "", 1, options.json_keys
@@ -170,7 +170,7 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """Train a `tokenizers` pipeline; bytes come first, the end-of-document entry last."""
+    """Train byte-level BPE. Bytes come first in the vocabulary, the end-of-document entry last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -211,7 +211,7 @@ def _bpe_files(tokenizer: Any) -> Files:
 
 
 def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Namespace) -> Any:
-    """Train a `tokenizers` pipeline; special entries come first, then single characters.
+    """Train WordPiece. Special entries come first in the vocabulary, then single characters.
 
     Args:
         texts: A function that starts a pass over the input. The first pass finds the characters,

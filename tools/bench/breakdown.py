@@ -1,8 +1,8 @@
-"""Break the time of a step down into parts that add up to it, from a trace of `--profile`.
+"""Break the time of a step down into parts that add up to it, from a trace written by `--profile`.
 
 Kernels of several streams run at once, so each instant is attributed to a single part: the first of
-`PARTS` that is running. Communication comes last, before idle. The time attributed to it is time in
-which nothing else ran; the rest of it is hidden behind other work.
+`PARTS` that is running. Communication comes last, before idle, so it gets only the time in which
+nothing else ran. The rest of its time is hidden behind other work.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _PATTERNS = tuple(
         ),
     )
 )
-# Kernels of these parts count as the optimizer's if its step launched them. Names do not tell.
+# Kernels of these parts count as the optimizer's if its step launched them, because their names do
+# not show it.
 _FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
 _OPTIMIZER_PHASE = "optimizer"
 _MARK = re.compile(r"^iteration (\d+)$")
@@ -73,11 +74,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The breakdown of a mean step, in seconds.
+    """The breakdown of the average step, in seconds.
 
     Attributes:
         step: Time from the first kernel of one step to the first kernel of the next.
-        parts: Time of each part, by its name in PARTS. The sum is the step.
+        parts: Time of each part, by its name in PARTS. The times add up to `step`.
         hidden: Communication and copies that ran while something else did.
         kernels: (name, part, seconds, launches) of the kernels that take the most time.
     """
@@ -99,7 +100,7 @@ def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
 
     Args:
         path: The trace.
-        top: How many of the largest kernels to list.
+        top: Number of kernels to list, those that take the most time.
 
     Raises:
         DataError: The trace has no kernels, or fewer than three marked iterations.
@@ -166,9 +167,9 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
 
 
 def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return when each marked iteration began, in order.
+    """Return the start times of the marked iterations, in order.
 
-    The times are the device's, or the host's if only those are recorded.
+    They are measured on the device, or on the host if the trace has only host times.
     """
     for kind in ("gpu_user_annotation", "user_annotation"):
         starts: dict[int, float] = {}

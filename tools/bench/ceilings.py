@@ -21,22 +21,22 @@ from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
 from megatron.models.plan import AttentionPlan, MLPPlan, ModelPlan, model_plan
 
-_BURST_SECONDS = 0.2  # of work queued at a time
+_BURST_SECONDS = 0.2  # seconds of work to queue at a time
 # Bytes per parameter and update: gradient, master weight and two moments are read; the last three
 # and the 16-bit weight are written.
 _OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
-_BACKWARD_OVER_FORWARD = 2.5  # attention: five products against two
+_BACKWARD_OVER_FORWARD = 2.5  # attention: five products instead of two
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of one device. A value is None if the device does not support the operation.
+    """Measured limits of one device, each `None` if the device does not support the operation.
 
     Attributes:
         device: Name of the device.
         datasheet: Dense 16-bit peak, in FLOP/s.
-        seconds: The duration of each measurement.
-        products: FLOP/s of a layer's linear products, forward and both gradients.
+        seconds: Duration of each measurement.
+        products: FLOP/s of a layer's matrix products, for the output and both gradients.
         products_fp8: The same as `products`, in FP8.
         head: FLOP/s of the output head's products.
         attention_forward: FLOP/s of causal attention, counting half of the square.
@@ -66,11 +66,11 @@ class Ceilings:
 def measure_ceilings(
     config: RunConfig, device: Device, vocabulary: int, *, seconds: float
 ) -> Ceilings:
-    """Measure the shapes that one process of `config` computes.
+    """Measure the ceilings at the shapes that one process of a run computes.
 
     Args:
-        config: The run.
-        device: Where to measure.
+        config: Configuration of the run.
+        device: Device to measure.
         vocabulary: Padded vocabulary size.
         seconds: Duration of each measurement.
     """
@@ -103,7 +103,7 @@ def measure_ceilings(
         layer_seconds=layer_seconds,
         layer_seconds_fp8=layer_fp8,
         head_seconds=head_seconds,
-        # Context-parallel processes share the square, however the sequence is split.
+        # Context-parallel processes share the attention square, however the sequence is split.
         attention_seconds=(forward + backward) / config.parallel.context_parallel_size,
     )
 
@@ -111,7 +111,7 @@ def measure_ceilings(
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
     """Return the values that a run's ceilings depend on, apart from its number format, for JSON."""
     return {
-        "host": socket.gethostname(),  # cards of one name differ
+        "host": socket.gethostname(),  # cards with the same name differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
         "vocabulary": vocabulary,
         "micro_batch": config.training.micro_batch_size,
@@ -124,7 +124,7 @@ def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
 def rooflines(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int
 ) -> dict[str, float | None]:
-    """Return `roofline_step` for both number formats, by name."""
+    """Return the seconds per update from `roofline_step`, by the name of the number format."""
     return {
         f"roofline_step_{name}": roofline_step(ceilings, config, gpus, vocabulary, fp8=fp8)
         for name, fp8 in (("16bit", False), ("fp8", True))
@@ -132,7 +132,7 @@ def rooflines(
 
 
 def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of each of a layer's matrices on one of `tensor` processes."""
+    """Return the shape (outputs, inputs) of each of a layer's matrices on one of `tensor` ranks."""
     attention, mlp = plan.attention, _mlp(plan)
     return [
         (attention.qkv // tensor, plan.hidden),
@@ -164,12 +164,12 @@ def _sizes(plan: ModelPlan) -> dict[str, int]:
 
 
 def count_flops(matrices: list[tuple[int, int]], tokens: int) -> int:
-    """Return the FLOPs of the forward pass and both gradients."""
+    """Return the FLOPs of the matrices' outputs and both gradients for this many tokens."""
     return sum(6 * tokens * outputs * inputs for outputs, inputs in matrices)
 
 
 def time_sustained(work: Callable[[], object], device: Device, seconds: float) -> float:
-    """Return the mean seconds of a call of `work`, repeated for about `seconds` after a warm-up."""
+    """Return the mean seconds per call of `work`, repeated for about `seconds` after a warm-up."""
     for _ in range(2):
         work()
     device.synchronize()
@@ -210,7 +210,10 @@ def products_16bit(
 def products_fp8(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Return the same work in float8 e4m3: tensorwise scales, fast accumulation, no casts."""
+    """Return the work of `products_16bit` in float8 e4m3.
+
+    It uses tensorwise scales and fast accumulation, and includes no casts.
+    """
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device.torch_device).to(torch.float8_e4m3fn)
@@ -280,7 +283,7 @@ def copy_rate(device: Device, seconds: float) -> float:
 def roofline_step(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int, *, fp8: bool
 ) -> float | None:
-    """Return the seconds of an update that consists of its unavoidable work alone.
+    """Return the seconds of an update that does only its unavoidable work.
 
     This work is matrix products, attention and memory traffic at the measured rates. Pipeline
     stages count as equal and communication as free. Returns None if the device cannot do FP8.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.errors import UserError
 
-_GRACE_SECONDS = 45.0  # torchrun kills its own processes 30 s after it was asked to end
+_GRACE_SECONDS = 45.0  # torchrun kills its own processes 30 s after it is asked to end
 _SHOWN_LINES = 25
 _ITERATION = re.compile(
     r"^ iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+) .*?lm loss: (\S+)"
@@ -56,9 +56,9 @@ class Measured:
         first_iteration: Seconds from the launch to the end of iteration 1, judging by its log line.
         best: Lowest logged seconds per iteration.
         median: Median of the logged seconds per iteration.
-        mean: Mean seconds per iteration by the clock outside the run, from line to line.
-        peak_allocated: Peak of allocated bytes, of the rank with the highest value.
-        peak_reserved: Peak of reserved bytes, of the rank with the highest value.
+        mean: Mean seconds per iteration by a clock outside the run, from the arrival of its lines.
+        peak_allocated: Peak of allocated bytes on the rank where it is highest.
+        peak_reserved: Peak of reserved bytes on the rank where it is highest.
         first_loss: Loss of the first logged iteration.
         last_loss: Loss of the last logged iteration.
     """
@@ -74,7 +74,7 @@ class Measured:
 
 
 def entry_command(root: Path, gpus: int, flags: Sequence[str]) -> list[str]:
-    """Return the command that runs pretrain_gpt.py of `root`, alone or under torchrun."""
+    """Return the command that runs pretrain_gpt.py in `root`, directly or under torchrun."""
     script = str(root / "pretrain_gpt.py")
     if gpus == 1:
         return [sys.executable, script, *flags]
@@ -88,7 +88,7 @@ def run_process(
     """Run a command to its end and return its output.
 
     Args:
-        command: The command's words.
+        command: Words of the command.
         root: Folder to run in.
         log: File for the whole output.
         timeout: Seconds after which the run is ended.
@@ -114,7 +114,7 @@ def run_to_end(
     """Run a command, whatever its result, and leave none of its processes behind.
 
     Args:
-        command: The command's words.
+        command: Words of the command.
         timeout: Seconds after which the run is ended.
         folder: Folder to run in. Defaults to this process's.
         environment: Environment variables to set if they are not set already.

@@ -88,7 +88,7 @@ def scattered(
 
 
 def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) -> dict[str, str]:
-    """Return the microseconds of each variant, and whether its result has the collective's bits."""
+    """Return each variant's microseconds, and whether it gives the same bits as the collective."""
     if not device.is_gpu:
         del forms["PyTorch, fused"]
     expected = forms["collective"][0]()
@@ -114,10 +114,11 @@ def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) ->
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print a table.
+    """Measure the variants of each product, and print a table.
 
     Raises:
-        ConfigError: A single process, a size that does not divide, or nothing to measure.
+        ConfigError: There is only one process, a size is not divisible, or there is nothing to
+            measure.
     """
     launch = read_launch()
     size = launch.world_size
@@ -153,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     options: argparse.Namespace, layout: Layout, device: Device
 ) -> Iterator[tuple[str, dict[str, tuple[Form, bool]]]]:
-    """Yield each product of a layer that communicates: its name and its variants."""
+    """Yield the name and the variants of each product of a layer that communicates."""
     size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
     part = options.tokens // size
     dtype = torch.bfloat16 if device.is_gpu else torch.float32

@@ -71,7 +71,7 @@ class Facts:
         )
 
     def derived(self, seconds: float) -> dict[str, float | None]:
-        """Return the numbers that follow from the seconds of a step."""
+        """Return the numbers that follow from the seconds per step, by name."""
         speed = self.tokens / seconds
         model = speed * self.flops
         peak = self.ceilings["datasheet"]
@@ -85,7 +85,7 @@ class Facts:
 
 
 def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
-    """Describe one finished run in a line. `tokens` is per step and GPU."""
+    """Describe one finished run in a line. `tokens` is the number per step and GPU."""
     return (
         f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
         f"median {tokens / measured.median:,.0f}, by the clock {tokens / measured.mean:,.0f}; "
@@ -95,7 +95,7 @@ def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
 
 
 def summary(result: Result) -> dict[str, float]:
-    """Summarize runs: best and median of the median iterations, best iteration, and maxima."""
+    """Return the best, median and worst of the runs' medians, other times, and memory peaks."""
     medians = [run.median for run in result.runs]
     return {
         "best_run": min(medians),
@@ -136,7 +136,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_ceilings(ceilings: Mapping[str, Any], tokens: float) -> str:
-    """Describe what the machine can do. `tokens` is per step and GPU."""
+    """Describe the ceilings of the machine. `tokens` is the number per step and GPU."""
     peak = ceilings["datasheet"]
     rows = [(f"ceilings of {ceilings['device']}, {ceilings['seconds']:g} s each", "")]
     rows.append(("datasheet, dense 16-bit", _rate(peak)))

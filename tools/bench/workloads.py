@@ -84,11 +84,11 @@ def training_flags(
     """Return flags for pretrain_gpt.py, except its length and what it writes.
 
     Args:
-        workload: What to train.
+        workload: Model and batch to train.
         precision: A key of PRECISIONS.
         gpus: Number of GPUs.
         corpus: Prefix of the corpus.
-        further: Flags that come last.
+        further: Flags to append at the end.
     """
     return [
         *workload.network.split(),
@@ -106,13 +106,13 @@ def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
     """Return the configuration of these flags, with a length filled in if they have none.
 
     Raises:
-        ConfigError: The flags are wrong. This is found before anything is launched.
+        ConfigError: The flags are wrong.
     """
     return parse_config(["--train-iters", "1", *flags], world_size=gpus).config
 
 
 def tokens_of_step(config: RunConfig) -> int:
-    """Return the tokens of one update over all GPUs."""
+    """Return the number of tokens in one update, over all GPUs."""
     return config.training.global_batch_size * config.data.seq_length
 
 
@@ -127,7 +127,7 @@ def corpus_prefix(folder: Path, workload: Workload) -> Path:
 
 
 def write_corpus(prefix: Path, vocabulary: int, tokens: int) -> None:
-    """Write documents of random ids whose frequencies fall as 1 / rank (Zipf), as words' do.
+    """Write documents of random ids. Like words, their frequencies fall as 1 / rank (Zipf).
 
     The last id ends every document. Ranks are shuffled over ids, so frequent ids are spread over
     the whole embedding table.

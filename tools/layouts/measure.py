@@ -46,7 +46,7 @@ def measure(
         flags: Flags of the model, the data and the layout, and further ones.
         present: Available GPUs, or processes on a CPU.
         iterations: Iterations of the run, unless the layout allows fewer.
-        timeout: Seconds after which the run is ended. It is skipped if this is not positive.
+        timeout: Seconds after which the run is ended. The run is skipped if this is not positive.
         bubble: Whether to measure the pipeline bubble too.
     """
     row = Row(layout.name, layout.processes, layout.flags)
@@ -73,7 +73,7 @@ def measure(
 def launch(
     words: Sequence[str], processes: int, timeout: float
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Run it, and return what it printed and its metrics of every iteration.
+    """Train with these flags, and return the output and the metrics of every iteration.
 
     Raises:
         RunFailedError: The run failed or took too long.
@@ -134,6 +134,6 @@ def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> floa
 
 
 def _predicted(config: RunConfig, processes: int) -> float:
-    """Return the GiB of the largest process, as `--dry-run` shows them."""
+    """Return the estimated memory of the largest process in GiB, as `--dry-run` shows it."""
     plan = model_plan(config.model, padded_vocabulary(config))
     return largest_process(config, plan, processes).total / _GIB

@@ -18,13 +18,13 @@ class Measurement:
     Attributes:
         losses: Loss of every iteration.
         norms: Gradient norm of every iteration.
-        milliseconds: Median time per iteration, without the first third.
+        milliseconds: Median time per iteration in milliseconds, without the first third.
         tokens_per_second: Speed of one GPU.
         mfu: Model FLOPs utilization in percent, or None if the device's peak is not known.
         peak_gib: Most memory allocated by any rank, or None if no rank reported it.
-        predicted_gib: The same as estimated by `--dry-run`.
+        predicted_gib: The same memory as estimated by `--dry-run`.
         bubble: Fraction of time in which pipeline stages wait, or None if it was not measured.
-        predicted_bubble: The same as simulated from the operations' times.
+        predicted_bubble: The same fraction as simulated from the operations' times.
     """
 
     losses: tuple[float, ...]
@@ -62,7 +62,7 @@ class Row:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Return the table. Differences are the largest relative ones from the batch's first row."""
+    """Return the table, with each row's largest relative differences from its batch's first row."""
     lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
     return "\n".join(lines + [_line(_cells(row, rows)) for row in rows]) + "\n"
 
