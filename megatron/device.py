@@ -134,7 +134,7 @@ class Device:
         return torch.cuda.current_stream(self.torch_device).record_event(event)
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Return the seconds from one mark to a later one, which the device must have reached."""
+        """Return the seconds between two marks. The device must have reached the later one."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
 
     def send(self, array: np.ndarray) -> Tensor:

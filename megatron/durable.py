@@ -90,8 +90,8 @@ def create(path: Path, buffering: int = -1) -> BinaryIO:
 def open_trusted(path: Path, *owners: int) -> BufferedReader:
     """Open a file for reading that only this user, root or one of `owners` can have written.
 
-    The check is made on the open file, so it holds even if another file is given the name
-    meanwhile.
+    The check is made on the open file, so it holds even if another file takes the name in the
+    meantime.
 
     Raises:
         OSError: The file cannot be opened, is a link or not a regular file, belongs to another
@@ -112,7 +112,7 @@ def open_trusted(path: Path, *owners: int) -> BufferedReader:
 
 
 def private_folder(path: Path) -> Path:
-    """Return the path of a folder with mode 0700, which is created if it does not exist.
+    """Return the path of a folder with mode 0700, creating the folder if it does not exist.
 
     Raises:
         OSError: The folder cannot be created, is a link, belongs to another user, or is accessible

@@ -67,7 +67,7 @@ class JsonExchange:
         return [answer["value"] for answer in answers]
 
     def on_main(self, step: Callable[[], Json]) -> Json:
-        """Run `step` on rank 0; return its result, or raise its failure, everywhere. Collective."""
+        """Run `step` on rank 0, and return its result or raise its error everywhere. Collective."""
         return self.together(step if self.is_main else lambda: None)[0]
 
     def _device(self) -> torch.device:

@@ -110,7 +110,7 @@ class Manifest(NamedTuple):
         """Check that files, tensors and pieces agree with each other.
 
         Raises:
-            ManifestError: They contradict each other.
+            ManifestError: Files, tensors and pieces contradict each other.
         """
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):

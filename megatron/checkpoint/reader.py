@@ -191,7 +191,7 @@ class NativeReader(Reader):
                 raise
 
     def _check_header(self, file: str, size: int, placed: Mapping[str, shard.Placement]) -> None:
-        """Check that a file's header, which locates its tensors, agrees with the manifest."""
+        """Check that the header that locates a file's tensors agrees with the manifest."""
         try:
             self._open(file)  # refuse here whatever reading would refuse later
             with open_plain(self.path / file) as stream:

@@ -175,7 +175,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def digest_of_range(path: Path, start: int, size: int) -> str:
-    """Return the digest of `size` bytes of a file from `start`, or of as many as there are."""
+    """Return the digest of `size` bytes of a file from `start`, or of fewer at its end."""
     digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
     with open_plain(path) as file:
         file.seek(start)

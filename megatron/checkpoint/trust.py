@@ -27,8 +27,8 @@ def open_descriptor(path: Path, *, follows: bool = False) -> int:
         follows: Follow a link to a plain file.
 
     Raises:
-        CheckpointError: It is a link, a folder, a FIFO or a device.
-        OSError: It cannot be opened.
+        CheckpointError: The file is a link, a folder, a FIFO or a device.
+        OSError: The file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
     try:
@@ -51,8 +51,8 @@ def open_plain(path: Path, *, follows: bool = False) -> BufferedReader:
         follows: Follow a link to a plain file.
 
     Raises:
-        CheckpointError: It is a link, a folder, a FIFO or a device.
-        OSError: It cannot be opened.
+        CheckpointError: The file is a link, a folder, a FIFO or a device.
+        OSError: The file cannot be opened.
     """
     return open(open_descriptor(path, follows=follows), "rb")
 
@@ -88,7 +88,7 @@ def check_owner(path: Path) -> None:
     share it.
 
     Raises:
-        CheckpointError: It belongs to another user, or everybody may write to it.
+        CheckpointError: The file or folder belongs to another user, or everybody may write to it.
         OSError: Its owner cannot be read.
     """
     if allows_foreign_checkpoints():

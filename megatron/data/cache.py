@@ -1,9 +1,9 @@
 """Index arrays kept on disk, named by the md5 of a text that describes them.
 
-The names and contents of the files are those of Megatron-LM, `<md5>.dsc` and `<md5>_<suffix>.npy`,
-so it reads our caches. A file appears under its name complete or not at all: it is written under a
-temporary name, flushed and renamed. Any number of processes and jobs may therefore build the same
-arrays at the same time; they write the same bytes.
+The files have the names and contents that Megatron-LM uses, `<md5>.dsc` and `<md5>_<suffix>.npy`,
+so Megatron-LM can read our caches. A file appears under its name complete or not at all: it is
+written under a temporary name, flushed and renamed. Any number of processes and jobs may therefore
+build the same arrays at the same time; they write the same bytes.
 
 Nothing in these files tells a sound permutation from one with swapped entries. A further file,
 `<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
@@ -124,7 +124,7 @@ def saving(what: str, *, warns: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[None]:
-    """Run the body in one process, then in the others, which find its files.
+    """Run the body in one process first, then in the others, which find its files.
 
     If they find none, because disks are local to a node, each process builds its own.
 

@@ -237,7 +237,7 @@ def _refuse_first(
 
 
 class IndexedDatasetBuilder:
-    """A writer of a `.bin`/`.idx` pair, which is a context manager.
+    """A context manager that writes a `.bin`/`.idx` pair.
 
     Both files get their names when the context is left, or are removed after an exception. Memory
     stays flat, because lengths and document bounds are spilled to temporary files in the same

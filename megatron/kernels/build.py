@@ -1,4 +1,4 @@
-"""Compilation of the CUDA sources next to this file into a shared library, which is cached.
+"""Compilation of the CUDA sources next to this file into a cached shared library.
 
 It needs nvcc but no GPU, and does not import torch, so that `pip install` can use it. A library
 serves one GPU architecture. Its file name says what it was made from and what is in it, so a stale
@@ -268,7 +268,7 @@ def compile_sources(
 
 
 class _Clock:
-    """The clock of a build, which prints its progress and ends it if it hangs."""
+    """The clock of a build. It prints the build's progress, and ends a build that hangs."""
 
     def __init__(self, say: Say) -> None:
         self._say = say

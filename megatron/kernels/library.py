@@ -387,7 +387,7 @@ def _load(path: Path, device: Device) -> KernelLibrary:
     """Load the library and check it on the device.
 
     Raises:
-        BuildError: It cannot be loaded, or the driver rejects it.
+        BuildError: The library cannot be loaded, or the driver rejects it.
     """
     try:
         with device.as_current():

@@ -45,8 +45,8 @@ def report(error: Exception, launch: Launch) -> None:
 def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog) -> SystemExit:
     """End the run of all processes because of an error in this one.
 
-    Only the first process to fail prints its error. Errors that other processes raise because it
-    is gone add no information.
+    Only the first process to fail prints its error. Errors that other processes raise because that
+    process is gone add no information.
 
     Returns:
         The exception for this process to raise, with the exit code that all processes share.
@@ -58,7 +58,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
         f"iteration {place.iteration}, {place.operation}" if place.iteration else place.operation
     )
     said = (str(error) or type(error).__name__).splitlines()[0]
-    # Communication fails when the other end is gone, which may have announced why.
+    # Communication fails when the other process is gone. It may have announced why.
     about_another = not is_ours and (
         isinstance(error, dist.DistError) or journal.waits_for is not None
     )

@@ -1,8 +1,8 @@
 """A watchdog that ends the run on all processes when one of them hangs, fails or disappears.
 
-Every process has two threads besides the one that trains. The talker communicates: each second it
-publishes the position of the process and checks whether another process has ended the run. The
-clock watches the time and ends the process when it is due.
+Every process has two threads in addition to the one that trains. The talker communicates: each
+second it publishes the position of the process and checks whether another process has ended the
+run. The clock watches the time and ends the process when it is due.
 
 Any call to the store may wait forever, because a store whose machine is frozen still accepts
 connections, and PyTorch's timeouts do not cover its answers. Therefore only the talker asks the
@@ -319,8 +319,8 @@ class Watchdog:
                 first given time to announce its own error, or to be found silent.
 
         Returns:
-            The verdict that applies, and whether it is the one announced here. It is if no other
-            process can be reached.
+            The verdict that applies, and whether this call announced it (always true if no other
+            process can be reached).
         """
         own = Verdict(code, self._rank, reason(frozenset()))
         seconds = _SILENCE * (2 if about_another else 1)
@@ -350,7 +350,7 @@ class Watchdog:
                         self._explain_hang()
                 self._wake.wait(BEAT)
                 self._wake.clear()
-        except Exception:  # the store is gone, with the process that held it
+        except Exception:  # the store ended with the process that held it
             return  # `_watch` still detects hangs
 
     def _knows(self) -> bool:

@@ -36,7 +36,7 @@ class _FileTensor:
     shape: Shape
 
     def load(self) -> torch.Tensor:
-        """Return the values, which are mapped from the file and read when they are used."""
+        """Return the values, mapped from the file. They are read when they are used."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 return file.get_tensor(self.name)
@@ -163,7 +163,7 @@ def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _FileTen
     """Return all tensors of the files by their modern names.
 
     Raises:
-        CheckpointError: The tensors are not those of the index.
+        CheckpointError: The tensors differ from those in the index.
     """
     held: dict[str, _FileTensor] = {}
     for path in sorted(set(shards.values())):

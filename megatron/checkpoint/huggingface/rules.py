@@ -104,7 +104,7 @@ class ParameterRule:
 
 
 def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
-    """Return the rules without those of pieces that the folder lacks entirely."""
+    """Return the rules, leaving out those for pieces that the folder lacks entirely."""
     pieces = {rule.piece for rule in held} | {""}
     return [rule for rule in rules if rule.piece in pieces]
 

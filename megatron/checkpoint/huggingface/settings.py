@@ -118,14 +118,14 @@ class Settings:
         return choices[value]
 
     def words(self, key: str) -> list[str]:
-        """Take a list of strings, which is empty if the key is absent."""
+        """Take a list of strings, or an empty list if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
             raise self.error(key, "expected a list of strings")
         return value
 
     def part(self, key: str) -> Settings:
-        """Take a nested object, which is empty if the key is absent."""
+        """Take a nested object, or an empty one if the key is absent."""
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "expected an object")

@@ -105,7 +105,7 @@ def write_folder(
     max_shard_bytes: int,
     check: durable.Check = None,
 ) -> None:
-    """Write a new folder, which gets its name only when it is complete.
+    """Write a new folder that gets its final name only when it is complete.
 
     Args:
         folder: The folder, which must not exist or must be empty.

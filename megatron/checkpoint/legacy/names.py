@@ -20,8 +20,8 @@ from megatron.errors import CheckpointError
 
 KINDS = ("weight", "bias")
 
-# Our modules with Megatron's names: first the one of 23.08, then those of older versions, of the
-# fork and of Megatron Core. They are in the order in which Megatron registers them. In files of
+# Our modules with Megatron's names: first the name in 23.08, then the names in older versions, the
+# fork and Megatron Core. They are in the order in which Megatron registers them. In files of
 # Transformer Engine, a linear layer holds the weights of the normalization before it.
 Modules = dict[str, tuple[str, ...]]
 EMBEDDINGS: Modules = {

@@ -174,7 +174,7 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
 
 
 def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:
-    """Return the flat tensor of a stage, which is assembled when it is read.
+    """Return the flat tensor of a stage. It is assembled when it is read.
 
     Args:
         parts: The states of the parameters, in order of registration.

@@ -194,7 +194,7 @@ def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """A stand-in for a tensor's bytes, which are in a separate record."""
+    """A stand-in for a tensor's bytes, stored in a separate record."""
 
     kind: Any
     key: str
@@ -249,7 +249,7 @@ class RankFile:
         """Return the bytes of a tensor's storage.
 
         Raises:
-            CheckpointError: The storage is missing, or its size is not the one in the tree.
+            CheckpointError: The storage is missing, or its size differs from the size in the tree.
         """
         data = self.zip.record(f"data/{ref.storage.key}")
         if len(data) != ref.storage.numel * ref.storage.dtype.itemsize:
@@ -307,7 +307,7 @@ def open_distributed(file: RankFile) -> RankFile | None:
 
 
 def states_beside(path: Path) -> Iterator[Path]:
-    """Return the folder's optimizer files of 23.04, which are not read."""
+    """Return the folder's optimizer files from 23.04. They are not read."""
     return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
 
 

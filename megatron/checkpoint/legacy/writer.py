@@ -6,8 +6,8 @@ rank then makes its share of the files. That doubles the bytes written, but work
 and holds only one tensor at a time in memory. Both are published by the protocol of `store`.
 
 Our dropout is drawn from the seed and the position in the sample order, so there is no generator
-whose state could be saved. The files hold the states of Megatron's generators after seeding, each
-iteration with different numbers.
+whose state could be saved. The files hold the states of Megatron's generators after seeding. GPU
+generators are also advanced by the iteration, so that no iteration repeats the numbers of another.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def _random_states(seed: int, iteration: int, plan: FilePlan) -> dict[str, Any]:
 
 
 def _device_state(seed: int, iteration: int) -> torch.Tensor:
-    """Return a GPU generator's state: seed and count of numbers drawn, 8 bytes each."""
+    """Return a GPU generator's state: the seed and the count of numbers drawn, 8 bytes each."""
     drawn = iteration * _NUMBERS_PER_ITERATION
     data = seed.to_bytes(8, "little") + (drawn % (1 << 63)).to_bytes(8, "little")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
