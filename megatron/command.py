@@ -155,10 +155,10 @@ def run_command(work: Callable[[], int | None]) -> int:
 def prepare_streams() -> None:
     """Set up standard streams that accept any text.
 
-    The null device replaces streams that were closed at the start, as some daemons and `>&-` do.
-    Python sets those to `None`, and the next file to be opened would get their descriptors and
-    receive the output of libraries. Characters that the locale cannot encode, such as the bytes of
-    a path that is not UTF-8, are written as escapes instead of ending the program.
+    The null device replaces streams that were closed when the process started, for example by a
+    daemon or `>&-`. Python sets those to `None`, and the next file to be opened would get their
+    descriptors and receive the output of libraries. Characters that the locale cannot encode, such
+    as the bytes of a path that is not UTF-8, are written as escapes instead of ending the program.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

@@ -158,7 +158,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass
 class Counts:
-    """The amount of work done so far. The tokens of each key are known at the end."""
+    """The amount of work done so far. The tokens of each key are known only at the end."""
 
     documents: int = 0
     bad_lines: int = 0

@@ -1,8 +1,8 @@
 """Compilation of the CUDA sources next to this file into a cached shared library.
 
 It needs nvcc but no GPU, and does not import torch, so that `pip install` can use it. A library
-serves one GPU architecture. Its file name says what it was made from and what is in it, so a stale
-or damaged one is never used:
+serves one GPU architecture. Its file name identifies its sources and its content, so a stale or
+damaged one is never used:
 
     kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>-<digest of the file>.so
 
@@ -38,7 +38,7 @@ FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
 BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that builds
-LOCK_PATIENCE = 20.0  # seconds until a line says that it waits
+LOCK_PATIENCE = 20.0  # seconds until a line says that this process waits
 LEFT_AFTER = 3600.0  # seconds without a change after which a scratch folder is a killed build's
 _SCRATCH = "compiling-"
 _LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")

@@ -100,7 +100,7 @@ class KernelLibrary:
         self._loaded.set_device.argtypes = [ctypes.c_int64]
 
     def check(self, gpu: int) -> None:
-        """Check that the GPU's driver accepts the library, as a driver for an older CUDA may not.
+        """Check that the GPU's driver accepts the library. A driver for an older CUDA may not.
 
         Raises:
             KernelError: The driver rejects it.
@@ -235,8 +235,8 @@ class Operator:
     dispatcher would add 2 to 3 us, the wrapper of `torch.library.custom_op` 10 to 15 us. In small
     models GPUs wait for the host.
 
-    The operator takes the path of the library instead of the library, and does not have the
-    parameters with a default. It returns empty tensors for results that are `None`.
+    The operator takes the path of the library instead of the library, and leaves out parameters
+    that have a default. It returns empty tensors for results that are `None`.
     """
 
     def __init__(self, function: Callable[..., Any], changes: Sequence[str] = ()) -> None:

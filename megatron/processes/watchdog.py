@@ -390,14 +390,15 @@ class Watchdog:
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.
 
-        It takes some seconds, and ends early once there is a verdict, whose author soon leaves.
+        This takes some seconds. It ends early once there is a verdict, because its author soon
+        exits.
         """
         before, ends = self._states(), time.monotonic() + _SILENCE
         while time.monotonic() < ends and not self._knows():
             time.sleep(BEAT / 4)
         states = self._states()
         silent = frozenset(rank for rank, state in states.items() if state == before[rank])
-        # A live rank's beat changes; this one's only after the survey.
+        # A live rank's beat changes. This rank's beat changes only after the survey.
         return states | {self._rank: self._state()}, silent - {self._rank}
 
     def _states(self) -> dict[int, State | None]:
@@ -471,7 +472,7 @@ class Watchdog:
         return time.monotonic() - self._answered > GRACE
 
     def _own_view(self) -> str:
-        """Return a hang report for the case that the other ranks' states cannot be read."""
+        """Return the hang report to print if the other ranks' states cannot be read."""
         report = explain({self._rank: self._state()}, frozenset(), self._seconds)[1].splitlines()
         return (
             f"[rank {self._rank}] error: {report[0]}; the state of the other ranks is unknown, "
@@ -507,7 +508,7 @@ def _write_last(text: str | None) -> None:
 def source_of(frame: FrameType | None) -> str:
     """Return a thread's position: the innermost line of ours that is not communication code.
 
-    It reads no source file, because files may be on a machine that no longer answers.
+    This reads no source file, because files may be on a machine that no longer answers.
     """
     frames = walk_stack(frame) if frame is not None else ()
     stack = [(Path(each.f_code.co_filename), each.f_code.co_name, line) for each, line in frames]

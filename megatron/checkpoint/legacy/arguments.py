@@ -40,7 +40,7 @@ _OTHER_FIELDS = {
 def plain_arguments(args: Any) -> dict[str, Json]:
     """Return the Namespace's fields that are scalars or flat lists, or {} if there is none.
 
-    Lists in lists are left out: a small pickle can hold an endless tree.
+    Nested lists are left out: a small pickle can hold an endless tree.
     """
     if args is None:
         return {}

@@ -81,7 +81,7 @@ class LegacyReader(Reader):
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
         self._check_grid()
         self._arrangement = self._find_arrangement(first)
-        # Later versions of Megatron number the optimizer's parameters in other orders.
+        # Later versions of Megatron number the optimizer's parameters in different orders.
         self._weights_only = legacy.is_core(self._files[0].chunks[0])
         models = (model for file in self._files for model in file.chunks)
         self._architecture = legacy.architecture_of(models)
