@@ -186,7 +186,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check) -> Pa
     """Write a native checkpoint and the model's small files."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
-    is_own = tokenizer == source.config.tokenizer  # its files may have been moved since
+    is_own = tokenizer == source.config.tokenizer  # the files may have been moved since
     entries = (_entries_if_there if is_own else _entries)(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
     if entries is not None and entries > rows:  # our BERT tokenizer adds two entries
@@ -244,7 +244,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check) -> 
 def split_as_asked(
     old: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
 ) -> ParallelConfig:
-    """Return how to split Megatron-LM's files according to the --target flags.
+    """Return the parallel sizes by which to split Megatron-LM's files, from the --target flags.
 
     Args:
         old: The source's split by the names of `ParallelConfig`, which are also Megatron's.
@@ -304,7 +304,7 @@ def _entries(config: TokenizerConfig) -> int | None:
 def _entries_if_there(config: TokenizerConfig) -> int | None:
     try:
         return _entries(config)
-    except UserError:  # its files are not here any more
+    except UserError:  # its files are no longer here
         return None
 
 
@@ -418,8 +418,8 @@ def save_hf(source: Source, options: argparse.Namespace, check: Check) -> Path:
 def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]:
     """Return the tokenizer's files, from the flags or the configuration, by Hugging Face's names.
 
-    A checkpoint may be untrusted: of the files that it names, only those from which its tokenizer
-    is built are copied.
+    A checkpoint may be untrusted. Of the files that it names, only those needed to build its
+    tokenizer are copied.
     """
     config = given
     fields: tuple[str, ...] = _FILES
@@ -446,15 +446,15 @@ def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]
 def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
 
-    Without these keys, a config.json implies the ids of its family, which are other tokens in
-    another vocabulary.
+    Without these keys, a config.json implies the ids of its model family, which stand for other
+    tokens in this vocabulary.
     """
     if not source.decodes_only:
         return {}
     config = source.config.tokenizer if given == TokenizerConfig() else given
     try:
         tokenizer = build_tokenizer(config) if config.tokenizer_type else None
-    except UserError:  # its files are not here any more
+    except UserError:  # its files are no longer here
         tokenizer = None
     keys = {"bos_token_id": "bos", "eos_token_id": "eod"}
     found = {key: tokenizer.special_ids(name) if tokenizer else () for key, name in keys.items()}
@@ -467,7 +467,7 @@ def _true_vocabulary(
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Return the number of rows to write: from the flag, the original, the tokenizer, or all."""
+    """Return the number of rows to write: that of the flag, original or tokenizer, or all rows."""
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)
     original = template.get("vocab_size") if template else None

@@ -117,10 +117,11 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    """Convert, and yield lines for the user on the way.
+    """Convert the checkpoint, and yield lines for the user along the way.
 
     Raises:
-        UserError: Something cannot be read, expressed or written.
+        UserError: The source cannot be read or expressed in the target's format, or the result
+            cannot be written.
     """
     from tools.checkpoint import formats
 

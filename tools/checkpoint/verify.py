@@ -72,8 +72,8 @@ def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) 
         reader: The opened checkpoint.
         config: The configuration of its run.
         folder: The folder of the same model.
-        tolerance: The largest difference, as a share of the largest logit or of 1, whichever is
-            larger.
+        tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
+            whichever is larger.
 
     Returns:
         A line for the user: the difference, or why nothing was compared.

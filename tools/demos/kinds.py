@@ -65,7 +65,7 @@ class Kind:
 
 
 def _bpe(folder: Path) -> list[str]:
-    """Return the flags for GPT-2's files: the same ids as tokenizer.json, but faster in bulk."""
+    """Return the flags for GPT-2's files, which give tokenizer.json's ids, but faster in bulk."""
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 

@@ -38,8 +38,8 @@ class Subject:
         Args:
             config: The network.
             device: Device to run on.
-            bandwidth: Bytes/s of a copy, for the floor.
-            options: Options of the engine, except its sizes.
+            bandwidth: Bytes/s of a copy, from which the floor is computed.
+            options: Options of the engine. The sizes in it are ignored.
         """
         self._options = replace(options, block_size=_BLOCK)
         self._config, self._device, self._bandwidth = config, device, bandwidth
@@ -90,7 +90,7 @@ class Subject:
         return Decoding(batch, length, seconds, self._floor(batch, length))
 
     def prefill(self, length: int, tokens: int) -> float:
-        """Return the tokens/s of reading prompts of this length, `tokens` tokens in all."""
+        """Return the tokens/s of prefill, for prompts of this length with `tokens` in total."""
         engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
         count = max(1, tokens // length)
         for warm in (True, False):

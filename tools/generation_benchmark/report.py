@@ -12,9 +12,9 @@ class Decoding:
     Attributes:
         batch: Number of sequences.
         length: Mean length of the sequences over the steps, in tokens.
-        seconds: Time per step.
-        floor: Seconds that reading the weights and the KV cache takes.
-        theirs: Time per step of `transformers`, or None if it was not measured.
+        seconds: Seconds per step.
+        floor: Seconds that it takes to read the weights and the KV cache.
+        theirs: Seconds per step of `transformers`, or None if they were not measured.
     """
 
     batch: int

@@ -69,7 +69,7 @@ class Rival:
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(self._vocab, (batch, prompt), generator=generator)
         clock = _Clock(self._device)
-        for _ in range(2):  # the first one compiles
+        for _ in range(2):  # the first run compiles
             clock.times.clear()
             with torch.no_grad():
                 self._model.generate(
@@ -87,7 +87,7 @@ class Rival:
 
 
 class _Clock:
-    """A logits processor that records when each step's scores arrived."""
+    """A logits processor that records when the scores of each step arrive."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

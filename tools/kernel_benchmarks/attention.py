@@ -1,8 +1,8 @@
 """Attention of a layer at training sizes: a choice among PyTorch's kernels.
 
-"Ours" is what a model runs (`gpu_attention`, or PyTorch's softmax if scores are kept); libraries
-are the kernels that it might run instead. If FlashAttention 4 is installed, it has a row of its
-own, for contiguous tensors [b, s, n, d].
+"Ours" is the kernel that a model runs (`gpu_attention`, or PyTorch's softmax if scores are kept).
+The libraries are the kernels that it might run instead. If FlashAttention 4 is installed, it has
+its own row, for contiguous tensors [b, s, n, d].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.kernels.library import KernelLibrary
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16
-BACKWARD_PRODUCTS = 2.5  # five products, one repeated from forward, which has two
+BACKWARD_PRODUCTS = 2.5  # five products: the forward pass has two, one of which is repeated
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
@@ -50,7 +50,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def causal(device: torch.device, s: int, b: int) -> Operation:
-    """Return a GPT's attention, with each kernel that supports it."""
+    """Return causal attention, as in a GPT, with every kernel that supports it."""
     return _attention(
         "causal attention",
         device,
@@ -64,7 +64,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Return FlashAttention 4 in its own memory order, against PyTorch's kernels in the same."""
+    """Return FlashAttention 4 in its own memory order, with PyTorch's kernels in the same order."""
     s, b, _, _ = sizes
     operation = _attention(
         f"{'causal ' if causal else ''}attention for FlashAttention 4",
@@ -83,7 +83,7 @@ def flash_package(
 
 
 def padded(device: torch.device) -> Operation:
-    """Return BERT-large's attention with dropout: masked, unmasked, and each sample by itself."""
+    """Return BERT-large's attention with dropout: masked, unmasked, and one sample at a time."""
     s, b = 512, 64
     padding = torch.ones(b, 1, 1, s, dtype=torch.bool, device=device)
     ends = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
@@ -139,7 +139,7 @@ def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: b
 
 
 def packed_documents(device: torch.device, b: int, document: int) -> Operation:
-    """Return attention within documents of one length in samples of 4096 tokens."""
+    """Return attention within documents of equal length in samples of 4096 tokens."""
     s = 4096
     ends = torch.arange(0, b * s + 1, document, dtype=torch.int32, device=device)
     segments = Segments(ends, (b, s))
@@ -171,12 +171,12 @@ def _attention(
 
     Args:
         name: Name of the operation.
-        device: Where to run.
+        device: Device to run on.
         sizes: s, b, n and d.
-        pairs: Pairs of a query and a key that it may attend to, per head.
-        ours: What a model runs.
-        libraries: What it might run instead.
-        groups: Key-value heads (default: n).
+        pairs: Number of pairs of a query and a key that it may attend to, per head.
+        ours: The kernel that a model runs.
+        libraries: Kernels that it might run instead, by name.
+        groups: Number of key-value heads. The default is n.
         in_order: Whether the memory order is [b, s, n, d].
     """
     s, b, n, d = sizes
@@ -197,7 +197,7 @@ def _attention(
         backward_bytes=2 * size,
         draw=draw,
         ours=ours,
-        eager=None,  # would hold every score
+        eager=None,  # would store every score
         libraries=libraries or {},
         forward_products=products,
         backward_products=int(products * BACKWARD_PRODUCTS),
@@ -238,7 +238,7 @@ def _by_package(device: torch.device, *inputs: Tensor, causal: bool) -> Tensor:
 
 
 def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
-    """Attend within each stretch, not causally, by the flash kernel with copies to its layout."""
+    """Attend within each stretch without a causal mask, with the flash kernel and copies for it."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
     both_ways, debug = False, False
     places = (ends, ends, longest, longest)

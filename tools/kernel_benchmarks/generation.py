@@ -16,7 +16,7 @@ from tools.kernel_benchmarks.operation import Inputs, Operation
 BF16 = torch.bfloat16
 BLOCK = 16
 GROUPS, PER_GROUP, HEAD = 8, 4, 128
-WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of a layer, [out, in]
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # one layer, [out, in]
 ROWS = (1, 32, 256, 2048)
 
 
@@ -64,7 +64,7 @@ def paged_attention(
 def row_product(
     multiply: RowProduct | None, device: torch.device, rows: int, outer: int, inner: int
 ) -> Operation:
-    """Return a product whose rows have the same bits whatever the other rows are."""
+    """Return a matrix product whose rows are bitwise the same, whatever the other rows are."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         assert multiply is not None, "this was asked before"

@@ -14,32 +14,32 @@ from megatron.device import Device
 
 Inputs = Sequence[Tensor | None]
 Form = Callable[..., Tensor | tuple[Tensor, ...]]
-ROTATED_BYTES = 512 * 2**20  # input sets together: several times the L2 cache
+ROTATED_BYTES = 512 * 2**20  # bytes of all input sets together: several times the L2 cache
 REPEATS = 30
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with one row in the table (forward, or both passes) or two (and backward).
+    """An operation with one row in the table (forward, or both passes), or two (forward, backward).
 
     Attributes:
         name: Name of the operation.
         shape: A description of the sizes and types.
         forward_bytes: Fewest bytes that must move: each input read once, each output written once.
         backward_bytes: The same for the backward pass, or 0 if there is none.
-        draw: Returns fresh random inputs. Floating-point ones get gradients if there is a backward
-            pass.
+        draw: Function that returns fresh random inputs. Floating-point inputs get gradients if
+            there is a backward pass.
         ours: The fused kernel.
-        eager: PyTorch's operations one by one, which torch.compile gets too, or None.
+        eager: PyTorch's operations one by one, or None. torch.compile is given the same function.
         libraries: The best library kernels for the operation, by name.
-        forward_products: Floating-point operations of 16-bit matrix products, if they may set the
-            floor instead of the bytes.
+        forward_products: Number of floating-point operations in 16-bit matrix products, if they may
+            set the floor instead of the bytes.
         backward_products: The same for the backward pass.
         in_one: Whether both passes form a single row, because some form does part of one pass's
             work in the other. Each form then returns a single tensor, whose sum is differentiated.
-        missing: Returns a description of what this machine lacks for the operation, or an empty
-            text if it can be timed. Called before `draw` and any form.
+        missing: Function that returns what this machine lacks for the operation, or an empty text
+            if it can be timed. It is called before `draw` and any form.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Operation:
 
 
 class Stopwatch:
-    """A timer of work on one GPU, by events.
+    """A timer of work on one GPU, which uses events.
 
-    A product queued first keeps the GPU busy while the host queues the rest, so that the host's own
-    time is not measured.
+    A matrix product is queued first. It keeps the GPU busy while the host queues the work, so that
+    the host's own time is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Stopwatch:
         self._product = torch.empty_like(self._square)
 
     def median(self, works: Sequence[Callable[[], object]]) -> float:
-        """Return the median seconds of a call, over calls that cycle through `works`."""
+        """Return the median seconds per call, over calls that cycle through `works`."""
         for work in islice(cycle(works), max(WARM_UP, len(works))):
             work()
         pairs = [(self._event(), self._event()) for _ in range(REPEATS)]
@@ -113,7 +113,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timed:
-    """The seconds of each form, by name, and the floor."""
+    """The seconds that each form takes, by name, and the floor in seconds."""
 
     operation: Operation
     direction: str
@@ -124,8 +124,8 @@ class Timed:
 def measure(
     operation: Operation, watch: Stopwatch, ceilings: Ceilings, *, compiled: bool
 ) -> Iterator[Timed]:
-    """Time every form, forward and backward."""
-    torch.compiler.reset()  # otherwise earlier shapes use up its recompilations
+    """Time every form of an operation, and yield one result for each of its rows."""
+    torch.compiler.reset()  # otherwise earlier shapes use up torch.compile's limit
     forms: dict[str, Form] = {"ours": operation.ours}
     if operation.eager is not None:
         forms["eager"] = operation.eager
@@ -144,7 +144,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass that is timed: its name, fewest bytes and operations, and how a form is called."""
+    """A pass to time: its name, its fewest bytes and operations, and the way to call a form."""
 
     name: str
     moved: int

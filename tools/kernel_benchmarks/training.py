@@ -47,7 +47,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
-    """Return the loss of 16-bit logits. Its backward pass writes new memory, at the same cost."""
+    """Return the loss of 16-bit logits. The backward pass writes new memory, at the same cost."""
 
     def draw() -> Inputs:
         logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
@@ -76,7 +76,7 @@ def _cross_entropy(form: CrossEntropy, logits: Tensor, labels: Tensor) -> Tensor
 def chunked_cross_entropy(
     library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
 ) -> Operation:
-    """Return the output head with its loss in chunks. Its forward pass makes gradients too."""
+    """Return the output head with its loss in chunks. Its forward pass also computes gradients."""
 
     def draw() -> Inputs:
         return [
@@ -176,7 +176,7 @@ class _Prepared:
 
 
 def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Operation:
-    """Return the squared norm and the nonzero elements of fp32 gradients."""
+    """Return the squared norm and the count of nonzero elements of fp32 gradients."""
 
     def eager(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.square().sum(), x.count_nonzero()
@@ -236,7 +236,7 @@ def embedding_gradient(
 
 
 def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int) -> Operation:
-    """Return the product into += grad^T x."""
+    """Return the weight gradient's matrix product, `into += grad^T x`, with an fp32 `into`."""
 
     def draw() -> Inputs:
         return [
@@ -280,7 +280,10 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
 
 
 def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
-    """Return casts: after the amax under current scaling, together with it under delayed."""
+    """Return the casts to FP8.
+
+    With current scaling a cast comes after the amax. With delayed scaling both are done together.
+    """
     held, found = torch.ones(2, device=device).unbind()
 
     def whole(casts: Fp8Casts, x: Tensor) -> Tensor:
@@ -305,7 +308,7 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         return first.values, second.values
 
     size = rows * columns
-    # Where one scale serves all, x has to be read twice; a row fits the cache.
+    # With a single scale for all of x, x has to be read twice. A single row fits in the cache.
     kinds: list[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], int]] = [
         ("fp8: amax", lambda casts, x: casts.amax(x), 2),
         ("fp8: amax, cast", whole, 5),
