@@ -1,4 +1,4 @@
-"""Answers in progress: the choices to make for a request, and what to do with the results.
+"""Answers in progress: the choices to make for each request, and how their results are used.
 
 `PlainAnswer` chooses one token at a time; `BeamAnswer` runs a beam search over several sequences.
 """
@@ -24,7 +24,7 @@ from megatron.inference.request import (
 from megatron.inference.sampling import Choice, Chosen, uniform
 from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
-PlacedChoice = tuple[int, Choice]  # index of a row's token, and what to do with its logits
+PlacedChoice = tuple[int, Choice]  # index of a token in its row, and how to use its logits
 
 _SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound; keeps one token
 

@@ -40,7 +40,7 @@ class EngineOptions:
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
             many as fit in memory, up to the number needed by `max_sequences` of full length.
         block_size: Number of tokens in a cache block.
-        seed: Seed for requests that have none of their own.
+        seed: Seed for requests that do not set one.
         graphs: Whether to record steps as CUDA graphs on a GPU. This needs a single process that
             holds the whole model.
     """

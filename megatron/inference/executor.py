@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class WantedLogits(NamedTuple):
-    """A token whose logits are needed, and what to do with them.
+    """A token whose logits are needed, and how to choose or score a token from them.
 
     Attributes:
         row: Index of the row in the plan.

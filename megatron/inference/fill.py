@@ -27,7 +27,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
 _LONGEST_RUN = 20  # largest number of tokens with which a T5 fills one place
-# Hugging Face's T5s were trained with these lengths. Their positions have no limit of their own.
+# Hugging Face's T5s were trained with these lengths. Their positions have no limit.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 

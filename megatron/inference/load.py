@@ -100,7 +100,7 @@ def load_gpt(
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            its matrix products are those of training.
+            it computes matrix products as in training.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another network.

@@ -141,7 +141,7 @@ class Unpacker(Generic[Record]):
             kind: Dataclass of every record, or a union of dataclasses.
         """
         self._kind = kind
-        _adapter(kind)  # made now, so that the first message does not wait for it
+        _adapter(kind)  # created now, so that it does not delay the first message
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Record]:

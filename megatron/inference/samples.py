@@ -284,7 +284,7 @@ class SampleFile:
             path: Path of the file.
 
         Raises:
-            StorageError: The file holds something else, or cannot be written.
+            StorageError: The file does not hold samples, or cannot be written.
         """
         self.path = path
         with storage_errors(path):
@@ -394,7 +394,7 @@ class SampleFile:
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object that `data` holds, or an empty one if it holds something else."""
+    """Return the JSON object in `data`, or an empty one if `data` is anything else."""
     try:
         fields = load_line(data)
     except ValueError:

@@ -149,7 +149,7 @@ class Scheduler:
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
         """Return a new sequence that begins like a running one and shares its full blocks.
 
-        If the batch has no place for it now, it goes to the end of the queue.
+        If the batch has no place for the new sequence now, it goes to the end of the queue.
         """
         size = self.settings.block_size
         child = Sequence(parent.request, tokens, parent.reuses, is_new=False, prompt=parent.prompt)

@@ -51,8 +51,8 @@ class ApiError(Exception):
         status: HTTP status code.
         message: Description of the problem and its remedy.
         field: Name of the invalid field, or `None` if the error is not about a single field.
-        always: Whether the status is kept under `--legacy-status-codes`, which changes all others
-            to 200.
+        always: Whether the status is kept under `--legacy-status-codes`. If not, that flag changes
+            it to 200.
     """
 
     status: int

@@ -87,7 +87,7 @@ class Metrics(Collector):
         """Create the metrics.
 
         Args:
-            engine: Client of the engine, which has statistics of its own.
+            engine: Client of the engine, which has its own statistics.
         """
         self._engine = engine
         self._registry = registry = CollectorRegistry()

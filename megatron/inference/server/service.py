@@ -309,7 +309,7 @@ class TextAnswer:
 
 
 class Answers:
-    """The answers to all sequences of one client's request, which must be closed at the end.
+    """The answers to all sequences of one client's request. Call `close` when done with them.
 
     Attributes:
         each: The answers, in the order of the sequences.
@@ -459,7 +459,7 @@ class Service:
 
     @staticmethod
     def seed_of(seed: int | None, number: int) -> int | None:
-        """Return the seed of one of a request's sequences, so that equal prompts get unequal texts.
+        """Return the seed of one of a request's sequences. Equal prompts get different seeds.
 
         Args:
             seed: Seed of the request. `None` or a number below 0 means that it has none.
