@@ -58,7 +58,7 @@ def test_a_hang_is_explained_and_ends(
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [
-        ("lose", 1, "[rank 1] error: a data loading process (pid "),
+        ("lose", 10, "[rank 1] error: a data loading process (pid "),
         ("mistake", 6, "[rank 1] error: --data-path corpus: sample 17 is damaged"),
         ("bug", 1, "[rank 1] error: this is a bug"),
         ("kill", 1, "rank 1 ended without reporting an error, in iteration 2"),

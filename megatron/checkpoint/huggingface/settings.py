@@ -7,7 +7,7 @@ quantization, a file of Python code), and the weights would then be misinterpret
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class Settings:
     def number(self, key: str, default: float | None = None) -> float:
         """Take a finite number above 0."""
         value = self._take(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(key, "expected a number above 0")
         return float(value)
 
