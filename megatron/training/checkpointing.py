@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.compatibility import check_network, check_states
 from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten, model_state
-from megatron.checkpoint.legacy.writer import LegacySaver
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.reader import Reader, restore
 from megatron.checkpoint.retention import Keep
@@ -65,6 +64,8 @@ def writer_of(run: Run) -> Callable[..., Path]:
     """
     if run.config.checkpoint.ckpt_format == "native":
         return write_checkpoint
+    from megatron.checkpoint.legacy.writer import LegacySaver  # few runs need it: see `open_found`
+
     return LegacySaver(run.config, run.tokenizer.vocab_size).write
 
 
