@@ -314,10 +314,11 @@ def _check_extent(tree: Any) -> None:
     waiting = [tree]
     while waiting:
         node = waiting[-1]
-        inner = [child for child in _children(node) if type(child) in _CONTAINERS]
         if id(node) in extents or type(node) not in _CONTAINERS:
             waiting.pop()
-        elif id(node) not in entered:
+            continue
+        inner = [child for child in _children(node) if type(child) in _CONTAINERS]
+        if id(node) not in entered:
             entered.add(id(node))
             waiting += inner
         elif not all(id(child) in extents for child in inner):

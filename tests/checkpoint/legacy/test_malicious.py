@@ -226,6 +226,11 @@ EXHAUSTING = {
     "a number as a key": b"}G" + bytes(8) + b"Ns",
     "truth as a key": b"}\x88Ns",
     "one list copied a hundred thousand times": _repeated_call(_global("torch", "Size"), 100_000),
+    "one long list listed 300,000 times": b"]("
+    + b"K\x01" * 300_000
+    + b"eq\x000]("
+    + b"h\x00" * 300_000
+    + b"e",
     "a tensor of 100,000 dimensions": _tensor(
         shape=b"(" + b"K\x01" * 100_000 + b"t", stride=b"(" + b"K\x01" * 100_000 + b"t"
     ),
