@@ -55,12 +55,12 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """Return the box of all indices of a tensor."""
+        """Return the box that covers a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
     def volume(self) -> int:
-        """The number of elements: 1 for a scalar."""
+        """The number of elements in the box. It is 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def box(self) -> Box:
-        """The indices that the part covers."""
+        """The box that this part covers in the whole tensor."""
         return Box(tuple(self.offset), tuple(self.tensor.shape))
 
 
@@ -179,7 +179,7 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     ]
     # The function that counts how many boxes cover an index is determined by its differences along
     # all dimensions, and these are zero except at the boxes' corners: +1 where a box starts in
-    # every dimension, and another sign for each dimension in which it ends. So boxes tile the
+    # every dimension, with the sign flipped for each dimension in which it ends. So boxes tile the
     # whole if and only if their corners add up to those of the whole.
     corners = Counter[tuple[int, ...]]()
     for box, count in [(whole, -1), *((box, 1) for box in boxes)]:
@@ -191,10 +191,10 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a known shape and type whose values are read again by every operation on it.
+    """A tensor with a known shape and dtype that reads its values again for every operation.
 
-    A checkpoint made of such tensors is written without ever being held in memory: the values of a
-    tensor live only as long as the result of the operation.
+    A checkpoint made of such tensors can be written without ever being held in memory: a tensor's
+    values live only as long as the result of the operation that read them.
     """
 
     read: Callable[[], torch.Tensor]
@@ -203,7 +203,7 @@ class LazyTensor(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> LazyTensor:
-        """Make a tensor of this shape and type whose values `read` returns."""
+        """Create a tensor of this shape and dtype whose values `read` returns."""
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         tensor.read = read
         return tensor

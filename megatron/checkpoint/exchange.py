@@ -26,7 +26,7 @@ class JsonExchange:
         return self.world.is_first
 
     def gather(self, value: Json) -> list[Json]:
-        """Return every rank's value, on every rank, in rank order. Collective."""
+        """Gather every rank's value on all ranks, in rank order. Collective."""
         if self.world.size == 1:
             return [value]
         device = self._device()

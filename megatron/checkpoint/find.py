@@ -198,7 +198,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
-    """Return the format of a checkpoint folder and "", or None and what is wrong with it."""
+    """Return a checkpoint folder's format and "", or None and why it is not one that we read."""
     is_native, is_legacy = (path / MANIFEST).is_file(), any(path.glob("mp_rank_*"))
     if is_native and is_legacy:
         return None, _TWO_FORMATS

@@ -20,9 +20,9 @@ def open_checkpoint(
 ) -> Reader | None:
     """Open the first sound checkpoint of `find.list_checkpoints`, or return None if there is none.
 
-    If `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, only that one
-    is tried. With a layout this is collective: the ranks share the work of verifying, and open the
-    same checkpoint. The folder must be on a file system that all of them see.
+    If `root` is a checkpoint's own folder (`iter_0000100`), or `step` is given, only that
+    checkpoint is tried. With a layout this is collective: the ranks share the verification and open
+    the same checkpoint. The folder must be on a file system that all of them can see.
 
     Args:
         root: Folder of checkpoints, or one of them.
@@ -32,7 +32,7 @@ def open_checkpoint(
 
     Raises:
         CheckpointError: All checkpoints are damaged (the message says what is wrong with each), or
-            none is of the requested iteration.
+            there is none for the requested iteration.
     """
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
@@ -40,7 +40,7 @@ def open_checkpoint(
     def candidates() -> list[find.FoundCheckpoint]:
         if step is not None:
             return [find.checkpoint_of(root, step)]
-        # A link may lead out of a folder of checkpoints only if the user has named the link itself.
+        # A link may lead out of a folder of checkpoints only if the user named the link itself.
         itself = find.checkpoint_at(root.resolve() if root.is_symlink() else root)
         return find.list_checkpoints(root) if itself is None else [itself]
 
@@ -85,8 +85,8 @@ def open_found(
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
     """
-    # Readers are imported when they are needed: a run from scratch starts up to 90 ms sooner, most
-    # of which pydantic takes.
+    # Import readers only when they are needed: a run from scratch then starts up to 90 ms sooner.
+    # Most of that time is pydantic's import.
     from megatron.checkpoint.meta import check_meta
 
     try:

@@ -54,17 +54,17 @@ def save_lock(root: Path | str) -> Iterator[Path]:
 
 
 def _take(path: Path, descriptor: int) -> None:
-    # The advisory lock ends with the process, however it dies, and is not passed on to
-    # forked data loaders. The file's text says who holds it.
+    # The advisory lock ends with the process, however it dies, and forked data loaders do not
+    # inherit it. The file's text says who holds it.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise CheckpointError(_refusal(path, _read(descriptor))) from None
-    except OSError:  # the file system does not support locks, so only the text decides
+    except OSError:  # the file system does not support locks, so the file's text decides
         holder = _read(descriptor)
         if holder is not None and _may_live(holder):
             raise CheckpointError(_refusal(path, holder)) from None
-    # Process numbers are reused eventually; the start time tells such processes apart.
+    # Process ids are eventually reused; the start time tells such processes apart.
     pid = os.getpid()
     holder = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
     with storage_errors(path):
@@ -83,7 +83,7 @@ def _refusal(path: Path, holder: Json) -> str:
 def _start_time(pid: int) -> str | None:
     """Return the clock ticks from boot to the process's start, or None if they are unknown."""
     try:
-        # The command may hold spaces and parentheses; the fields after it do not.
+        # The command may contain spaces and parentheses; the fields after it do not.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -101,7 +101,7 @@ def _read(descriptor: int) -> Json:
 
 
 def _may_live(holder: Json) -> bool:
-    """Return whether the holder may still be running. A process on another machine always may."""
+    """Return whether the holder may still be running. Assume so if it is on another machine."""
     if holder["host"] != socket.gethostname():
         return True
     if holder["pid"] == os.getpid():

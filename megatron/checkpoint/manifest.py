@@ -37,7 +37,7 @@ class ManifestError(ValueError):
     """An error that says why a manifest is damaged, foreign or contradictory."""
 
 
-# The fields of these records have the names and the order of their JSON keys.
+# These records' fields have the same names and order as their JSON keys.
 class FileInfo(NamedTuple):
     """A shard file: its size, and the size (both in bytes) and SHA-256 of its header."""
 
@@ -110,7 +110,7 @@ class Manifest(NamedTuple):
         """Check that files, tensors and pieces agree with each other.
 
         Raises:
-            ManifestError: Files, tensors and pieces contradict each other.
+            ManifestError: They contradict each other.
         """
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
@@ -122,7 +122,8 @@ class Manifest(NamedTuple):
                 filled[piece.file] += piece.bytes
         for name, (size, *_) in self.files.items():
             if filled[name] != size:
-                raise ManifestError(f"{name} has {size} bytes, but its tensors {filled[name]}")
+                needed = f"its header and tensors take {filled[name]}"
+                raise ManifestError(f"{name} has {size} bytes, but {needed}")
 
 
 def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> None:
@@ -134,7 +135,7 @@ def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> 
         if piece.file not in files:
             raise ManifestError(f"{name} is in {piece.file}, which the manifest does not list")
         if piece.bytes != piece.box.volume * DTYPES[tensor.dtype].itemsize:
-            raise ManifestError(f"{name} in {piece.file} has a wrong size")
+            raise ManifestError(f"{name} in {piece.file} has the wrong size")
         info = files[piece.file]
         if not info.header_bytes <= piece.start <= info.bytes - piece.bytes:
             raise ManifestError(f"{name} lies outside {piece.file}")
@@ -184,7 +185,7 @@ def parse(data: bytes) -> Manifest:
     claimed = body.pop("sha256", None)
     try:
         is_signed = claimed == digest_of(_text(body)) and data == _sign(body)
-    except (ValueError, RecursionError) as error:  # NaN and infinity, which Python reads
+    except (ValueError, RecursionError) as error:  # NaN or infinity, which Python's parser accepts
         raise ManifestError(f"damaged: not JSON: {error}") from None
     if not is_signed:
         raise ManifestError("damaged: its digest does not match its content")
@@ -199,7 +200,7 @@ def validate(kind: Any, text: bytes) -> Any:
     """Parse JSON text into a value of this type, checking every annotation strictly.
 
     Raises:
-        ManifestError: A part has the wrong type or is out of range. The message names the first.
+        ManifestError: A value has the wrong type or is out of range. The message names the first.
     """
     from pydantic import ValidationError
 

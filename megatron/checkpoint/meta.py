@@ -70,7 +70,7 @@ class SavedSchedule(TypedDict, total=False):
 
 
 class RandomState(TypedDict):
-    """The seed of dropout."""
+    """The random state that a checkpoint stores: the seed of dropout."""
 
     seed: _Seed
 
@@ -118,7 +118,7 @@ def check_meta(reader: Reader) -> None:
     try:
         text = json.dumps({"meta": reader.meta}).encode()  # messages begin with "meta."
         meta: Meta = validate(dict[str, Meta], text)["meta"]
-        # Of Megatron-LM's settings, only the network's are ours.
+        # In a checkpoint from Megatron-LM, we use only the network's settings.
         known = meta["config"] if reader.format != "legacy" else {"model": meta["config"]["model"]}
         from_dict(known, "meta.config")
     except (ManifestError, ConfigError) as error:

@@ -12,8 +12,8 @@ import torch
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, dtype_name, flatten, is_tiled
 from megatron.checkpoint.manifest import keys_in_files
 
-# The system lets only one thread at a time write to a file, so a large share is divided among
-# several: at most this many files, of at least this many bytes each.
+# The kernel lets only one thread at a time write to a file, so a large share is divided among
+# several files: at most this many, of at least this many bytes each.
 _FILES, _LARGE = 4, 1 << 30
 
 _Writers = dict[tuple[str, Box], int]
@@ -35,10 +35,10 @@ class Part:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The files and tensors of a checkpoint to be written. The plan is the same on every rank.
+    """The files and tensors of a checkpoint to write. Every rank has the same plan.
 
     Attributes:
-        dtypes: Safetensors' type name of every tensor.
+        dtypes: The safetensors type name of every tensor.
         shapes: The global shape of every tensor.
         parts: The parts of every tensor, which tile it.
     """

@@ -140,7 +140,7 @@ class NativeReader(Reader):
             _check_size(path / name, info.bytes)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare digests, and compare the files' content with the manifest.
+        """Verify the digests, and check the files' content against the manifest.
 
         Args:
             rank: Index of the share to verify.
@@ -152,7 +152,7 @@ class NativeReader(Reader):
         """
         files, tensors = self.manifest.files, self.manifest.tensors
         placed: dict[str, dict[str, shard.Placement]] = {file: {} for file in files}
-        spans = [  # all ranges of bytes that have a digest
+        spans = [  # all byte ranges that have a digest
             (
                 "the header",
                 TensorPiece(file, (), (), 0, info.header_bytes, info.header_sha256),
@@ -204,7 +204,7 @@ class NativeReader(Reader):
 
         for key, place in placed.items():
             if held.get(key) != place:
-                found = in_words(held[key]) if key in held else "nothing of this name"
+                found = in_words(held[key]) if key in held else "nothing by this name"
                 raise CheckpointError(
                     f"{file}: holds {found} where {MANIFEST} says {in_words(place)}: {key}"
                 )

@@ -42,8 +42,8 @@ class Keep:
     """The checkpoints to keep once a newer one is published.
 
     Attributes:
-        latest: Number of newest checkpoints to keep (--keep-latest). None keeps all, except as
-            `every` says.
+        latest: Number of newest checkpoints to keep (--keep-latest). None keeps all except those
+            that `every` removes.
         every: Keep the checkpoints whose iteration is a multiple of this number
             (--save-retain-interval). Without `latest`, only the checkpoint before the newest may be
             deleted, as in Megatron Core.
@@ -76,7 +76,7 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
 
     Raises:
         CheckpointError: The checkpoint is being deleted.
-        OSError: The file to lock cannot be opened.
+        OSError: The file that serves as the lock cannot be opened.
     """
     descriptor = open_descriptor(folder / _LOCKED[kind])
     if not _lock(descriptor, fcntl.LOCK_SH):
@@ -89,15 +89,15 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
 def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> list[Path]:
     """Delete older checkpoints of this program, except for those that are being read.
 
-    These are kept as well: checkpoints of later iterations, left by a run that then went back to an
-    earlier one; files of Megatron-LM that differ from our list `complete`, because they may be its
-    own and incomplete; and the targets of symbolic links.
+    Three more kinds are kept: checkpoints of later iterations, left by a run that then went back to
+    an earlier one; Megatron-LM files that differ from our list `complete`, because Megatron-LM may
+    have written them and may not have finished; and the targets of symbolic links.
 
     Args:
         root: Folder of checkpoints.
         newest: The iteration of the checkpoint that has just been published, which is kept.
         keep: Which checkpoints up to `newest` to keep.
-        before: The folder that the tracker named until then, such as iter_0000100.
+        before: The folder that the tracker named before, such as iter_0000100.
 
     Returns:
         The folders that were deleted.
@@ -162,7 +162,7 @@ def list_files(folder: Path) -> bytes:
 
 
 def is_as_listed(folder: Path) -> bool:
-    """Return whether a folder's files for Megatron-LM are exactly those that we wrote.
+    """Return whether a folder's files for Megatron-LM are still exactly the ones that we wrote.
 
     Return False if there is no list, or if another program has rewritten all of the files.
 

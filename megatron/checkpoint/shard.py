@@ -81,7 +81,7 @@ def plan_shard(
 
 
 def parse_header(data: bytes) -> dict[str, Placement]:
-    """Return every tensor's position from the header's bytes.
+    """Parse a header, and return the position of every tensor in the file.
 
     Raises:
         ValueError: The bytes are not a header, or a name occurs twice in it.

@@ -17,7 +17,7 @@ from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Se
 from megatron.config.model import ModelConfig
 
 _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
-# Pieces of the model that a folder may lack entirely.
+# Parts of the model that a folder may omit entirely.
 _POOLER, _MASKED, _ORDER = "pooler", "masked tokens", "sentence order"
 _KEYS = (
     rules.Key("hidden_size", "hidden_size"),
@@ -50,7 +50,7 @@ class Bert(rules.Family):
     """The BERT family."""
 
     def __init__(self) -> None:
-        """Define the family's names, its keys and the pieces that files may lack."""
+        """Define the family's names and keys, and the parts that files may omit."""
         super().__init__(
             "bert",
             "BertForPreTraining",
@@ -59,7 +59,7 @@ class Bert(rules.Family):
             pieces={"pooler": _POOLER, "output": _MASKED, "head": _MASKED, "binary_head": _ORDER},
             keys=_KEYS,
             fixed=_FIXED,
-            # Older files hold the position indices 0, 1, 2, ..., and the output's bias twice.
+            # Older files also hold the position indices 0, 1, 2, ... and the output bias twice.
             derived=r".*embeddings\.position_ids|cls\.predictions\.decoder\.bias",
             head_activates=True,
         )

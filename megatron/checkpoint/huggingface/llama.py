@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the models that differ from Llama only in details: Mistral, Qwen2, Qwen3."""
+"""Llama 2 and 3, and models that differ from them only in detail: Mistral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
-# The values that --use-rope-scaling uses; no others can be expressed.
+# The values that --use-rope-scaling uses. No others are supported.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -134,7 +134,7 @@ class LlamaLike(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that make it up."""
+        """Yield each of our modules with the Hugging Face modules that it combines."""
         yield "embedding.word", ["model.embed_tokens"]
         for layer in range(model.num_layers):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
@@ -149,7 +149,7 @@ def _read_rotation(settings: Settings) -> dict[str, Any]:
     flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
     for rope in (new, old):
         kind_key = "rope_type" if "rope_type" in rope.values else "type"
-        rope.must_be("type", rope.values.get(kind_key))  # if a file has both, they agree
+        rope.must_be("type", rope.values.get(kind_key))  # if a file has both keys, they must agree
         rope.must_be("partial_rotary_factor", 1.0)
         match rope.word(kind_key, {"default": "", "linear": "l", "llama3": "3"}, "default"):
             case "l":

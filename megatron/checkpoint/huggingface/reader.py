@@ -116,13 +116,13 @@ class HFReader(Reader):
         return whole[wanted.within(Box.whole(rule.shape))].contiguous()
 
     def _name(self, name: str) -> str:
-        """Return a tensor's name in the files."""
+        """Return the name that a tensor has in the files."""
         return name.removeprefix(self.family.prefix) if self.bare_names else name
 
     def _check(self, architectures: object) -> None:
         """Check that the files hold exactly what config.json describes."""
         problems: list[str] = []
-        # A class other than this network's explains other problems, but is not a problem by itself.
+        # A different class explains other problems, but is not a problem by itself.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(
                 f"config.json names the class {architectures[0]!s:.80}, which is not supported: "

@@ -42,15 +42,16 @@ class TensorForm(NamedTuple):
 
 
 def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorForm:
-    """Return the form for queries [n d, ...], keys and values [g d, ...], which we order by group.
+    """Return the form that packs queries [n d, ...], keys and values [g d, ...] by query group.
 
-    Both sides rotate channel i of a head with channel i + d/2, so no row moves within a head.
+    Both formats rotate channel i of a head with channel i + d/2, so rows keep their order within a
+    head.
 
     Args:
         groups: The number of groups, g.
-        heads: Heads per group in each of their tensors: n / g queries, one key, one value.
-        is_fused: Whether they store one tensor [h, 3 n d] (or a bias [3 n d]) with all queries, all
-            keys and all values next to each other, as GPT-2 does.
+        heads: Heads per group in each Hugging Face tensor: n / g queries, one key, one value.
+        is_fused: Whether the files store a single tensor [h, 3 n d] (or a bias [3 n d]) that holds
+            all queries, then all keys, then all values, as GPT-2 does.
     """
 
     def join(parts: Sequence[Tensor]) -> Tensor:
@@ -72,7 +73,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 SAME = TensorForm(lambda parts: parts[0], lambda whole: [whole])
-# A matrix that GPT-2 stores as [in, out] and that is [out, in] here. A bias is unchanged.
+# A matrix that is [in, out] in GPT-2 files and [out, in] here. A bias is unchanged.
 TRANSPOSED = TensorForm(lambda parts: _transposed(parts[0]), lambda whole: [_transposed(whole)])
 # Gate and up projections [f, h], which are one tensor [2, f, h] here.
 STACKED = TensorForm(lambda parts: torch.stack(tuple(parts)), lambda whole: list(whole.unbind(0)))
@@ -232,7 +233,7 @@ class Family(ABC):
         """Yield each of our modules with the modules that make it up, in the order of the files."""
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """Return how each parameter is made from tensors, in the order of the files."""
+        """Return the rule that makes each parameter from tensors, in the order of the files."""
         plan = plans.model_plan(model, vocab)
         shapes, layers = parameter_shapes(plan), layers_of(plan)
         rules = []

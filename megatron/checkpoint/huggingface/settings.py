@@ -21,7 +21,7 @@ MOST = 1 << 24
 MOST_LAYERS = 1 << 14
 MOST_HEADS = 1 << 16  # and channels of a head
 
-# These keys say how the network was made, or is loaded or used, but not what it computes.
+# These keys describe how the network was trained, loaded or used, but not what it computes.
 _HARMLESS = frozenset(
     """
     _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
@@ -54,7 +54,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_BYTES:,} bytes: no description of a model")
+        raise CheckpointError(
+            f"{path}: larger than {MAX_BYTES:,} bytes: not a description of a model"
+        )
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -135,7 +137,7 @@ class Settings:
         """Check that the key is absent or has this value.
 
         Raises:
-            CheckpointError: The key has a different value, which our network cannot express.
+            CheckpointError: The key has a different value, which our networks do not support.
         """
         if self._take(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} is supported")

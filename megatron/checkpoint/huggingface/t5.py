@@ -28,7 +28,7 @@ _KEYS = (
     rules.Key("d_ff", "ffn_hidden_size", default=2048),
     rules.Key("num_heads", "num_attention_heads", default=8, most=MOST_HEADS),
     rules.Key("d_kv", "kv_channels", default=64, most=MOST_HEADS),
-    # The length that the model was trained with; it can compute any length.
+    # The length that the model was trained with. It accepts any length.
     rules.Key("n_positions", "max_position_embeddings", default=512),
     rules.Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
     rules.Key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
@@ -48,7 +48,7 @@ class T5(rules.Family):
             word_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
             keys=_KEYS,
             vocab=32128,
-            # The first files hold a position bias of cross attention, which T5 does not use.
+            # The earliest files hold a position bias for cross attention, which T5 does not use.
             derived=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         )
 
@@ -58,7 +58,7 @@ class T5(rules.Family):
         dropout = settings.share("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MOST_LAYERS)
         name = settings.word("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
-        # Newer files repeat both parts of the key.
+        # Newer files repeat both halves of this value in keys of their own.
         settings.must_be("is_gated_act", name.startswith("gated-"))
         settings.must_be("dense_act_fn", {"gated-gelu": "gelu_new"}.get(name, name.split("-")[-1]))
         model = ModelConfig(

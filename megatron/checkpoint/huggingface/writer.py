@@ -30,13 +30,13 @@ Tensors = dict[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint to be written as a Hugging Face folder.
+    """A checkpoint to write as a Hugging Face folder.
 
     Attributes:
         reader: The checkpoint. Its vocabulary tables must have `vocab` rows.
         family: The family to write it as.
         model: The checkpoint's network.
-        vocab: Rows of the word embedding.
+        vocab: Number of rows of the word embedding.
         bare_names: Whether to leave the family's prefix out of tensor names, as in the original.
     """
 

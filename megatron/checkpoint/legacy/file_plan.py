@@ -33,7 +33,7 @@ class FileParameter:
 
     Attributes:
         path: Keys under `model`, outermost first.
-        name: Our name of the parameter.
+        name: Our name for the parameter.
         box: The part of our parameter that the file holds.
     """
 
@@ -122,7 +122,7 @@ def _check(shapes: Shapes, parts: list[ModelPart], stages: int, encoder: int) ->
 
 
 def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield our name and Megatron's path of each possible parameter, in Megatron's order."""
+    """Yield our name and Megatron's path for each possible parameter, in Megatron's order."""
 
     def outside(modules: names.Modules) -> Iterator[tuple[str, tuple[str, ...]]]:
         return ((name, names.megatron_path(name, 0)) for name in names.parameters_of(modules))

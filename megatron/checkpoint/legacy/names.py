@@ -21,8 +21,8 @@ from megatron.errors import CheckpointError
 KINDS = ("weight", "bias")
 
 # Our modules with Megatron's names: first the name in 23.08, then the names in older versions, the
-# fork and Megatron Core. They are in the order in which Megatron registers them. In files of
-# Transformer Engine, a linear layer holds the weights of the normalization before it.
+# fork and Megatron Core. They are listed in the order in which Megatron registers them. In files
+# from Transformer Engine, a linear layer holds the weights of the normalization before it.
 Modules = dict[str, tuple[str, ...]]
 EMBEDDINGS: Modules = {
     "embedding.word": ("embedding.word_embeddings",),
@@ -133,7 +133,7 @@ def is_core(model: Any) -> bool:
 
 
 def architecture_of(models: Iterable[Any]) -> str:
-    """Return the `ModelConfig.architecture` of the network to which the trees belong."""
+    """Return the `ModelConfig.architecture` of the network that these trees describe."""
     trees = [model for model in models if isinstance(model, dict)]
     keys = {key for model in trees for key in model}
     for language in (model.get("language_model") for model in trees):
@@ -205,7 +205,7 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     if depth == _MAX_DEPTH or len(tree) > _MAX_NAMES:
-        raise CheckpointError(f"{path} holds more than a model does")
+        raise CheckpointError(f"{path} has more entries than any model")
     for key, value in tree.items():
         if type(key) is not str:
             raise CheckpointError(f"{path} holds a name that is not a string")

@@ -27,7 +27,7 @@ from megatron.checkpoint.legacy.names import Parameter
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.errors import CheckpointError
 
-# The kinds of state, as Megatron's key and ours: in an optimizer's state, then in flat tensors.
+# The kinds of state, by Megatron's key: those of an optimizer's state, then those of flat tensors.
 STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
 FLAT_KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -59,7 +59,7 @@ class OptimizerState:
 
 
 def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerState:
-    """Return a state with only the counters."""
+    """Return an optimizer state that holds only the step counts and the loss scale."""
     scaler = optimizer.get("grad_scaler", {})
     steps = [group["step"] for group in groups if "step" in group]
     return OptimizerState(steps=steps, loss_scale=scaler if isinstance(scaler, dict) else {})
@@ -94,7 +94,7 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
             if key == "step":
                 result.steps.append(value)
             elif key not in STATE_KINDS:
-                raise CheckpointError(f"optimizer state {show(key)} is not known")
+                raise CheckpointError(f"optimizer state {show(key)} is not supported")
             else:
                 result.add(parameter, STATE_KINDS[key], value)
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
@@ -174,7 +174,7 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
 
 
 def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:
-    """Return the flat tensor of a stage. It is assembled when it is read.
+    """Return the flat tensor of a stage, which is assembled only when it is read.
 
     Args:
         parts: The states of the parameters, in order of registration.

@@ -69,7 +69,7 @@ class LegacyReader(Reader):
         """
         self.path = path
         try:
-            # As long as the reader exists, `--keep-latest` of another job keeps the checkpoint.
+            # While this reader exists, another job's `--keep-latest` keeps the checkpoint.
             if is_as_listed(path):
                 weakref.finalize(self, os.close, hold_for_reading(path, "legacy"))
         except OSError as error:
@@ -113,8 +113,8 @@ class LegacyReader(Reader):
             if told != sizes:
                 raise CheckpointError(
                     f"{self.path}: mp_rank folders of {sizes[0]} tensor ranks x {sizes[1]} stages, "
-                    f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: are "
-                    "they of different saves? Remove the folders that do not belong together"
+                    f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: do "
+                    "they come from different saves? Remove the folders that do not belong together"
                 )
 
     def _find_arrangement(self, tree: Mapping[str, Any]) -> legacy.Arrangement:
@@ -259,6 +259,6 @@ class LegacyReader(Reader):
 
 
 def _parameter_of(name: str) -> str:
-    """Return the name of the parameter to which an entry or optimizer state belongs."""
+    """Return the name of the parameter that an entry or optimizer state belongs to."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]

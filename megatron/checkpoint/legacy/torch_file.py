@@ -66,11 +66,11 @@ _STORAGE_TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items(
 
 
 class TorchZip:
-    """The byte ranges of a file's records, by name without the top folder.
+    """The byte ranges of a file's records, by name without the top-level folder.
 
     Attributes:
         path: The file.
-        buffer: The whole file, mapped.
+        buffer: The whole file, mapped into memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,10 +104,12 @@ class TorchZip:
         if len(tops) != 1:
             raise CheckpointError(f"{path}: holds the records of {len(tops)} files")
         if "byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
-            raise CheckpointError(f"{path}: written on a big-endian machine, which is not read")
+            raise CheckpointError(
+                f"{path}: written on a big-endian machine, which is not supported"
+            )
 
     def _locate(self, info: zipfile.ZipInfo) -> int:
-        """Return the first byte of a record."""
+        """Return the position of a record's first byte in the file."""
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
             what = f"{info.filename} is compressed or encrypted"
@@ -179,7 +181,7 @@ def write_torch_file(path: Path, tree: Any) -> None:
 
 
 def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
-    """Write a record whose bytes begin at a multiple of the alignment."""
+    """Write a record so that its bytes begin at a multiple of the alignment."""
     info = zipfile.ZipInfo(name)
     info.file_size = len(data)
     is_large = len(data) >= _LARGE
@@ -253,7 +255,7 @@ class RankFile:
         """
         data = self.zip.record(f"data/{ref.storage.key}")
         if len(data) != ref.storage.numel * ref.storage.dtype.itemsize:
-            raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has a wrong size")
+            raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has the wrong size")
         return data
 
     def load(self, ref: TensorRef) -> torch.Tensor:
@@ -276,7 +278,7 @@ def open_files(path: Path) -> list[RankFile]:
     for folder in sorted(path.glob("mp_rank_*")):
         old = folder / MODEL_FILE_OF_23_04
         has_model = old.exists() or (folder / MODEL_FILE).exists()
-        # The folder of a data rank of 23.04 can look like that of a pipeline stage.
+        # In 23.04, the folder of a data rank can look like that of a pipeline stage.
         if (folder / STATES_FILE_OF_23_04).exists() and not has_model:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
@@ -291,13 +293,13 @@ def open_files(path: Path) -> list[RankFile]:
         raise CheckpointError(f"{path}: mp_rank_* folders are missing or duplicated")
     for key in ("iteration", "checkpoint_version"):
         if len({show(file.tree.get(key)) for file in files}) != 1:
-            what = f"the files differ in {key}: are they of different saves?"
+            what = f"the files differ in {key}: do they come from different saves?"
             raise CheckpointError(f"{path}: {what}")
     return files
 
 
 def open_distributed(file: RankFile) -> RankFile | None:
-    """Open the distributed optimizer's file of a rank, or return None if there is none.
+    """Open a rank's file of the distributed optimizer, or return None if it has none.
 
     Raises:
         CheckpointError: The file is damaged or refused.

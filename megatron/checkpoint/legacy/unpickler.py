@@ -26,7 +26,7 @@ from megatron.errors import CheckpointError
 MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
 MAX_INSTRUCTIONS = 2_000_000  # takes about five seconds; a tensor takes about 60
 MAX_INTEGER_BITS = 128  # random states hold up to 64
-MAX_ITEMS = 8_000_000  # values of the tree when shared parts count each time
+MAX_ITEMS = 8_000_000  # values in the tree, counting a shared part each time it occurs
 MAX_DEPTH = 100
 MAX_DIMENSIONS = 32
 
@@ -153,7 +153,7 @@ class _Machine:
 
     def run(self, data: bytes) -> Any:
         """Return the value that the pickle builds."""
-        # `genops` compares the lengths of texts and numbers with the data.
+        # `genops` checks the lengths of strings and numbers against the data.
         for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
             if count >= MAX_INSTRUCTIONS:
                 raise RefusedError(f"more than {MAX_INSTRUCTIONS:,} instructions")
@@ -180,7 +180,7 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def take(self, count: int | None = None) -> list[Any]:
-        """Remove the last values of the stack, or those since the last mark, and return them."""
+        """Pop the last `count` values, or all values since the last mark, and return them."""
         start = self._marks.pop() if count is None else len(self._stack) - count
         if not 0 <= start <= len(self._stack):
             raise RefusedError("an empty stack")
@@ -284,10 +284,10 @@ def _checked_items(pairs: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 def _find(module: Any, name: Any) -> Any:
     """Return our stand-in for a global name in the file."""
     if type(module) is not str or type(name) is not str:
-        raise RefusedError("a name that is not a text")
+        raise RefusedError("a name that is not a string")
     if module in ("torch", "torch.cuda") and name in STORAGES:
         return StorageType(STORAGES[name])
-    # Use vars(): getattr on torch imports some modules when asked for their name.
+    # Use vars(): getattr on torch would import some modules.
     if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
         return f"torch.{name}"
     # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
@@ -299,7 +299,7 @@ def _find(module: Any, name: Any) -> Any:
 
 
 def _storage(reference: Any) -> StorageRef:
-    """Return the storage to which a reference points."""
+    """Return the storage that a reference points to."""
     if type(reference) is tuple and len(reference) == 5:
         word, kind, key, _location, numel = reference
         if word == "storage" and type(kind) is StorageType and type(key) is str:
@@ -309,7 +309,7 @@ def _storage(reference: Any) -> StorageRef:
 
 def _check_extent(tree: Any) -> None:
     """Refuse a tree that contains itself, or is too deep or too large when it is walked."""
-    extents: dict[int, tuple[int, int]] = {}  # of each container: its depth and number of values
+    extents: dict[int, tuple[int, int]] = {}  # depth and number of values of each container
     entered: set[int] = set()
     waiting = [tree]
     while waiting:
@@ -388,7 +388,7 @@ def _ordered_dict(*args: Any) -> StateDict:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Return the bytes that Python 3 encodes as text in the older protocols."""
+    """Return bytes that Python 3 stores as text in pickle protocols before 3."""
     if type(text) is not str or encoding != "latin1":
         raise RefusedError("bytes in an encoding other than latin1")
     return text.encode("latin1")

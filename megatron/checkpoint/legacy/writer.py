@@ -60,9 +60,9 @@ def notices(model: ModelConfig) -> Iterator[str]:
     is_rotary = model.position_embedding_type == "rope"
     if is_rotary and model.rotary_base != 10000.0:
         flag = f"--rotary-base {model.rotary_base:g}"
-        yield f"{flag}: Megatron-LM 23.08 computes with 10000; later versions take the flag"
+        yield f"{flag}: Megatron-LM 23.08 always uses 10000; later versions accept the flag"
     if is_rotary and model.use_rope_scaling:
-        yield "--use-rope-scaling: Megatron-LM 23.08 does not know it; later versions do"
+        yield "--use-rope-scaling: Megatron-LM 23.08 does not support it; later versions do"
     if model.normalization == "RMSNorm":
         with_it = "with --transformer-impl transformer_engine only, its Llama-2 fork without"
         yield f"--normalization RMSNorm: Megatron-LM 23.08 has it {with_it}"
@@ -137,7 +137,7 @@ def convert_to_legacy(
         root: Folder of checkpoints, created if it is missing.
         config: The configuration of the checkpoint's run, as for `LegacyWriter`.
         keep_optimizer: Also write the optimizer states.
-        check: Check to run on the checkpoint before publishing it.
+        check: A check to run on the checkpoint before it is published.
 
     Raises:
         StorageError: The checkpoint cannot be written. Nothing is left behind.
