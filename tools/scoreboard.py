@@ -4,8 +4,8 @@
     python tools/scoreboard.py --out docs/reliability.md --rows 2 3
 
 Each row really kills processes, fills disks, damages files or attacks, in forked processes, and
-counts how often the promise held. The rows are those of `tests/reliability/scoreboard`; the tests
-try them fewer times.
+counts how often the promise held. The table names the seeds of the random choices. The rows are
+those of `tests/reliability/scoreboard`; the tests try them fewer times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def table(lines: Iterable[str]) -> str:
 
 def result(row: Row, trials: Trials, commit: str) -> str:
     """Return one line of results."""
-    beside = "; ".join(f"{text}: {count:,}" for text, count in sorted(trials.notes.items()))
+    notes = [f"{text}: {count:,}" for text, count in sorted(trials.notes.items())]
+    beside = "; ".join([trials.seeds, *notes])
     held = f"{trials.passed} of {trials.tried}"
     # Trials that were all made at once have no individual times.
     longest = f"{trials.worst:.1f} s" if trials.worst >= 0.05 else ""
@@ -160,7 +161,10 @@ def run(options: argparse.Namespace) -> int:
         lines[row.number] = result(row, trials, commit)
         failures += len(trials.failures)
         seconds = time.monotonic() - started
-        print(f"{row.number}: {trials.passed} of {trials.tried} in {seconds:.0f} s", flush=True)
+        print(
+            f"{row.number}: {trials.passed} of {trials.tried} in {seconds:.0f} s ({trials.seeds})",
+            flush=True,
+        )
         for failure in trials.failures:
             print(f"  {failure}", flush=True)
         if options.out:  # now, because the remaining rows may take long

@@ -27,7 +27,7 @@ def test_a_promise_holds(row: Row) -> None:
 
 def test_a_promise_that_breaks_is_counted() -> None:
     def run(folder: Path, count: int) -> Trials:
-        trials = Trials()
+        trials = Trials.with_seeds(count)
         for number in range(count):
             with trials.trial(f"trial {number}"):
                 expect(number != 1, "broken")
@@ -38,7 +38,7 @@ def test_a_promise_that_breaks_is_counted() -> None:
     trials = try_row(row, 3)
     assert trials.failures == ["trial 1: AssertionError: broken"]
     line = result(row, trials, "0123abc, today")
-    assert line == "| 7 | done and held | 2 of 3 |  | looks: 3 | 0123abc, today |"
+    assert line == "| 7 | done and held | 2 of 3 |  | seeds 0 to 2; looks: 3 | 0123abc, today |"
 
 
 def test_a_row_takes_the_place_of_its_last_result() -> None:

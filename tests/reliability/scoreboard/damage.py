@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import shutil
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from megatron.parallel.layout import Layout
 from tests.checkpoint.states import make_state, save
 from tests.distributed import run_distributed
 from tests.reliability.scoreboard.commands import run_training
-from tests.reliability.scoreboard.score import Trials, expect
+from tests.reliability.scoreboard.score import Trials, expect, within
+from tests.reliability.scoreboard.untrusted import ATTACKS, META, SECONDS, put_special
 
 _HOLE = 16 << 10  # bytes: a block of a disk that was never written
 _RANKS = 2
@@ -33,7 +36,7 @@ def _whole(iteration: int) -> State:
 
 
 def _save(layout: Layout, root: Path, iteration: int) -> None:
-    save(root, iteration, _state(iteration, layout.world.rank), {"iteration": iteration}, layout)
+    save(root, iteration, _state(iteration, layout.world.rank), META, layout)
 
 
 def _flip(data: bytearray, rng: random.Random) -> None:
@@ -75,31 +78,52 @@ def two_checkpoints(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return newest, {name: entry.tensor for name, entry in flatten(_whole(1))}
 
 
-def damaged_files(folder: Path, count: int) -> Trials:
-    """Try row 10: damage is refused before a tensor changes; then the older checkpoint loads."""
-    newest, older = two_checkpoints(folder)
-    files = sorted(newest.iterdir())
-    trials, rng = Trials(), random.Random(10)
-    while trials.tried < count:
-        file, damage = rng.choice(files), rng.choice(_DAMAGES)
-        whole = file.read_bytes()
-        data = bytearray(whole)
+def _damage_bytes(newest: Path, rng: random.Random) -> str:
+    """Damage one of the files, and return its name."""
+    file, damage = rng.choice(sorted(newest.iterdir())), rng.choice(_DAMAGES)
+    whole = file.read_bytes()
+    data = bytearray(whole)
+    while data == whole:  # a hole in zeros changes nothing
         damage(data, rng)
-        if data == whole:  # a hole in zeros
-            continue
-        file.write_bytes(data)
-        with trials.trial(f"{damage.__name__} {file.name}, trial {trials.tried}"):
-            refused_and_replaced(newest, file.name, older)
-        trials.note(f"of {file.name}")
-        file.write_bytes(whole)
-    reader = open_checkpoint(folder)
-    assert reader is not None
-    assert reader.iteration == 2  # all the damage has been mended
+    file.write_bytes(data)
+    return file.name
+
+
+def damaged_files(folder: Path, count: int) -> Trials:
+    """Try row 10: damage is refused before a tensor changes; then the older checkpoint loads.
+
+    Half of the trials damage the bytes of a file. The others make what only an attacker makes: see
+    `tests.reliability.scoreboard.untrusted`.
+    """
+    sound = folder / "sound"
+    _, older = two_checkpoints(sound)
+    trials, rng = Trials("seed 10"), random.Random(10)
+    for number in range(count):
+        root = folder / str(number) / "root"
+        shutil.copytree(sound, root)
+        newest = root / "iter_0000002"
+        if rng.random() < 0.5:
+            what = named = _damage_bytes(newest, rng)
+            trials.note(f"damaged bytes of {named}")
+        else:
+            attack = rng.choice(ATTACKS)
+            attack(newest, rng)
+            what, named = attack.__name__, ""
+            trials.note("made by an attacker")
+        with trials.trial(f"{what}, trial {number}"), within(SECONDS):
+            refused_and_replaced(newest, named, older)
+        shutil.rmtree(root.parent)
     return trials
 
 
 def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]) -> None:
-    """Check that a checkpoint with a damaged `file` is refused by name, and the older one loads."""
+    """Check that a checkpoint is refused by name, and the older one loads.
+
+    Args:
+        newest: The folder of the checkpoint.
+        file: The name of the damaged file, which the error must tell. Empty if any file will do.
+        older: The content of the older checkpoint.
+    """
     try:
         open_found(FoundCheckpoint("native", 2, newest))
     except CheckpointError as error:
@@ -107,7 +131,10 @@ def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]
     else:
         raise AssertionError("opened")
     live = {name: Entry.whole(torch.zeros_like(tensor)) for name, tensor in older.items()}
-    reader = open_checkpoint(newest.parent)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        reader = open_checkpoint(newest.parent)
+    expect(newest.name in told.getvalue(), f"the folder is not named: {told.getvalue()}")
     expect(reader is not None and reader.iteration == 1, "the older one was not taken")
     assert reader is not None
     restore(reader, live)
@@ -136,9 +163,10 @@ _SOUND = {"CRLF": b"2\r\n", "spaces": b" 2 ", "zeros": b"0000002"}
 def torn_trackers(folder: Path, count: int) -> Trials:
     """Try row 11: the newest sound checkpoint loads; if there is none, the run does not start.
 
-    Each with the program as a user starts it, its exit code and what it prints.
+    The known ways are tried with the program as a user starts it, its exit code and what it prints.
+    Random trackers are tried with the function that finds a checkpoint.
     """
-    trials, root = Trials(), folder / "save"
+    trials, root = Trials("seed 11"), folder / "save"
     made = run_training(folder / "out", "--save", str(root), "--save-interval", "2")
     expect(made.code == 0, made.output[-300:])
     shutil.rmtree(root / "iter_0000006")
@@ -160,10 +188,65 @@ def torn_trackers(folder: Path, count: int) -> Trials:
             expect(ended.code == CheckpointError.exit_code, f"ended with {ended.code}")
             expect("iteration        1/" not in ended.output, "started from scratch")
             expect(str(ruined) in ended.output, "does not say where")
+    trials.note("with the whole program", trials.tried)
+    rng = random.Random(11)
+    for number in range(count):
+        _try_random_tracker(trials, number, root, ruined, rng)
     return trials
 
 
+def _try_random_tracker(
+    trials: Trials, number: int, root: Path, ruined: Path, rng: random.Random
+) -> None:
+    """Try a random tracker in a folder of sound checkpoints and in one of damaged ones."""
+    special, content = rng.random() < 0.2, _random_tracker(rng)
+    (root.parent / "elsewhere").write_bytes(content)
+    seed = rng.random()
+    for place in (root, ruined):
+        _set_tracker(place, None if special else content)
+        if special:
+            what = put_special(place / TRACKER, root.parent / "elsewhere", random.Random(seed))
+        else:
+            what = repr(content[:40])
+        with trials.trial(f"random tracker {number}, {what}"), within(SECONDS):
+            try:
+                reader = open_checkpoint(place)
+            except CheckpointError as error:
+                expect(place == ruined, f"sound ones are refused: {error}")
+                expect(str(ruined) in str(error), f"does not say where: {error}")
+            else:
+                expect(place == root, "a damaged one was opened")
+                is_read = not special or what == "a link"
+                expected = 2 if is_read and content.strip().lstrip(b"0") == b"2" else 4
+                expect(reader is not None, "no checkpoint was found")
+                assert reader is not None
+                expect(reader.iteration == expected, f"loaded {reader.iteration}, not {expected}")
+        trials.note(f"random: {what if special else 'content'}")
+
+
+def _random_tracker(rng: random.Random) -> bytes:
+    """Return what a torn write, a stranger or another program may leave in a tracker."""
+    number = rng.choice((b"2", b"3", b"4", b"6", b"-2", b"9" * 12, b"9" * 13, b"9" * 5000))
+    match rng.randrange(6):
+        case 0:
+            return rng.randbytes(rng.randrange(60))
+        case 1:
+            return number[: rng.randrange(len(number) + 1)] + rng.randbytes(rng.randrange(4))
+        case 2:
+            text = rng.choice(("iter_000000{}", "../{}", "/{}", "{}.0", "+{}", "{}_0", "0x{}"))
+            return text.format(rng.choice((2, 4))).encode()
+        case 3:
+            return rng.choice((b"NaN", b"Infinity", b"1e999", b"release", b"{}", b"null", b"[4]"))
+        case 4:
+            return rng.choice("2\u0662\uff12\u00b2\u2461").encode(rng.choice(("utf-8", "utf-16")))
+        case _:
+            return rng.choice((b"", b" ", b"\n", b"0")) * rng.randrange(9) + number
+
+
 def _set_tracker(root: Path, content: bytes | None) -> None:
-    (root / TRACKER).unlink(missing_ok=True)
+    tracker = root / TRACKER
+    if tracker.is_dir() and not tracker.is_symlink():
+        tracker.rmdir()
+    tracker.unlink(missing_ok=True)
     if content is not None:
-        (root / TRACKER).write_bytes(content)
+        tracker.write_bytes(content)

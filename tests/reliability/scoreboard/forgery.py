@@ -12,10 +12,15 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, _sign
 from megatron.checkpoint.shard import digest_of
 from tests.reliability.scoreboard.damage import refused_and_replaced, two_checkpoints
-from tests.reliability.scoreboard.score import Trials
+from tests.reliability.scoreboard.score import Trials, within
+from tests.reliability.scoreboard.untrusted import SECONDS
 
 # Types of the same width.
 _LIKE = {"F32": "I32", "F16": "I16", "BF16": "F16", "I64": "F64", "U8": "I8", "BOOL": "U8"}
+
+_VALUES = (None, True, -1, 1.5, 1 << 31, 1 << 63, 1 << 64, 10**400, "", "F64", "../x", [], [[]], {})
+_FILES = ("", ".", "/dev/zero", "/etc/passwd", "../iter_0000001/rank_00000.safetensors", "x\0")
+_FILES += ("manifest.json", "./rank_00000.safetensors", "rank_00002.safetensors")
 
 Table = dict[str, Any]  # by tensor, of a manifest or of a header
 Forge = Callable[[Table, random.Random], None]
@@ -70,14 +75,47 @@ def _move(table: Table, rng: random.Random) -> None:
     table[one][spans], table[other][spans] = table[other][spans], table[one][spans]
 
 
+def _put_value(table: Table, rng: random.Random) -> None:
+    """Put another value in the place of a part of an entry."""
+    places: list[tuple[Any, Any]] = [(entry, key) for entry in table.values() for key in entry]
+    for entry in table.values():
+        places += [(piece, key) for piece in entry.get("pieces", ()) for key in piece]
+        places += [(values, i) for values in entry.values() for i in range(_length(values))]
+    container, key = rng.choice(places)
+    before = container[key]
+    while container[key] == before:
+        container[key] = rng.choice(_VALUES)
+
+
+def _length(values: Any) -> int:
+    return len(values) if isinstance(values, list) else 0
+
+
+def _shift(table: Table, rng: random.Random) -> None:
+    """Change an offset or a size by little, or so that it lies outside the file."""
+    places: list[tuple[Any, Any]] = []
+    for entry in table.values():
+        places += [(piece, key) for piece in entry.get("pieces", ()) for key in ("start", "bytes")]
+        places += [(entry["data_offsets"], i) for i in range(2) if "data_offsets" in entry]
+    container, key = rng.choice(places)
+    container[key] += rng.choice((-8, -4, -1, 1, 4, 8, 1 << 20, 1 << 40, 1 << 62, -(1 << 40)))
+
+
+def _leave(table: Table, rng: random.Random) -> None:
+    """Let a piece of the manifest lie in a file elsewhere."""
+    piece = rng.choice([piece for name in sorted(table) for piece in table[name]["pieces"]])
+    piece["file"] = rng.choice(_FILES)
+
+
 _IN_BOTH: tuple[Forge, ...] = (_rename, _exchange_names, _retype, _drop, _double, _reshape)
+_IN_BOTH += (_put_value, _shift)
 
 
 def forged_tables(folder: Path, count: int) -> Trials:
     """Try row 36: forgeries are refused before a tensor changes, although each digest is right."""
     newest, older = two_checkpoints(folder)
     shards = sorted(newest.glob("*.safetensors"))
-    trials, rng = Trials(), random.Random(36)
+    trials, rng = Trials("seed 36"), random.Random(36)
     manifest = newest / MANIFEST
     whole = manifest.read_bytes()
     while trials.tried < count:
@@ -86,7 +124,7 @@ def forged_tables(folder: Path, count: int) -> Trials:
         file = rng.choice([manifest, *shards])
         before = file.read_bytes()
         if file == manifest:
-            forge = rng.choice((*_IN_BOTH, _exchange_places))
+            forge = rng.choice((*_IN_BOTH, _exchange_places, _leave))
             forge(body["tensors"], rng)
         else:
             forge = rng.choice((*_IN_BOTH, _move))
@@ -96,7 +134,10 @@ def forged_tables(folder: Path, count: int) -> Trials:
         manifest.write_bytes(_sign(body))
         if manifest.read_bytes() == whole:  # two that are alike have changed names
             continue
-        with trials.trial(f"{forge.__name__} in {file.name}, trial {trials.tried}"):
+        with (
+            trials.trial(f"{forge.__name__} in {file.name}, trial {trials.tried}"),
+            within(SECONDS),
+        ):
             refused_and_replaced(newest, file.name, older)
         trials.note("of the manifest" if file == manifest else "of a header")
         file.write_bytes(before)

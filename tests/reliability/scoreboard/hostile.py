@@ -23,23 +23,23 @@ _NAMES = (
 
 def every_reader(_: Path, count: int) -> Trials:
     """Try each target with damaged inputs, in a process that may not hang, crash or grow."""
-    trials = Trials()
+    trials = Trials(f"seed {_SEED}")
     for target in TARGETS:
         _try(trials, target, count)
-    trials.note(f"seed {_SEED}; targets", len(TARGETS))
+    trials.note("targets", len(TARGETS))
     return trials
 
 
 def hostile_pickles(_: Path, count: int) -> Trials:
     """Try random programs, and mutations of real and malicious pickles."""
-    trials = Trials()
+    trials = Trials(f"seed {_SEED}")
     (real,) = [target for target in TARGETS if target.name == "pickle"]
     programs = [_program(random.Random(number)) for number in range(count // 2)]
     written = Target("programs", lambda: programs, _read, real.errors)
     _try(trials, written, 1)
     changed = Target("pickle", real.seeds, _read, real.errors)
     _try(trials, changed, count - len(programs))
-    trials.note(f"seed {_SEED}; programs", len(programs))
+    trials.note("programs", len(programs))
     return trials
 
 

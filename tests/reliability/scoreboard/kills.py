@@ -167,7 +167,7 @@ def _kill_one(folder: Path, background: bool, rng: random.Random, trials: Trials
 
 
 def _kill_often(folder: Path, count: int, background: bool) -> Trials:
-    trials = Trials()
+    trials = Trials.with_seeds(count)
     for seed in range(count):
         inner = folder / str(seed)
         inner.mkdir()

@@ -37,7 +37,7 @@ _SHARED = 'mount -t tmpfs -o size={size}k none /dev/shm && exec "$@"'
 
 def merely_large(folder: Path, count: int) -> Trials:
     """Draw sizes, limits and closing times; each trial is a whole command in a new interpreter."""
-    trials = Trials()
+    trials = Trials.with_seeds(count)
     attacks = (_preprocess, _train_tokenizer, _little_memory, _little_shared_memory, _reader_leaves)
     for seed in range(count):
         draw = random.Random(seed)

@@ -204,7 +204,7 @@ class _Attack:
 
 def mute_store(folder: Path, count: int) -> Trials:
     """Try row 37: freeze the launcher in each phase, and kill or stop a rank as well."""
-    trials, rng = Trials(), random.Random(37)
+    trials, rng = Trials("seed 37"), random.Random(37)
     for number in range(count):
         phase = _PHASES[number % len(_PHASES)]
         attack = _Attack.drawn(phase, rng)

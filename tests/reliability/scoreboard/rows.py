@@ -104,19 +104,24 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         10,
-        "bit flips, holes, truncations, additions and swapped blocks at random places of all "
-        "files: the damaged file is named and refused before a tensor changes, and the older "
-        "checkpoint loads",
+        "a checkpoint with damaged bytes at random places of all files (bit flips, holes, "
+        "truncations, additions, swapped blocks: the file is named), or as an attacker leaves it "
+        "(signed manifests with wrong types, NaN, infinity, 1e999 or thousands of overlapping "
+        "pieces; FIFOs, sockets, devices, folders and links in place of files; a link out of the "
+        "folder; files of other users or writable by all): refused by name within 10 s before a "
+        "tensor changes, and the older checkpoint loads",
         damaged_files,
-        full=400,
+        full=1000,
         quick=20,
     ),
     Row(
         11,
-        "trackers torn or wrong in 15 ways: the newest sound checkpoint loads; if all are "
-        "damaged, exit code 4 and no start from scratch",
+        "trackers torn or wrong in 15 ways, with the whole program, and random ones, with the "
+        "function that finds a checkpoint (bytes, numbers, words, FIFOs, sockets, devices, "
+        "folders, links): the newest sound checkpoint loads; if all are damaged, the error of exit "
+        "code 4 and no start from scratch",
         torn_trackers,
-        full=15,
+        full=1000,
         quick=2,
     ),
     Row(
@@ -203,11 +208,11 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         36,
-        "manifests and file headers that contradict each other in names, types, shapes or "
-        "offsets, with matching digests: refused by name before a tensor changes, and the older"
-        " checkpoint loads",
+        "manifests and file headers that contradict each other or the files in names, types, "
+        "shapes, offsets, sizes or paths, or hold values of any other type, with matching digests: "
+        "refused by name within 10 s before a tensor changes, and the older checkpoint loads",
         forged_tables,
-        full=400,
+        full=1000,
         quick=20,
     ),
     Row(
@@ -224,7 +229,7 @@ ROWS: tuple[Row, ...] = (
         38,
         "index caches, sentence maps, compiled libraries and vocabularies, and the names of "
         "temporary files, each with random bytes, swapped entries, exchanged files, links, pipes, "
-        "other owners and modes, or planted whole (seed 38): never used and never followed, and "
+        "other owners and modes, or planted whole: never used and never followed, and "
         "the result equals a fresh one",
         attacked_caches,
         full=2000,

@@ -142,7 +142,7 @@ def terminated(folder: Path, count: int) -> Trials:
 
     In an iteration, an evaluation or a save, in the foreground or background.
     """
-    trials, rng = Trials(), random.Random(15)
+    trials, rng = Trials("seed 15"), random.Random(15)
     for number in range(count):
         root, flags = folder / str(number), ("--async-save",) if number % 2 else ()
         with trials.trial(f"time {number}, {' '.join(flags)}"):
@@ -164,7 +164,7 @@ def terminated(folder: Path, count: int) -> Trials:
 
 def jumping_clock(folder: Path, count: int) -> Trials:
     """Try row 27: the machine's clock jumps back and forth by an hour."""
-    trials = Trials()
+    trials = Trials.with_seeds(count)
     words = ("--save-interval-in-mins", "5", "--exit-duration-in-mins", "30")
     expected = _losses(run_training(folder / "out", "--save", str(folder / "a"), *words).output)
     expect(len(expected) == 6, "the run without jumps failed")

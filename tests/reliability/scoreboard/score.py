@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +15,24 @@ class Trials:
     """Counts of the trials of one promise.
 
     Attributes:
+        seeds: The seeds of the random choices, in words.
         passed, tried: so far.
         failures: what went wrong, in words.
         worst: seconds of the longest trial.
         notes: what else is worth telling, with how often it was noted.
     """
 
+    seeds: str = "nothing is random"
     passed: int = 0
     tried: int = 0
     failures: list[str] = field(default_factory=list)
     worst: float = 0.0
     notes: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def with_seeds(cls, count: int) -> Trials:
+        """Return counts of trials whose seeds are 0, 1, 2 and so on."""
+        return cls(f"seeds 0 to {count - 1}" if count > 1 else "seed 0")
 
     @contextmanager
     def trial(self, name: str) -> Iterator[None]:
@@ -68,3 +76,25 @@ def expect(condition: object, text: str) -> None:
     """Raise AssertionError with a text, also if Python leaves `assert` out; the table shows it."""
     if not condition:
         raise AssertionError(text)
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Interrupt the block if it takes longer than this.
+
+    Raises:
+        AssertionError: It took longer, even if the block caught the interruption itself.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise AssertionError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    started = time.monotonic()
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    expect(time.monotonic() - started < seconds, f"more than {seconds} s")

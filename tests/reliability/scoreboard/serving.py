@@ -55,7 +55,7 @@ _HOSTILE_TEXTS = (
 def fuzzed_requests(folder: Path, count: int) -> Trials:
     """Try row 31: a hundred requests at a time, to two ranks that keep running."""
     write_tokenizer(folder)
-    trials = Trials()
+    trials = Trials.with_seeds(count)
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL]
     words += ["--load", write_checkpoint(folder, folder), "--tensor-model-parallel-size", "2"]
     with server_process(words, folder) as (_, url):
@@ -142,14 +142,16 @@ def _leave(live: Live) -> None:
 def guarded_server(folder: Path, count: int) -> Trials:
     """Try row 33: by default only this machine connects; others need the token."""
     write_tokenizer(folder)
-    trials = Trials()
     checks = (_listens_here_alone, _refuses_other_addresses, _asks_for_the_token)
+    spellings = max(0, count - len(checks))
+    seeds = range(-(-spellings // _STRANGERS))
+    trials = Trials.with_seeds(len(seeds))
     for check in checks[:count]:
         with trials.trial(check.__name__.strip("_")):
             check(folder)
-    engine, spellings = FakeEngine(), max(0, count - len(checks))
+    engine = FakeEngine()
     with running(engine, make_settings(folder, engine, token="0123456789abcdef0123")) as live:
-        for seed in range(-(-spellings // _STRANGERS)):
+        for seed in seeds:
             entered = try_to_enter("127.0.0.1", live.port, _STRANGERS, seed=seed)
             trials.tried += _STRANGERS
             trials.passed += _STRANGERS - len(entered.faults)
@@ -162,9 +164,10 @@ def guarded_server(folder: Path, count: int) -> Trials:
 def hostile_texts(folder: Path, count: int) -> Trials:
     """Try row 40: texts, conversations and templates that take too much stop nobody else."""
     write_tokenizer(folder)
-    trials, engine = Trials(), FakeEngine()
+    seeds, engine = range(-(-count // _HOSTILE)), FakeEngine()
+    trials = Trials.with_seeds(len(seeds))
     limits = ServerLimits(text_seconds=1.0, text_memory=1 << 29)
-    for seed in range(-(-count // _HOSTILE)):
+    for seed in seeds:
         chance = random.Random(seed)
         template = "".join(chance.choice(_TEMPLATE_PARTS) for _ in range(chance.randint(1, 3)))
         settings = make_settings(folder, engine, limits=limits, chat_template=template)
