@@ -104,7 +104,7 @@ class Answer(ABC):
         """Process the results of `_next_choices`, and return the events to report."""
 
     def _prompt_choices(self, row: Row) -> list[PlacedChoice]:
-        """Return the prompt tokens to score in a row. After preemption, they are scored again."""
+        """Return the prompt tokens to score in this row. Preemption makes them be scored again."""
         if not self._owes_prompt:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs
@@ -238,7 +238,7 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        # At least `beam_width` of this many continuations go on, even if all that can end do.
+        # Of this many continuations, at least `beam_width` go on even if all that can end do.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
         self._tops = min(self._candidates, vocab_size)
         self._beams = [_Beginning(self._first)]
@@ -287,9 +287,9 @@ class BeamAnswer(Answer):
         return []
 
     def _continue(self) -> list[_Beginning]:
-        """End a round, and return the next one's beams, best first, or none if the search is over.
+        """Finish a round, and return the next round's beams, best first; none ends the search.
 
-        Each beam returned still has the sequence of the beam that it continues.
+        Each returned beam still has the sequence of the beam that it continues.
         """
         sampling, answers = self.request.sampling, self._answers
         ways = [

@@ -1,4 +1,4 @@
-"""Construction of an engine around a model: the cache's size, attention and CUDA graphs."""
+"""Construction of an engine for a model: size of the cache, attention and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class EngineOptions:
     """Options of an engine.
 
     Attributes:
-        max_sequences: Largest number of sequences computed at a time. Further ones wait.
-        max_step_tokens: Largest number of tokens in a step, or `max_sequences` if that is larger.
+        max_sequences: Maximum number of sequences computed at once. Further ones wait.
+        max_step_tokens: Maximum number of tokens in a step, or `max_sequences` if that is larger.
             Longer prompts take several steps.
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
-            many as fit in memory, up to the number needed by `max_sequences` of full length.
+            many as fit in memory, but no more than `max_sequences` sequences of full length need.
         block_size: Number of tokens in a cache block.
         seed: Seed for requests that do not set one.
         graphs: Whether to record steps as CUDA graphs on a GPU. This needs a single process that
@@ -137,7 +137,7 @@ def build_engine(
 
 
 def is_asynchronous(device: Device) -> bool:
-    """Return whether the device computes while this process prepares more work.
+    """Return whether the device runs asynchronously, while this process prepares more work.
 
     Such a device can also record its work and replay it.
     """

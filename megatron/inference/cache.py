@@ -21,9 +21,10 @@ BlockKey = bytes
 
 
 def next_key(keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int) -> BlockKey:
-    """Return the key of a sequence's next full block, after the blocks that have these keys.
+    """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
-    It is a cryptographic hash, so nobody can construct two different prompts that share a key.
+    The key is a cryptographic hash, so nobody can construct two different prompts with the same
+    key.
 
     Args:
         keys: Keys of all blocks before it.
@@ -58,7 +59,7 @@ class BlockPool:
         return len(self._empty) + len(self._kept)
 
     def take(self) -> int:
-        """Return a block to write to. The caller makes sure that one is available."""
+        """Take a block to write to. The caller must ensure that one is available."""
         if self._empty:
             block = self._empty.popleft()
         else:
@@ -85,7 +86,7 @@ class BlockPool:
 
     def publish(self, block: int, key: BlockKey) -> None:
         """Record that a block in use is full and holds the tokens that `key` identifies."""
-        if key not in self._blocks:  # otherwise another block has the same content
+        if key not in self._blocks:  # otherwise another block already has this content
             self._blocks[key] = block
             self._keys[block] = key
 

@@ -1,11 +1,11 @@
-"""The engine: it takes requests, computes in steps, and returns events.
+"""The engine, which takes requests, runs steps and returns events.
 
 It connects the scheduler, which plans steps, the executor, which computes them, and the answers,
 which say which tokens to choose. Every decision made here is the same on every rank.
 
-On a GPU a step is queued before the previous step's results are read, so that no GPU waits for
+On a GPU, a step is queued before the previous step's results are read, so that no GPU waits for
 Python. The queued step's sequences then end with a token that only the GPU knows. If that token
-ends an answer, the queued step's result for the answer is dropped.
+ends an answer, the queued step's result for that answer is dropped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BatchEngine:
         self._flight: _Flight | None = None
         self._scheduler = Scheduler(self.settings)
         self._answers: dict[str, Answer] = {}
-        # Beam searches run one after another: the beams of two could wait for each other's blocks.
+        # Beam searches run one at a time: beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
         self._totals = dict.fromkeys(("prompt_tokens", "cached_tokens", "new_tokens"), 0)
 
@@ -139,7 +139,7 @@ class BatchEngine:
         """
         flight, self._flight = self._flight or self._begin_step(), None
         if flight is None:
-            assert not self._answers, "requests wait, and none can go on"
+            assert not self._answers, "requests are waiting, but none can proceed"
             return []
         if self.looks_ahead and self._expects(flight):
             self._flight = self._begin_step()
@@ -149,7 +149,7 @@ class BatchEngine:
         return events
 
     def _begin_step(self) -> _Flight | None:
-        """Plan a step and begin it, or return `None` if there is nothing to do."""
+        """Plan a step and start it, or return `None` if there is nothing to do."""
         plan = self._scheduler.plan()
         if not plan:
             return None
@@ -180,7 +180,7 @@ class BatchEngine:
         return True
 
     def _land(self, flight: _Flight) -> list[Event]:
-        """Hand a step's results to their answers, and return the events to report."""
+        """Wait for a step, pass its results to the answers, and return the events to report."""
         chosen = iter(flight.wait())
         self._scheduler.done(flight.plan)
         events: list[Event] = []

@@ -230,7 +230,7 @@ class DecodeGraphs:
             model: The whole model, in this single process.
             memory: The cache, with attention that can be recorded.
             device: Device of the model and the cache.
-            max_sequences: Largest number of sequences in a step.
+            max_sequences: Maximum number of sequences in a step.
         """
         self._model, self._memory, self._device = model, memory, device
         self._record = device.recorder()

@@ -26,8 +26,8 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
-_LONGEST_RUN = 20  # largest number of tokens with which a T5 fills one place
-# Hugging Face's T5s were trained with these lengths. Their positions have no limit.
+_LONGEST_RUN = 20  # maximum number of tokens that a T5 fills in at one place
+# Hugging Face's T5s were trained with these lengths, although their positions have no limit.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
@@ -159,5 +159,5 @@ def load_filler(folder: str, device: Device) -> Filler:
 
 
 def _row(ids: Sequence[int], model: torch.nn.Module) -> Tensor:
-    """Return token ids `[1, s]` on the model's device."""
+    """Return the token ids as a tensor `[1, s]` on the model's device."""
     return torch.tensor([list(ids)], device=next(model.parameters()).device)

@@ -87,10 +87,10 @@ def load_gpt(
     config: RunConfig | None = None,
     row_by_row: bool = True,
 ) -> Loaded:
-    """Load the newest complete checkpoint of a folder, whatever layout it was saved in.
+    """Load the newest complete checkpoint in a folder, whatever layout it was saved in.
 
-    If the configuration has --ckpt-step, load the checkpoint of that iteration. Collective over
-    `layout`.
+    If the configuration sets --ckpt-step, load that iteration's checkpoint instead. Collective
+    over `layout`.
 
     Args:
         folder: Folder of checkpoints.
@@ -100,12 +100,12 @@ def load_gpt(
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            it computes matrix products as in training.
+            matrix products are computed as in training.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds another network.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds a different network.
         ConfigError: The network cannot be split over the layout.
-        DataError: A file of the tokenizer is missing.
+        DataError: One of the tokenizer's files is missing.
     """
     layout = layout or Layout.single()
     step = None if config is None else config.checkpoint.ckpt_step
@@ -117,8 +117,8 @@ def load_gpt(
         check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
-    # Each rank's share is a multiple of the matrix products' granule. With an odd size, such as
-    # GPT-2's 50257 entries, products would not always add up in the same order.
+    # Each rank's share is a multiple of the granule of matrix products. With an odd size, such as
+    # GPT-2's 50257 entries, products would not always be summed in the same order.
     unit = layout.tensor.size * GRANULE
     rows = -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
@@ -279,7 +279,7 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
 
 
 def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Check that the run has a model and a tokenizer. Old checkpoints do not name a tokenizer."""
+    """Yield why the run lacks a model or a tokenizer. Old checkpoints do not name a tokenizer."""
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
     else:

@@ -15,10 +15,10 @@ Reason = Literal["stop", "length", "cancelled", "refused", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most likely first
 
 LARGEST_SEED = 2**63 - 1
-# With a larger power, a long text's length overflows or underflows a floating-point number.
+# With a larger power, the length of a long text would overflow or underflow a float.
 MOST_LENGTH_PENALTY = 20
 _MOST_TOP_LOGPROBS = 100
-# Field: (smallest value, largest value, allowed values in words if the numbers are not enough).
+# Field: (smallest value, largest value, allowed values in words if the two numbers do not suffice).
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_new_tokens": (0, math.inf, "0 or more"),
     "temperature": (0, math.inf, "0 (greedy) or more"),
@@ -47,7 +47,7 @@ class Sampling:
     among these the most likely ones that together have probability `top_p`.
 
     Attributes:
-        max_new_tokens: Largest number of new tokens. 0 only scores the prompt.
+        max_new_tokens: Maximum number of new tokens. 0 only scores the prompt.
         temperature: Divisor of the scores before sampling. 0 always takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit; 1 is greedy.
         top_p: Sample from the smallest set of most likely tokens that has this probability. 0
@@ -165,11 +165,11 @@ class Token:
 
 @dataclass(frozen=True)
 class Beam:
-    """One answer of a beam search.
+    """A single answer from a beam search.
 
     Attributes:
         tokens: Token ids without the prompt, but with the stop token if there is one.
-        score: Sum of `logprobs` divided by the length to the power of `length_penalty`.
+        score: Sum of `logprobs`, divided by the length raised to the power of `length_penalty`.
         logprobs: Log probability of each token.
     """
 
@@ -210,9 +210,9 @@ class EngineLimits:
 
     Attributes:
         vocab_size: Number of token ids, which start at 0.
-        max_length: Largest number of tokens in a prompt and its answer together.
+        max_length: Maximum number of tokens in a prompt and its answer together.
         cache_tokens: Number of tokens that fit in the KV cache, for all requests together.
-        max_beams: Largest number of beams in a beam search.
+        max_beams: Maximum number of beams in a beam search.
     """
 
     vocab_size: int

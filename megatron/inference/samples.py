@@ -40,7 +40,7 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
 
-_BEGINNING = b'{"prompt": '  # every line begins with the first field of GeneratedText
+_BEGINNING = b'{"prompt": '  # the start of every line, with the first field of GeneratedText
 
 DrawSettings = dict[str, str | int | float]
 NumberedPrompts = Iterator[tuple[int, str | None]]  # `None` stands for no prompt
@@ -92,7 +92,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
 
         def answer(prompts: NumberedPrompts, write: Callable[[GeneratedText], None]) -> int:
             """Answer all prompts, and return how many could not be answered."""
-            # More requests than are computed at a time, so that others are ready when some end.
+            # Keep more requests than are computed at once, so that others are ready when some end.
             asked = 2 * samples.max_batch_size
             inbox = SampleInbox(prompts, loaded.tokenizer, sampling, engine.limits, write, asked)
             serve(engine, inbox)
@@ -342,7 +342,7 @@ class SampleFile:
         """Close the file.
 
         Raises:
-            StorageError: The last lines cannot be stored.
+            StorageError: The last lines cannot be written.
         """
         with storage_errors(self.path):
             self._file.close()

@@ -20,7 +20,7 @@ from megatron.inference.cache import BlockKey, BlockPool, next_key
 
 Integers = NDArray[np.int64]
 
-UNKNOWN = -1  # placeholder for a token that a step under way is choosing
+UNKNOWN = -1  # placeholder for a token that a running step is choosing
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SchedulerSettings:
     Attributes:
         blocks: Number of blocks in the cache.
         block_size: Number of tokens in a block.
-        max_sequences: Largest number of sequences in a step.
-        max_tokens: Largest number of tokens in a step, at least `max_sequences`, so that every
+        max_sequences: Maximum number of sequences in a step.
+        max_tokens: Maximum number of tokens in a step, at least `max_sequences`, so that every
             sequence can go on.
     """
 
@@ -41,7 +41,7 @@ class SchedulerSettings:
     max_tokens: int
 
     def __post_init__(self) -> None:
-        """Check that the sizes leave room for every sequence of a step."""
+        """Check that the sizes leave room for every sequence in a step."""
         assert min(self.blocks, self.block_size, self.max_sequences) >= 1, self
         assert self.max_tokens >= self.max_sequences, self
 
@@ -92,15 +92,15 @@ class Sequence:
 
 
 class Row(NamedTuple):
-    """One sequence's part of a step, which computes tokens `start` to `start + size`.
+    """One sequence's part of a step: its tokens from `start` up to `start + size`.
 
     Attributes:
         sequence: The sequence.
         start: Position of the first token to compute.
         tokens: The tokens to compute.
-        blocks: Blocks of the sequence up to these tokens. The array stays the same object until
-            the blocks change.
-        is_last: Whether this row completes the known tokens, so that the next can be chosen.
+        blocks: The sequence's blocks, up to and including those of these tokens. The array stays
+            the same object until the blocks change.
+        is_last: Whether this row ends with the last known token, so that the next can be chosen.
     """
 
     sequence: Sequence
@@ -147,9 +147,9 @@ class Scheduler:
         self._waiting.extend(sequences)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
-        """Return a new sequence that begins like a running one and shares its full blocks.
+        """Return a new sequence that starts like a running one and shares its full blocks.
 
-        If the batch has no place for the new sequence now, it goes to the end of the queue.
+        If there is no room in the batch for the new sequence, put it at the end of the queue.
         """
         size = self.settings.block_size
         child = Sequence(parent.request, tokens, parent.reuses, is_new=False, prompt=parent.prompt)
@@ -182,9 +182,9 @@ class Scheduler:
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 step.put(sequence, count)
         self._begin_waiting(step)
-        # If no running sequence has anything to compute but the first in the queue still has no
-        # room, the running ones are beams that wait for one another. They give up their blocks and
-        # go to the end of the queue.
+        # If no running sequence has anything to compute, and there is still no room for the first
+        # in the queue, the running ones are beams that wait for one another. They give up their
+        # blocks and go to the end of the queue.
         while not step.rows and self._waiting and self.running:
             last = self.running[-1]
             self._preempt(last)
@@ -285,7 +285,8 @@ class Scheduler:
         self.preempted += 1
 
     def _release(self, sequence: Sequence) -> None:
-        for block in sequence.blocks[::-1].tolist():  # first blocks then stay in the cache longest
+        # In this order, the first blocks stay in the cache longest.
+        for block in sequence.blocks[::-1].tolist():
             self.pool.release(block)
         sequence.blocks, sequence.keys, sequence.computed = sequence.blocks[:0], [], 0
 

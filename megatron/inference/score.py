@@ -24,8 +24,8 @@ from megatron.parallel.pipeline.executor import run_schedule
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import forward_only, make_schedule
 
-_MULTIPLE = 8  # padded lengths are multiples of this, so that there are few, efficient shapes
-_IN_FLIGHT = 32  # number of batches between two waits for sent messages
+_MULTIPLE = 8  # padded lengths are multiples of this, which keeps shapes few and efficient
+_IN_FLIGHT = 32  # number of batches between waits for sent messages
 _LOGITS = 2**27  # number of logits held in fp32 at a time
 
 Item = TypeVar("Item")
@@ -57,7 +57,7 @@ class Score(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The indices of samples that run through the model together, and their padded length."""
+    """The indices of the samples in one forward pass, and their padded length."""
 
     samples: Sequence[int]
     length: int
@@ -72,7 +72,7 @@ class Scorer:
         Args:
             loaded: The model. Padding entries of its vocabulary get no probability.
             device: Device to run on.
-            micro_batch: Largest number of samples in a forward pass.
+            micro_batch: Maximum number of samples in a forward pass.
         """
         self.loaded = loaded
         self.device = device.torch_device
@@ -138,7 +138,7 @@ class Scorer:
             return output
 
         def shape_of(index: int) -> tuple[int, int, int]:
-            """Return the shape [s, b, h] of hidden states between stages, or this rank's shard."""
+            """Return the shape [s, b, h] of the hidden states (or shard) sent between stages."""
             batch, hidden = batches[index], self.loaded.model.plan.hidden
             return batch.length // layout.sequence.size, len(batch.samples), hidden
 

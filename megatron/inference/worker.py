@@ -31,7 +31,7 @@ class Inbox(Protocol):
         """Return the commands that have arrived, in order.
 
         Args:
-            wait: Longest time to wait for the first one, in seconds.
+            wait: Maximum time to wait for the first one, in seconds.
         """
         ...
 
@@ -48,7 +48,9 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
         inbox: Rank 0's inbox, or `None` on the other ranks.
     """
     world, device = engine.executor.layout.world, engine.executor.device.torch_device
-    assert (inbox is not None) == (world.rank == 0), "rank 0, and no other, has an inbox"
+    assert (inbox is not None) == (world.rank == 0), (
+        "rank 0 has an inbox, and no other rank has one"
+    )
     world.journal.enter("text generation")
     running = True
     while running:
@@ -78,10 +80,10 @@ def obey(engine: BatchEngine, command: Command) -> list[Event]:
 
 
 def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
-    """Run one step. In a single process, an error ends the requests but not the process.
+    """Run a single step. With one process, an error ends the requests but not the process.
 
-    With several ranks, an unexpected error ends this rank, and its launcher then ends the others,
-    which may be waiting in a collective that this rank will never enter.
+    With several ranks, an unexpected error ends this rank. Its launcher then ends the others, which
+    may be waiting in a collective that this rank will never enter.
     """
     try:
         return engine.step()
@@ -93,7 +95,7 @@ def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
 
 
 def _share(commands: list[Command], world: Axis, device: torch.device) -> list[Command]:
-    """Return rank 0's commands on every rank, by broadcasting their size and bytes. Collective."""
+    """Broadcast rank 0's commands, as a size and then bytes, and return them. Collective."""
     if world.size == 1:
         return commands
     data = write(Command, commands) if commands else b""

@@ -54,9 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise CheckpointError(
-            f"{path}: larger than {MAX_BYTES:,} bytes: not a description of a model"
-        )
+        raise CheckpointError(f"{path}: larger than {MAX_BYTES:,} bytes: not a model's config")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -104,9 +104,7 @@ class TorchZip:
         if len(tops) != 1:
             raise CheckpointError(f"{path}: holds the records of {len(tops)} files")
         if "byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
-            raise CheckpointError(
-                f"{path}: written on a big-endian machine, which is not supported"
-            )
+            raise CheckpointError(f"{path}: big-endian files are not supported")
 
     def _locate(self, info: zipfile.ZipInfo) -> int:
         """Return the position of a record's first byte in the file."""

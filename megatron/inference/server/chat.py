@@ -37,7 +37,7 @@ class _GenerationTag(Extension):
 
 @pass_context
 def _as_it_is(_: Context, value: Any) -> Any:
-    """Return a value unchanged. It takes a context so that Jinja calls it only while rendering."""
+    """Return the value unchanged. Taking a context makes Jinja call this only while rendering."""
     return value
 
 
@@ -62,7 +62,7 @@ class ChatTemplate:
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
-            # Without these two, Jinja would compute constants such as "a" * 3000000000 here.
+            # Without these two, compiling would compute constants such as "a" * 3000000000.
             optimized=False,
             finalize=_as_it_is,
         )
@@ -110,11 +110,11 @@ class ChatTemplate:
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
-    """Return the text of `--chat-template`, or otherwise of the template next to the tokenizer.
+    """Return the template of `--chat-template`, or by default the one next to the tokenizer.
 
     Args:
-        chat_template: File of the template.
-        tokenizer_model: File or folder of the tokenizer.
+        chat_template: The template's file, or `None` for the default.
+        tokenizer_model: The tokenizer's file or folder.
 
     Returns:
         The template's text, or `None` if there is no template.

@@ -18,8 +18,8 @@ from typing_extensions import TypedDict  # pydantic requires this one before Pyt
 
 from megatron.inference.server.settings import FrontSettings
 
-# A body of up to this many times the limit is still read to its end, because a client that reads
-# only after it has sent everything would miss an earlier answer.
+# A body of up to this many times the limit is still read to the end, because a client that reads
+# only after it has sent everything would miss an answer sent before that.
 _DRAINED = 16
 
 _ERROR_TYPES = {
@@ -28,7 +28,7 @@ _ERROR_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# After 408 and 413 the unread rest of a body would be parsed as the next request.
+# After 408 and 413, the unread rest of the body would be parsed as the next request.
 _ERROR_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},

@@ -101,7 +101,7 @@ def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
     that send a byte a minute could occupy all connections.
 
     Args:
-        limits: Time limits, and the largest number of connections.
+        limits: Time limits, and the maximum number of connections.
     """
 
     class TimelyProtocol(H11Protocol):

@@ -42,7 +42,7 @@ class MegatronRequest(BaseModel):
 
     Attributes:
         prompts: Texts to continue.
-        tokens_to_generate: Largest number of new tokens. 0 with logprobs only scores the prompts.
+        tokens_to_generate: Maximum number of new tokens. 0 with logprobs only scores the prompts.
         logprobs: Return the log probability of every token, including the prompt's.
         temperature: Divide the scores by this number before sampling.
         top_k: Sample from the k most likely tokens. 1 is greedy; 0 disables the limit.
@@ -98,7 +98,7 @@ Holds = Callable[[Any, MegatronRequest], bool]
 
 
 def _is(kind: type) -> Holds:
-    # bool is a subclass of int, but true and false are not integers here.
+    # bool is a subclass of int, but JSON's true and false are not integers.
     return lambda value, _: type(value) is kind
 
 
@@ -196,7 +196,7 @@ class MegatronApi:
     """The handler of `PUT /api`, which returns whole texts including prompts, and never streams."""
 
     def __init__(self, service: Service) -> None:
-        """Look up the tokens for the end of a line and a colon.
+        """Look up the tokens for a newline, a double newline and a colon.
 
         Args:
             service: The tokenizer and the engine.
@@ -308,7 +308,7 @@ class MegatronApi:
 
 
 def _logprobs(answer: TextAnswer, piece: TextPiece) -> list[float]:
-    """Return the log probabilities of a prompt and its answer, beginning with the second token."""
+    """Return the log probabilities of a prompt and its answer, from the second token on."""
     prompt = answer.prompt.logprobs if answer.prompt else ()
     return [*prompt, *(token.logprob for token in piece.tokens if token.logprob is not None)]
 
@@ -318,7 +318,7 @@ def _beams(answer: TextAnswer, piece: TextPiece) -> Sequence[Beam]:
     assert answer.finished is not None
     if answer.finished.beams:
         return answer.finished.beams
-    # A search of width 1 is greedy decoding, scored here as the engine would.
+    # A search of width 1 is greedy decoding, scored here as the engine scores beams.
     logprobs = tuple(token.logprob or 0.0 for token in piece.tokens)
     score = sum(logprobs) / max(1, len(logprobs)) ** answer.request.sampling.length_penalty
     return [Beam(tuple(token.id for token in piece.tokens), score, logprobs)]
@@ -327,7 +327,7 @@ def _beams(answer: TextAnswer, piece: TextPiece) -> Sequence[Beam]:
 def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
     """Return a set with the id of the token that has exactly this text, or an empty set.
 
-    In GPT-2's vocabulary the end of a line is token 198, and the end of two lines 628.
+    In GPT-2's vocabulary, a newline is token 198 and a double newline is token 628.
     """
     ids = tokenizer.tokenize_open(text)
     return frozenset(token for token in ids[-1:] if tokenizer.detokenize([token]) == text)

@@ -183,7 +183,8 @@ class OpenAiApi:
         largest = self.service.settings.engine.vocab_size - 1
         prompts = []
         for each in given:
-            checked = each[: self.service.max_length]  # a longer prompt is refused for its length
+            # A longer prompt is refused because of its length.
+            checked = each[: self.service.max_length]
             wrong = next((token for token in checked if not 0 <= token <= largest), None)
             if wrong is not None:
                 message = f"prompt: token id {wrong} is outside the vocabulary (0 to {largest})"
@@ -201,7 +202,7 @@ class OpenAiApi:
         text = await texts.render([message.for_template() for message in messages])
         (ids,) = await texts.tokenize([text], spelled=True)
         if not ids:
-            message = "messages: the chat template turns them into an empty text: add some content"
+            message = "messages: the chat template renders an empty string: add some content"
             raise ApiError(400, message, "messages")
         return ids
 

@@ -50,7 +50,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     parsed = parse_generation(arguments, launch.world_size, program)
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)
-    # Mistakes are found before the model is loaded, because that may take minutes.
+    # Find mistakes before loading the model, which may take minutes.
     token = find_token(server)
     tokenizer_model = parsed.config.tokenizer.tokenizer_model
     template = find_template(server.chat_template, tokenizer_model)
@@ -73,7 +73,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         loaded = load_gpt(folder, device, layout, config=parsed.config)
         engine = build_engine(loaded, device, options)
         if connection is None:
-            # Rank 0 handles the signals and ends the other ranks. If one of these ended first, the
+            # Rank 0 handles the signals and ends the other ranks. If one of those ended first, the
             # rest would wait for it forever.
             handlers.enter_context(_handling(signal.SIG_IGN))
             serve(engine, None)
@@ -243,13 +243,13 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 class SocketInbox:
-    """A server's `worker.Inbox`. Its threads wait for the socket, so that the engine never has to.
+    """The server's `worker.Inbox`. Its threads wait for the socket so that the engine never does.
 
     If the web server ends for any reason, the inbox returns a command to shut down.
     """
 
     def __init__(self, connection: socket.socket, stats: Callable[[], Stats]) -> None:
-        """Start the threads.
+        """Start the threads that read from the socket and write to it.
 
         Args:
             connection: Socket to the web server. `close` closes it.
@@ -270,7 +270,7 @@ class SocketInbox:
         """Return the commands that have arrived, in order.
 
         Args:
-            wait: Longest time to wait for the first one, in seconds.
+            wait: Maximum time to wait for the first one, in seconds.
         """
         commands: list[Command] = []
         try:

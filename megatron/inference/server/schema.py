@@ -24,7 +24,7 @@ _SHOWN = 64  # number of characters to quote from an unknown field name
 _FAIL_FAST = Field(fail_fast=True)  # only the first mistake is reported
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
 _Prompt = Annotated[
-    # Without it, a million numbers would be a million mistakes when checked as a list of texts.
+    # Without it, checking a million numbers as a list of strings would collect a million mistakes.
     str
     | Annotated[list[str], _FAIL_FAST]
     | Annotated[list[int], _FAIL_FAST]
@@ -134,8 +134,9 @@ class CompletionRequest(OpenAiRequest):
 
     Attributes:
         prompt: A text, several texts, or the token ids of either.
-        max_tokens: Largest number of new tokens in an answer.
-        logprobs: Return the log probability of each token and of this many most likely tokens.
+        max_tokens: Maximum number of new tokens in an answer.
+        logprobs: Return the log probability of each token, and of this many of the most likely
+            tokens at its position.
         echo: Put the prompt before the answer.
     """
 
@@ -162,10 +163,11 @@ class ChatRequest(OpenAiRequest):
 
     Attributes:
         messages: The conversation so far.
-        max_tokens: Largest number of new tokens in an answer. The default is as many as fit.
-        max_completion_tokens: Newer name of max_tokens, which it takes precedence over.
+        max_tokens: Maximum number of new tokens in an answer. The default is as many as fit.
+        max_completion_tokens: The newer name of max_tokens. It takes precedence.
         logprobs: Return the log probability of each token.
-        top_logprobs: Return this many most likely tokens with each token. It requires logprobs.
+        top_logprobs: Return this many of the most likely tokens at each position. Requires
+            logprobs.
     """
 
     messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)

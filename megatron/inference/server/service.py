@@ -1,4 +1,4 @@
-"""The service behind all endpoints: it sends prompts to the engine and returns texts."""
+"""The service behind all endpoints, which sends prompts to the engine and returns texts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EngineClient:
         Args:
             reader: Reader of rank 0's messages.
             writer: Writer of messages to rank 0.
-            most: Largest number of sequences that may run or wait.
+            most: Maximum number of sequences that may run or wait.
         """
         self._reader = reader
         self._writer = writer
@@ -140,8 +140,8 @@ class Spelled:
 
     Attributes:
         id: Id of the token.
-        text: Text of this token alone, with U+FFFD for part of a character.
-        offset: Number of characters of the answer before the token.
+        text: Text of this token alone. A partial character becomes U+FFFD.
+        offset: Number of characters in the answer before the token.
         logprob: Log probability of the token, or `None` if it was not requested or the token is the
             first of a prompt.
         top: Texts and log probabilities of the most likely tokens at its position.
@@ -418,7 +418,7 @@ class Service:
 
     @property
     def max_length(self) -> int:
-        """Largest number of tokens in a prompt and its answer together."""
+        """Maximum number of tokens in a prompt and its answer together."""
         engine = self.settings.engine
         return min(engine.max_length, engine.cache_tokens)
 
@@ -445,7 +445,7 @@ class Service:
 
         Args:
             prompts: Token ids of the prompts.
-            new_tokens: Largest number of new tokens in an answer.
+            new_tokens: Maximum number of new tokens in an answer.
             copies: Number of answers to each prompt.
 
         Raises:

@@ -18,16 +18,16 @@ class ServerLimits:
     """Limits that have no flag, which protect the web server's process.
 
     Attributes:
-        read_seconds: Longest time for a request's headers to arrive, and then for its body. A
+        read_seconds: Maximum time for a request's headers to arrive, and then for its body. A
             slower request gets status 408.
-        write_seconds: Longest time for a client to read the bytes sent to it. A slower client is
+        write_seconds: Maximum time for a client to read the bytes sent to it. A slower client is
             disconnected.
-        connections: Largest number of open connections. Further ones are closed at once.
-        text_seconds: Longest time to tokenize a request's texts, or to render its conversation.
+        connections: Maximum number of open connections. Further ones are closed at once.
+        text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
         text_memory: Memory in bytes for this work, in addition to the tokenizer's own.
-        long_texts: Largest number of requests whose long texts are being tokenized or wait for it.
+        long_texts: Maximum number of requests whose long texts are being tokenized or wait for it.
             Further requests get status 429.
-        long_texts_per_client: Largest number of such requests from one address.
+        long_texts_per_client: Maximum number of such requests from one address.
     """
 
     read_seconds: float = 10.0
@@ -41,13 +41,13 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """Everything the web server needs.
+    """Everything that the web server needs to know.
 
     Attributes:
-        model: Name of the model for OpenAI's clients.
-        tokenizer: Files of the tokenizer.
-        engine: Limits of the engine.
-        server: Flags of the server.
+        model: The model's name for OpenAI clients.
+        tokenizer: The tokenizer's files.
+        engine: The engine's limits.
+        server: The server's flags.
         limits: Limits that have no flag.
         stop_tokens: Ids of tokens that end an answer, in addition to the tokenizer's own.
         chat_template: Text of the chat template, or `None` if the model has none.
@@ -66,15 +66,15 @@ class FrontSettings:
     created: int = 0
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
-        """Return the `top_k` and `top_p` that a request gets.
+        """Return the `top_k` and `top_p` to use for a request.
 
         Args:
             top_k: Value in the request, or `None` if it sets none.
             top_p: Value in the request, or `None` if it sets none.
 
         Returns:
-            The request's values, with 0 for a value that it does not set, or the command line's
-            values if the request sets neither.
+            The request's values, with 0 for the one that it does not set, or the values from the
+            command line if the request sets neither.
         """
         if top_k is None and top_p is None:
             return self.server.top_k, self.server.top_p

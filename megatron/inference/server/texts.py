@@ -2,11 +2,11 @@
 
     python -m megatron.inference.server.texts
 
-The time and memory that a text takes depend on the text, and on a template and a tokenizer that
-came with the model. Both hold the interpreter's lock while they run, so a thread that ran them
+How much time and memory a text takes depends on the text, and on the template and tokenizer that
+came with the model. Both hold the interpreter's lock while they run, so running them in a thread
 would stop the whole web server. This process reads a `Setup` and then jobs from stdin, and writes a
-`Result` for each to stdout. The kernel ends it when a job takes too long, even if the web server
-has died.
+`Result` for each job to stdout. The kernel ends it when a job takes too long, even if the web
+server has died.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def is_long(self) -> bool:
-        """Whether the texts are long enough for other clients to notice the time they take."""
+        """Whether the texts take long enough for other clients to notice."""
         values = (value for message in self.messages for value in message.values())
         return sum(map(len, (*self.texts, *values))) >= _LONG_TEXT
 
@@ -93,7 +93,7 @@ class Result:
     Attributes:
         ids: Token ids of each text.
         text: Text of a conversation.
-        error: Reason why the job failed, or `None`.
+        error: Why the job failed, or `None` if it succeeded.
     """
 
     ids: tuple[tuple[int, ...], ...] = ()
@@ -157,7 +157,7 @@ def _prepare(setup: Setup) -> Callable[[Job], Result]:
             tokenize = tokenizer.tokenize_spelled if job.spelled else tokenizer.tokenize_open
             return Result(ids=tuple(tuple(tokenize(text)) for text in job.texts))
 
-    with contextlib.suppress(OSError):  # a system without /proc does not limit address spaces
+    with contextlib.suppress(OSError):  # systems without /proc do not limit address spaces
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + setup.limits.text_memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -270,11 +270,11 @@ class Texts:
         Args:
             settings: Settings of the server.
             tokenizer: Tokenizer of the model.
-            max_length: Largest number of tokens in a prompt and its answer together.
+            max_length: Maximum number of tokens in a prompt and its answer together.
         """
         self._max_length = max_length
         # One more byte may separate two tokens. A larger text could fit only if it had more spaces,
-        # or longer words that the tokenizer replaces by a single token.
+        # or longer words that the tokenizer replaces with a single token.
         longest = 1 + max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
         self._most_bytes = max_length * longest
 
