@@ -51,9 +51,9 @@ class Span:
         return Span(self.start - outer.start, self.end - outer.start)
 
     def shard(self, rank: int, shards: int) -> Span:
-        """Return part `rank` of `shards` equal parts."""
+        """Return the span of one of `shards` equal parts, the one with index `rank`."""
         size = self.size // shards
-        assert size * shards == self.size, f"{self} does not divide into {shards}"
+        assert size * shards == self.size, f"{self} does not divide into {shards} equal parts"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)
 
 
@@ -254,7 +254,7 @@ def plan_buckets(
         smallest = gradient_dtype.itemsize  # bytes per element
         if is_cast(first):
             wire, smallest = "8 bit", 1
-        shards = replicas[first.replica_axis]  # at every stage, so that sums have the same order
+        shards = replicas[first.replica_axis]  # at every ZeRO stage, for the same order of sums
         buckets = [
             Bucket(
                 span,

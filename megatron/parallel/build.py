@@ -105,17 +105,19 @@ class BuildContext:
         partial_gradient: bool = False,
         is_vocabulary: bool = False,
     ) -> nn.Parameter:
-        """Allocate a parameter, or this tensor rank's even part of it along `split_dim`.
+        """Allocate a parameter, or this tensor rank's equal share of it along `split_dim`.
 
         Args:
             shape: The shape of the whole parameter.
             init: The initialization of the parameter.
-            split_dim: The dimension that tensor ranks share; `None` keeps all of it on each rank.
-            partial_gradient: Each tensor rank sees a part of its gradient; see `ParameterSpec`.
-            is_vocabulary: The parameter has a row for each vocabulary entry.
+            split_dim: The dimension to split over tensor ranks. `None` keeps the whole parameter on
+                each rank.
+            partial_gradient: Whether each tensor rank computes only a part of its gradient. See
+                `ParameterSpec`.
+            is_vocabulary: Whether the parameter has a row for each vocabulary entry.
 
         Raises:
-            ValueError: the dimension does not divide evenly over the tensor ranks.
+            ValueError: The dimension does not divide evenly over the tensor ranks.
         """
         part, offset = list(shape), [0] * len(shape)
         if split_dim is not None:
@@ -162,11 +164,11 @@ def choose_kernels(
         model: The resolved network flags.
         precision: The number formats.
         layout: The grid of processes as this process sees it.
-        device: The device on which the model runs, which may differ from that of its parameters.
-        cp_comm_type: How context ranks attend to each other, "p2p" or "a2a".
+        device: The device that the model runs on, which may differ from that of its parameters.
+        cp_comm_type: How context-parallel ranks communicate in attention, "p2p" or "a2a".
 
     Raises:
-        ConfigError: --use-flash-attn asks for a kernel that cannot run.
+        ConfigError: --use-flash-attn requests a kernel that cannot run.
     """
     library = find_library(device).library
     attention = attention_over(layout.context, cp_comm_type, model, precision, device)

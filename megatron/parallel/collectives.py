@@ -1,8 +1,8 @@
-"""Communication inside the network: each operation with its backward.
+"""Communication inside the network. Each operation comes with its backward pass.
 
-Every function is the identity on an axis of one process. The functions at the top take part in
-autograd (the communication of a split product is `Communication`, for `linear`). Those at the
-bottom do not; functions called `start_` return before the data has arrived.
+On an axis of one process, every function is the identity. The functions at the top support autograd
+(for a split product in `linear`, `Communication` does the communicating). Those at the bottom do
+not. Functions named `start_...` return before the data has arrived.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def gather_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Send x[i] to rank i, and receive its x[own rank] as result[i]: [C, ...] -> [C, ...].
+    """Send x[i] to rank i, and return what rank i sent here as result[i]: [C, ...] -> [C, ...].
 
-    This function is its own backward.
+    The backward pass is the same exchange.
     """
 
     def exchange(x: Tensor, axis: Axis) -> Tensor:
@@ -210,7 +210,7 @@ class Communication:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is only a part and the other ranks have the rest."""
+        """Whether the input is only this rank's part, so that the rest must be gathered."""
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:

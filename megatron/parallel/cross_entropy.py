@@ -1,8 +1,8 @@
 """Cross entropy over a vocabulary that is split over tensor ranks, without fp32 copies of logits.
 
-The logits are the largest activation of a language model. Here they are kept once, in their
-original format, and their gradient may reuse their memory; with `linear_cross_entropy` they never
-exist all at once.
+The logits are the largest activation of a language model. This module keeps a single copy of them,
+in their original format, and their gradient may reuse its memory. With `linear_cross_entropy`, they
+never exist all at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron.parallel.collectives import Communication, all_reduce
 from megatron.parallel.layout import Axis
 from megatron.parallel.linear import WeightSlot
 
-# Logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the weight's whole
-# gradient: with fewer rows that takes longer than the products.
+# Number of logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the
+# weight's whole gradient: with fewer rows, that would take longer than the products.
 CHUNK_LOGITS = 2**29
 _ROWS_OF_A_TILE = 128  # rows in a tile of a product
 
@@ -143,7 +143,7 @@ def linear_cross_entropy(
 
 
 class _Chunking(NamedTuple):
-    """Arguments of `linear_cross_entropy`, and whether autograd wants gradients."""
+    """The settings of `linear_cross_entropy`, and whether autograd needs gradients."""
 
     communication: Communication
     form: CrossEntropy
@@ -174,11 +174,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
             part = form.statistics(logits, local[rows])
             maxima, sums, losses[rows] = _join(part, local[rows], size, axis)
-            if gradients is not None:  # takes the logits' place
+            if gradients is not None:  # overwrites the logits
                 upstream = _UNIT * mask[rows]
                 form.gradient(logits, local[rows], maxima, sums, upstream, logits)
                 gradients.add(rows, logits, whole[rows], weight)
-            del logits  # before the next chunk takes memory
+            del logits  # before the next chunk allocates memory
         if gradients is not None:
             ctx.save_for_backward(gradients.input, gradients.weight, gradients.bias, mask)
             ctx.how, ctx.dtype = how, weight.dtype
@@ -193,8 +193,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if nothing counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
-        # This has one dimension: on a GPU, a factor with none takes the format of the other factor.
-        # In bf16 that moves all of the network's gradients by up to 0.2%; in fp16 some are lost.
+        # The view has one dimension: on a GPU, a factor without dimensions is rounded to the format
+        # of the other factor. In bf16 that would change all of the network's gradients by up to
+        # 0.2%; in fp16 some would be lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
         summing = how.communication.start_sum(input_grad)

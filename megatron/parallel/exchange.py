@@ -36,9 +36,9 @@ class Use(Protocol):
         """Return the received rows, [rows, ...], which may be read until `close`."""
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return everything received and this rank's own rows, in the order of the ranks.
+        """Return all received rows and this rank's own rows, in rank order.
 
-        The result is [t rows, ...], which may be read until `close`. Call it after all calls of
+        The result is [t rows, ...] and may be read until `close`. Call this only after all calls of
         `receive`.
         """
 
@@ -59,10 +59,10 @@ class Exchange(Protocol):
 
 
 class GroupExchange:
-    """An exchange through messages in the axis's process group, for CPUs.
+    """An exchange that sends messages in the axis's process group, for CPUs.
 
     Args:
-        axis: The axis, of at least two processes.
+        axis: The axis, which has at least two processes.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -112,13 +112,14 @@ class _GroupUse:
         return self._arrived.flatten(0, 1)
 
     def close(self) -> None:
-        assert not self._receiving, "messages were sent, and their answers never read"
+        assert not self._receiving, "messages were sent, but those received were never read"
         for work in self._sending:
             work.wait()
         self._kept.clear()
 
 
-SLOTS = 3  # a column's backward opens two; with a third, the next use needs no barrier
+# Backward of a column-parallel layer opens two. With a third, the next use needs no barrier.
+SLOTS = 3
 
 
 class Ledger:
@@ -138,7 +139,7 @@ class Ledger:
 
     def open(self) -> int:
         """Return the next use."""
-        assert len(self._open) < self._slots, "uses are not closed"
+        assert len(self._open) < self._slots, "too many uses are open"
         use = self._opened
         self._opened += 1
         self._open.append(use)

@@ -201,12 +201,12 @@ class Fp8Format:
 
 @dataclass(frozen=True)
 class ArrivingWeight:
-    """A weight gathered in 8 bits from the processes that share its update.
+    """A weight that is gathered in 8 bits from the processes that share its update.
 
     Attributes:
         fp8: The weight, [out, in], always in the same memory.
-        is_there: Returns whether the weight has arrived. Before the first update it has not: all
-            processes then have the weight itself, and cast it.
+        is_there: Returns whether the weight has arrived. Before the first update it has not: each
+            process then has the weight itself and casts it.
     """
 
     fp8: Fp8
@@ -255,7 +255,8 @@ class Fp8Products(Products):
         self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
         self.keeps_input = not form.weight_gradient
-        # A single scale then serves all rows of a factor, and its transpose, wherever they are.
+        # A single scale then serves all rows of a factor and its transpose, whichever ranks hold
+        # them.
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
@@ -295,11 +296,11 @@ class Fp8Products(Products):
         return self._weight
 
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        # Evaluation may be the first to cast it; it finds the same weight as training would.
+        # Evaluation may be the first to cast it. It sees the same weight as training would.
         if self.arriving is None:
             return self._both(weight, "weight", records=True)
         whole = self.arriving.fp8
-        if not self.arriving.is_there():  # reuse its memory: a separate cast would take more
+        if not self.arriving.is_there():  # reuse its memory: a separate cast would need more
             amax, found = self._amaxes(weight, "weight", ALONE, records=True)
             fp8 = whole.values.dtype
             whole = self.casts.cast(weight, amax, fp8, found=found, into=whole.values)
@@ -325,13 +326,13 @@ class Fp8Products(Products):
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool
     ) -> Callable[[], tuple[Fp8, Fp8 | None]]:
-        """Start to cast and gather the input.
+        """Start casting and gathering the input.
 
         Returns:
             A function that waits for the whole input, and for its transpose if the weight's
             gradient needs it.
         """
-        # A transpose with its own scales is another matrix, which would have to travel too.
+        # A transpose with its own scales is a different matrix, which would have to be sent too.
         if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:
@@ -360,7 +361,7 @@ class Fp8Products(Products):
         return self._factor(x, "input", axis, records=training)
 
     def _factor(self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True) -> Kept:
-        # The first tensor determines the format of the result; the weight's gradient may read it.
+        # The first tensor sets the format of the result, and the weight gradient may read it.
         like = rows if self.keeps_input else rows.new_empty(0)
         if axis is None and not self.keeps_input:
             left, turned = self._both(rows, role, records=records)
@@ -383,7 +384,7 @@ class Fp8Products(Products):
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop the cast weight, the casts' memory, and amaxes that were recorded but not used."""
+        """Drop the cast weight, the memory of the casts, and amaxes recorded but not yet used."""
         self._weight = None
         self.casts.forget()
         for handover in self.handovers:

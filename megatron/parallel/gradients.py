@@ -117,7 +117,7 @@ class Reducer:
         self._zero_stage = zero_stage
         self._collecting = False  # whether finished gradients may be sent
         self._wave_now: Hashable = None
-        # Reductions under way, with the memory that must live at least as long.
+        # Reductions in flight, with the memory that must outlive them.
         self._sent: list[tuple[PendingBucket, Pending, Tensor]] = []
         self.expect(self.buckets)
 
@@ -149,15 +149,15 @@ class Reducer:
     def whole(self, bucket: PendingBucket) -> Tensor:
         """Return the tensor [elements] to which backward adds the bucket's gradients."""
         if bucket.whole is None:
-            assert self._collecting, "backward outside of micro_batch()"
-            assert self._wave_now in bucket.plan.waves, "a gradient came in another one's wave"
+            assert self._collecting, "backward pass outside of micro_batch()"
+            assert self._wave_now in bucket.plan.waves, "a gradient arrived in the wrong wave"
         return bucket.allocate()
 
     def finish(self, bucket: PendingBucket, parameter: nn.Parameter) -> None:
         """Note that a parameter's gradient was added to, and send the buckets that are complete."""
         if not self._collecting:
             return
-        assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
+        assert id(parameter) in bucket.missing, "a gradient arrived twice in one backward pass"
         if id(parameter) in bucket.tied and self._zero_stage < 2:
             return
         bucket.missing[id(parameter)] -= 1
@@ -252,11 +252,11 @@ class GradientBuffer:
         tensor: Axis | None = None,
         overlap: bool = False,
     ) -> None:
-        """Allocate the plan's buffers and register the parameters' hooks."""
+        """Allocate the buffers in the plan, and register hooks on the parameters."""
         parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        assert len(set(map(id, parameters.values()))) == len(parameters), "a parameter came twice"
+        assert len(set(map(id, parameters.values()))) == len(parameters), "a parameter is repeated"
         planned = {member.traits.name for flat in plan.flats for member in flat.members}
-        assert planned == parameters.keys(), "the plan is of other parameters"
+        assert planned == parameters.keys(), "the plan is for other parameters"
         self.plan = plan
         self.is_sharded = plan.zero_stage > 0
         self._storages: list[Tensor] = []
@@ -289,7 +289,8 @@ class GradientBuffer:
     ) -> tuple[FlatBuffer, list[PendingBucket]]:
         """Allocate a buffer and its buckets, and note where each gradient lies."""
         shards, rank = (axis.size, axis.rank) if self.is_sharded else (1, 0)
-        parts = shards if self.plan.zero_stage == 2 else 1  # of a bucket, of which one is here
+        # The number of parts of a bucket, of which this process holds one.
+        parts = shards if self.plan.zero_stage == 2 else 1
         members = [(parameters[member.traits.name], member.slot) for member in plan.members]
         first, _ = members[0]
         elements = plan.elements // parts
@@ -326,8 +327,8 @@ class GradientBuffer:
         elif id(parameter) in bucket.tied:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
         if parameter not in self._in_place or self._reducer.overlap:
-            # The parameter holds its hook where the garbage collector does not look, and the buffer
-            # holds the parameter: with a reference back, neither would ever be freed.
+            # The parameter holds its hook in a place that the garbage collector does not see, and
+            # the buffer holds the parameter: with a reference back, neither would ever be freed.
             buffer = weakref.ref(self)
 
             def collect(parameter: nn.Parameter) -> None:
@@ -382,7 +383,7 @@ class GradientBuffer:
 
     @contextmanager
     def _add_to(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, bool]]:
-        """Yield a slot's gradient, and whether it already holds something of this update."""
+        """Yield a slot's gradient, and whether it already holds a part of this update's sum."""
         bucket, place = self._places[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
@@ -425,7 +426,7 @@ class GradientBuffer:
                 torch._foreach_zero_(self._unslotted)
             self._stale = set(self._uses)
         for parameter, view in self._in_place.items():
-            parameter.grad = view  # zero_grad(set_to_none=True) may have cut it
+            parameter.grad = view  # zero_grad(set_to_none=True) may have removed it
         self._reducer.expect(self._reducer.buckets)
 
     def _runs_without_slot(self) -> list[Tensor]:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from megatron.device import StreamMarks
 
-# Half as many kernels as a device's queue takes (about 1,000) must hold more communications than
-# this: a process that fills the queue has then sent marks that its device has not come to.
+# Half as many kernels as fit in a device's queue (about 1,000) must contain more communications
+# than this: a process that fills the queue has then sent marks that its device has not reached.
 _WAITS_A_MARK = 8
 _KEPT_PLACES = 4096  # a process is never further ahead of its device
 
@@ -61,7 +61,7 @@ class Transfer:
         return bool(self._work.is_completed())
 
     def future(self) -> Any:
-        """Return PyTorch's future of the work's end."""
+        """Return the PyTorch future that completes when the work does."""
         return self._work.get_future()
 
 
@@ -115,7 +115,7 @@ class Journal:
             self._marks = marks
 
     def transfer(self, kind: str, ranks: tuple[int, ...], work: Any) -> Transfer:
-        """Note that a collective of `ranks` has been started."""
+        """Record that a collective over `ranks` has been started."""
         number = self.started[ranks] = self.started.get(ranks, 0) + 1
         return Transfer(self, kind, ranks, number, work)
 
@@ -131,7 +131,7 @@ class Journal:
         self._moved = time.monotonic()
 
     def message(self, kind: str, peer: int, work: Any) -> Transfer:
-        """Note that a message to or from global rank `peer` has been started."""
+        """Record that a message to or from global rank `peer` has been started."""
         return Transfer(self, kind, (peer,), None, work)
 
     def begin_wait(self, transfer: Transfer) -> None:

@@ -67,11 +67,12 @@ class Axis:
 class Layout:
     """The process grid of a run, built once and passed to every part that needs it.
 
-    `replica` is data x context, context fastest: the processes that hold the same weights.
+    `replica` is data x context, with context varying fastest: the processes that hold the same
+    weights.
 
     Attributes:
-        sequence_parallel: Whether tensor ranks also divide the activations between split layers,
-            along the sequence.
+        sequence_parallel: Whether tensor ranks also split the activations between tensor-parallel
+            layers along the sequence.
     """
 
     world: Axis = Axis()
@@ -196,7 +197,7 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
             if layout.world.rank in ends:
                 groups["embedding"] = group
     if layout.replica.size > 1:
-        # If one of the two axes makes up all of the replica axis, its group is used: groups cost
+        # If one of the two axes makes up the whole replica axis, use its group, because groups take
         # memory.
         alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
         flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")

@@ -112,7 +112,7 @@ class Owner:
 
     @property
     def waits(self) -> bool:
-        """Whether the gradient's product is deferred."""
+        """Whether the product that computes the gradient is deferred."""
         return self.queue is not None and self.queue.is_collecting
 
     def take(self, product: WeightProduct) -> None:
@@ -156,7 +156,7 @@ Finish = Callable[[], Tensor | None]
 
 
 class Transport(Protocol):
-    """The way in which the factors of a product get to the ranks that need them."""
+    """The way in which a product's factors reach the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return the output, and the tensors that backward needs besides input and weight.
@@ -209,7 +209,7 @@ def parallel_linear(
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
     else:
-        # Outside autograd: inside, hooks would run in every backward, with or without a gradient.
+        # Outside autograd, because hooks in it would run in every backward, gradient or not.
         owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # backward must reach this function
@@ -289,7 +289,7 @@ NO_TRANSPORT = Whole(ALONE)
 
 
 def around(communication: Communication) -> Transport | None:
-    """Return the collectives as a transport, or `None` if there are none."""
+    """Return a transport that uses these collectives, or `None` on an axis of one process."""
     return None if communication.axis.size == 1 else Whole(communication)
 
 
@@ -340,17 +340,17 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
 
 class ScatteredProduct:
-    """A product of all rows, summed over the ranks and scattered to them by rows.
+    """A product of all rows that is summed over the ranks and scattered to them by rows.
 
-    Construction sends the rows that other ranks need; `finish` waits for theirs.
+    Construction sends the rows that other ranks need. `finish` waits for theirs.
 
     Args:
         rows: All rows [t m, in]; rank r gets the r-th part.
-        multiply: Writes the product of some rows.
+        multiply: A function that writes the product of some rows.
         width: The width of the product.
         exchange: The exchange between the ranks.
         dtype: The data type of the product.
-        before_sending: Called between the first product and the first message.
+        before_sending: A function to call between the first product and the first message.
     """
 
     def __init__(
@@ -500,7 +500,7 @@ class CutRow:
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return this rank's part [s/t, b, out] of the output, from the input [s, b, in]."""
         x, weight, bias, training = call
-        assert bias is None, "it would be added on every rank"
+        assert bias is None, "a bias would be added on every rank"
         exchange = self._exchange
         by_out, by_in = products.weight_factors(weight)
         factor = products.prepare_input(x.flatten(0, -2).contiguous(), None, training=training)

@@ -82,8 +82,8 @@ def part_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(shape)
 
 
-WORDS = 4  # values of one Philox block
-CHUNK = 2**21  # elements made at a time, so that temporaries stay small (about 100 MB)
+WORDS = 4  # values in one Philox block
+CHUNK = 2**21  # elements generated at a time, so that temporaries stay small (about 100 MB)
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -92,10 +92,11 @@ _ROUNDS = 10
 
 @torch.no_grad()
 def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
-    """Fill every parameter from its spec, in place.
+    """Initialize every parameter in place, as its spec says.
 
     Args:
-        named_parameters: Global names, and parameters made by `BuildContext.new_parameter`.
+        named_parameters: Pairs of a global name and a parameter made by
+            `BuildContext.new_parameter`.
         seed: The run's seed.
     """
     for name, parameter in named_parameters:

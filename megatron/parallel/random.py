@@ -29,10 +29,11 @@ def derive_key(*parts: int | str) -> tuple[int, int]:
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
-    """Return the seed of the dropout masks of one micro-batch.
+    """Return the seed for the dropout masks of one micro-batch.
 
     It depends on the run's seed and on the position of the micro-batch's first sample in the run's
-    sample order. Neither a restart nor another number of data-parallel processes changes it.
+    sample order. A restart does not change it, nor does a different number of data-parallel
+    processes.
     """
     return derive_seed(seed, "micro batch", first_sample)
 
@@ -41,10 +42,10 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
 def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator[None]:
     """Draw different random numbers on every rank of the axis, as if each were its own process.
 
-    Inside, the device's default generator starts from its seed (that of the micro-batch), the rank
-    and the site; afterwards it continues from its earlier state, equal on all ranks. So nothing has
-    to be tracked or saved, and a recomputation draws the same numbers again. With a single process
-    nothing changes.
+    Inside the block, the device's default generator is seeded with its current seed (that of the
+    micro-batch), the rank and the site. Afterwards it continues from its previous state, which is
+    the same on all ranks. So there is nothing to track or save, and recomputation draws the same
+    numbers again. With a single process nothing changes.
 
     Args:
         axis: The ranks that hold different parts of the tensor for which numbers are drawn.
@@ -65,5 +66,5 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
 
 
 def _digest(*parts: int | str) -> bytes:
-    # JSON keeps the parts apart: (1, 23) and (12, 3), or 1 and "1", give different texts.
+    # JSON keeps the parts apart: (1, 23) and (12, 3), or 1 and "1", give different strings.
     return hashlib.sha256(json.dumps(parts).encode()).digest()

@@ -29,12 +29,12 @@ class ReservedSlot:
     __slots__ = ("slot",)
 
     def __init__(self) -> None:
-        """Leave the gradient to autograd until a buffer exists."""
+        """Create a slot without a destination, so that autograd keeps the gradient for now."""
         self.slot: WeightSlot | None = None
 
 
 class LayerRegistry:
-    """The announcements of all layers in this process's parts of a model.
+    """A registry where the layers of this process's model parts announce what they need.
 
     Attributes:
         deferrable_weights: The weights whose gradients are deferred if their layers have a queue.

@@ -47,7 +47,7 @@ class SharedWeights(Protocol):
 
 
 class Gradients(Protocol):
-    """Gradients of a model, averaged over the processes that hold the same weights."""
+    """The gradients of a model, averaged over the processes that hold the same weights."""
 
     @property
     def is_sharded(self) -> bool:
@@ -94,9 +94,9 @@ class Gradients(Protocol):
 
 
 def shares_weights(config: ParallelOptions, layout: Layout) -> bool:
-    """Return whether processes hold shards of the weights (ZeRO stage 3).
+    """Return whether each process holds only a shard of the weights (ZeRO stage 3).
 
-    A single replica has all of them.
+    A single replica always holds all of them.
     """
     return config.zero_stage == 3 and layout.replica.size > 1
 
@@ -110,12 +110,13 @@ _SYNC_BUFFERS = (
 
 
 class TorchDataParallel:
-    """The forward of a model whose gradients the backward averages over `axis`.
+    """The forward pass of a model whose backward pass averages gradients over `axis`.
 
     Construction and calls are collective.
 
     Args:
-        model: The model, without pipeline stages: its backward passes follow its forward passes.
+        model: The model, without pipeline stages: each backward pass directly follows its forward
+            pass.
         forward: The function to call with the model and the arguments of `__call__`.
         axis: The processes that hold the same weights.
     """
@@ -129,8 +130,9 @@ class TorchDataParallel:
         self._under_way: list[Pending] = []
         with axis.joining("start of DistributedDataParallel"):
             self._replica = DistributedDataParallel(_Forward(model, forward), **options)
-        # A function without annotations: PyTorch compares them, and ours are texts. It is held
-        # where the garbage collector does not look: with a way back we would never be freed.
+        # The hook has no annotations, because PyTorch compares them, and ours are strings. It is
+        # held where the garbage collector does not look: with a reference back to this object,
+        # neither would ever be freed.
         average: Any = weakref.WeakMethod(self._average)
         self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
@@ -158,7 +160,7 @@ class TorchDataParallel:
             for each in self._under_way:
                 each.wait()
             self._under_way.clear()
-        assert pending.transfer is not None, "alone there is nothing to average"
+        assert pending.transfer is not None, "a single process has nothing to average"
         return pending.transfer.future().then(lambda _: gradients)
 
 

@@ -1,13 +1,13 @@
-"""All tensors of a model in shards (ZeRO stage 3), based on PyTorch's `fully_shard`.
+"""Sharding of all tensors of a model (ZeRO stage 3), based on PyTorch's `fully_shard`.
 
-A layer's weights are whole only during its forward or backward: they are gathered just before it
-from the processes that hold the same part of the model, in the format that forward computes in.
-Weights outside the layers (embeddings, final normalization, output) are gathered at once and stay
+A layer's weights are whole only during its forward or backward pass: they are gathered just before
+it from the processes that hold the same part of the model, in the format that forward computes in.
+Weights outside the layers (embeddings, final normalization, output) are gathered together and stay
 from the start of forward to the end of backward, so that tied embeddings are whole for both uses.
 
-A process keeps a shard of every parameter in fp32, which with 16-bit weights serves as their
-master, and of its gradient in fp32. Each backward reduces gradients at once and adds them to the
-shard: for d processes this takes 4/d + 4/d bytes per parameter, plus the optimizer's states.
+A process keeps an fp32 shard of every parameter, which with 16-bit weights serves as the master
+copy, and an fp32 shard of its gradient. Each backward pass reduces gradients immediately and adds
+them to the shard: for d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -63,7 +63,7 @@ class ShardedModel:
     ) -> None:
         """Shard the parts in place."""
         self.axis = layout.replica
-        assert self.axis.group is not None, "one process has nobody to share with"
+        assert self.axis.group is not None, "a single process has nothing to shard"
         self._compute_dtype = compute_dtype
         self._tensor = layout.tensor
         mesh = DeviceMesh.from_group(self.axis.group, device.type)
@@ -112,11 +112,11 @@ class ShardedModel:
         return Span(start, start + self._slots[id(parameter)].size)
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the weights that are `owned`, fp32, 1-D."""
+        """Return the `owned` weights, as a 1-D fp32 tensor."""
         return self._shards[id(parameter)].view(-1)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of `part`, fp32, 1-D."""
+        """Return the gradient of `part`, as a 1-D fp32 tensor."""
         return self._slots[id(parameter)].of(self._storage)
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -131,7 +131,7 @@ class ShardedModel:
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> ShardedModel:
-        """Return this object, which gathers the weights that forward needs."""
+        """Return this object itself, because it gathers the weights that forward needs."""
         assert not in_8_bits, "a rule refuses fp8"
         return self
 
@@ -168,7 +168,7 @@ class ShardedModel:
     def reduce(self) -> None:
         """Add partial gradients over the tensor axis; backward has averaged all gradients."""
         for parameter, gradient in self._gradients:
-            assert parameter.grad is gradient, "backward has put a gradient elsewhere"
+            assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)
         add_over_ranks((self.gradient(p) for p in partial), self._tensor)
 
@@ -230,7 +230,7 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 
 
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
-    """Return the modules in a list or dict of the part: its layers."""
+    """Yield the layers of the part: the modules in its lists and dicts of modules."""
     for child in part.modules():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()

@@ -22,15 +22,15 @@ from megatron.parallel.exchange import SLOTS, Ledger, Use
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
-# Freed with the process: PyTorch waits for the device before it unmaps memory, and the device may
-# wait for a neighbor that is gone.
+# Keep the memory until the process ends: PyTorch waits for the device before it unmaps memory, and
+# the device may be waiting for a neighbor that is gone.
 _MAPPED: list[Tensor] = []
 _BARRIER = SLOTS  # channels of flags: one per slot, then this one
-# The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
-# not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
-# just when a neighbor does not come. A use is some ten kernels and a few events, a queue holds a
-# thousand: with 56 a neighbor that stood still was named in time, with 400 not. With 24 the device
-# ran dry whenever the host stood still for 40 ms (docs/benchmarks/parallel.md).
+# The largest number of uses by which the process may run ahead of its device. PyTorch launches a
+# flag's kernel without releasing the GIL: a launch that waits for room in a full queue also stops
+# the watchdog, just when a neighbor hangs. A use takes about ten kernels and a few events, and a
+# queue holds a thousand. With 56, a neighbor that hung was named in time; with 400, it was not.
+# With 24, the device ran dry whenever the host paused for 40 ms (docs/benchmarks/parallel.md).
 _AHEAD = 56
 _ALIGNED = 256  # bytes, as for the allocator's memory: fast kernels need 16
 
@@ -101,7 +101,7 @@ class SymmetricExchange:
 
 class _SymmetricUse:
     def __init__(self, exchange: SymmetricExchange, rows: Tensor) -> None:
-        assert exchange.fits(math.prod(rows.shape), rows.dtype), "longer than any announced"
+        assert exchange.fits(math.prod(rows.shape), rows.dtype), "larger than announced"
         self._exchange, self._axis = exchange, exchange.axis
         self._number = exchange.ledger.open()
         self._mine = exchange.slot(self._number, self._axis.rank, rows)
@@ -138,7 +138,7 @@ class _SymmetricUse:
         self._unsaid.clear()
 
     def receive(self, step: int) -> Tensor:
-        assert not self._unsaid, "all ranks would wait"
+        assert not self._unsaid, "every rank would wait: call computing() first"
         source = (self._axis.rank - step) % self._axis.size
         flag = _Flag(self._exchange, self._number, source)
         self._last = self._axis.transfer("exchange", flag)
@@ -153,7 +153,7 @@ class _SymmetricUse:
         return self._mine.flatten(0, 1)
 
     def close(self) -> None:
-        assert not self._missing, "messages were sent, and their answers never read"
+        assert not self._missing, "messages were sent, but those received were never read"
         assert self._last is not None
         exchange = self._exchange
         # From here on, the sent rows may be overwritten.

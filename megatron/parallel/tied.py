@@ -1,9 +1,10 @@
-"""Parameters that several parts of a model hold, as copies that are kept equal.
+"""Parameters that several parts of a model hold as copies, which are kept equal.
 
-In a pipeline the first stage looks up word embeddings, and the last one scores with them. Every
-stage with layers of a T5's encoder reads the encoder's table of relative positions; the same is
-true of the decoder. All copies start with the same values (their name is the same), and adding
-their gradients before the update keeps them equal. Parts in one process share one parameter.
+In a pipeline, the first stage looks up word embeddings, and the last stage computes logits with
+them. Every stage that has layers of a T5's encoder reads the encoder's table of relative positions,
+and likewise for the decoder. All copies start with the same values, because they have the same
+name, and adding up their gradients before the update keeps them equal. Parts in one process share a
+single parameter.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class FlatBuffer:
     regions: list[tuple[Span, Tensor]]
 
     def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D views of gradients that hold all selected parameters.
+        """Return the gradients of all selected parameters as the smallest number of 1-D views.
 
-        The padding between two parameters is zero.
+        Padding between parameters is zero.
         """
         found = []
         for span in runs(self.members, select):
@@ -87,7 +87,7 @@ class WeightBuffer:
         self._casts: list[Fp8Weights] = []
         # The 16-bit buckets of the weights that are gathered in 8 bits.
         self._beneath: list[tuple[Tensor, Axis]] = []
-        self._is_behind = False  # whether they hold others' weights from before an update
+        self._is_behind = False  # whether other processes' parts of them are from before an update
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
@@ -164,7 +164,7 @@ def _start(whole: Tensor, axis: Axis) -> Pending:
 
 @torch.no_grad()
 def _move(flat: FlatBuffer) -> Tensor:
-    """Move the parameters into one buffer, and return it."""
+    """Move the parameters into a single buffer, and return the buffer."""
     first = flat.members[0][0]
     storage = torch.zeros(flat.plan.elements, dtype=first.dtype, device=first.device)
     for parameter, slot in flat.members:
@@ -213,14 +213,14 @@ class Fp8Weights:
         self._axis = flat.axis
         self._products = [products[parameter] for parameter, _ in flat.members]
         fp8 = self._products[0].weight_format
-        assert fp8 is not None, "shards cut rows, which would each need a scale"
+        assert fp8 is not None, "a shard may end within a row, so rows cannot have their own scales"
         self._fp8 = fp8
         self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
         # Each weight is aligned as a separate tensor would be: libraries may expect that.
         apart = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False
-        # The parts that this process updates: the weight's place, the part in 16 and in 8 bits.
+        # The parts that this process updates: weight index, and the part in 16 and in 8 bits.
         self._pieces: list[tuple[int, Tensor, Tensor]] = []
         values = self.bytes.view(fp8)
         for place, (parameter, slot) in enumerate(flat.members):
@@ -255,7 +255,6 @@ class Fp8Weights:
         found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
         for place, values, _ in self._pieces:
             found[place] = self._products[place].casts.amax(values)
-        # No backend specifies the maximum of values that include nan; inf makes the weight nan as
-        # well.
+        # No backend specifies the maximum of values that include nan. inf makes the weight nan too.
         amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
         return all_reduce(amaxes, self._axis, dist.ReduceOp.MAX)

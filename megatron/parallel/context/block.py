@@ -21,12 +21,12 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.attention import flash_misfit
 
-# The values needed to draw a block's dropout mask again; empty without dropout.
+# The values needed to draw a block's dropout mask again. Empty without dropout.
 Drawn = tuple[Tensor, ...]
 
 
 class QueryRows(NamedTuple):
-    """Queries and their merged results, which exist once all blocks have been merged.
+    """Queries, and the results that exist once all of their blocks have been merged.
 
     Attributes:
         grad: The gradient of `out`.
@@ -109,7 +109,7 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
 
 
 def plain_block(reason: str) -> BlockAttention:
-    """Return the form that uses only PyTorch's basic operations."""
+    """Return the form of attention that uses only PyTorch's basic operations."""
     return BlockAttention("plain", reason, reference_forward, reference_backward)
 
 
@@ -123,7 +123,7 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> Non
 def reference_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """Compute attention in fp32 or wider, with the block's scores in memory."""
+    """Compute attention in fp32 or wider, materializing the block's scores."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)

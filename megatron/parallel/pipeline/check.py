@@ -20,11 +20,11 @@ Edge = tuple[int, int, bool]  # source stage, destination stage, whether activat
 
 
 class ScheduleError(AssertionError):
-    """An invalid list of operations, which is a bug in our code."""
+    """An error in a schedule's operations. It is always a bug in our code."""
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
-    """Yield (stage, operation) in an order in which they can happen.
+    """Yield every (stage, operation) in an order in which they can run.
 
     Sends are buffered. A receive takes the oldest message that was sent over its edge, as NCCL and
     gloo do, so that message must be the one it needs.
@@ -97,10 +97,10 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule and prove that it runs and stays within its kind's memory bound.
+    """Make a schedule, and check that it runs within the memory bound of its kind.
 
     Raises:
-        ScheduleError: The schedule cannot run, or holds more activations than the bound.
+        ScheduleError: The schedule cannot run, or it exceeds the bound on activations.
     """
     schedule = make_schedule(kind, stages, chunks, micro_batches)
     for stage, peak in enumerate(check(schedule)):

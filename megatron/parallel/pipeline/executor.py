@@ -58,8 +58,9 @@ def run_schedule(
 def receives_to_post(operations: Operations) -> list[list[Operation]]:
     """Return, for every operation, the receives to post before it starts.
 
-    A receive is posted before the computation that precedes it, so that its message travels
-    meanwhile. It is not posted earlier, because on GPUs a posted receive occupies processors.
+    A receive is posted before the computation that precedes it, so that its message is transferred
+    during that computation. It is not posted earlier, because on GPUs a posted receive occupies
+    processors.
     """
     posts: list[list[Operation]] = [[] for _ in operations]
     place = 0

@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """Return the time from the first operation's start to the last one's end."""
+        """The time from the start of the first operation to the end of the last one."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
@@ -135,18 +135,18 @@ class Course:
         self._messages = sent
 
     def total(self, times: Times) -> float:
-        """Return the time from the first operation's start to the last one's end."""
+        """Return the time from the start of the first operation to the end of the last one."""
         return max((end for _, _, end in self._timed(times)), default=0.0)
 
     def timeline(self, times: Times) -> Timeline:
-        """Return every computation, as early as its stage is free and its message has arrived."""
+        """Return the timing of all computations. Each starts once its stage and input are ready."""
         spans: list[list[Interval]] = [[] for _ in range(self._stages)]
         for (stage, operation), start, end in self._timed(times):
             spans[stage].append(Interval(start, end, operation))
         return Timeline(tuple(tuple(line) for line in spans))
 
     def _timed(self, times: Times) -> Iterator[tuple[tuple[int, Operation], float, float]]:
-        """Yield computations with stage, start and end."""
+        """Yield every computation with its stage, start and end."""
         clocks = [0.0] * self._stages
         arrivals = [0.0] * self._messages
         took = [times.by_kind(stage) for stage in range(self._stages)]

@@ -32,7 +32,7 @@ Work = Callable[[], None]
 
 
 class WeightGradientQueue:
-    """A queue of waiting weight-gradient products, by the backward pass (`key`) they belong to."""
+    """A queue of deferred weight-gradient products, by the backward pass (`key`) they belong to."""
 
     def __init__(self) -> None:
         """Create an empty queue."""
@@ -62,10 +62,10 @@ class WeightGradientQueue:
     def push(self, work: Work) -> None:
         """Defer `work`, which adds to one weight's gradient. Call this only while collecting.
 
-        Work runs without autograd, in the order of pushing. It may hold activations, which are
-        freed when it has run.
+        Work runs without autograd, in the order in which it was pushed. It may hold activations,
+        which are freed once it has run.
         """
-        assert self._open is not None, "nobody collects: compute the gradient right away"
+        assert self._open is not None, "not collecting: compute the gradient at once"
         self._open.append(work)
 
     def run(self, key: Hashable) -> None:
