@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
     paths = find_inputs(options.input)
     remedy = "To reduce memory, train on less text or with a smaller --max-line-mb"
     # The library ends its process if memory runs out, so it runs in a separate process.
-    with map_in_order(lambda paths: _train(paths, options), [paths], 1, remedy) as results:
+    with map_in_order(lambda paths: _train(paths, options), lambda: [paths], 1, remedy) as results:
         size, files = next(results)
     _write(files, Path(options.output_dir))
     print(

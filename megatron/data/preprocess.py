@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import signal
 import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -272,7 +271,7 @@ def preprocess(
         StorageError: The output cannot be written.
     """
     counts = Counts()
-    blocks = read_blocks(paths, encoder.options.keys, max_line_mb=max_line_mb)
+    blocks = partial(read_blocks, paths, encoder.options.keys, max_line_mb=max_line_mb)
     with (
         shortage_errors(LESS_MEMORY),
         map_in_order(encoder, blocks, workers, LESS_MEMORY) as results,
@@ -313,120 +312,178 @@ def choose_workers(paths: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def map_in_order(
-    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int, remedy: str
+    function: Callable[[Task], Result],
+    tasks: Callable[[], Iterable[Task]],
+    workers: int,
+    remedy: str,
 ) -> Iterator[Iterator[Result]]:
-    """Yield `function(task)` for each task, in order, computed by `workers` processes.
+    """Yield `function(task)` for each of `tasks()`, in order, computed by `workers` processes.
 
     This is a context manager: workers exit while the caller processes the last results, and
-    leaving the context waits for them. Without workers everything happens in this process, which
-    ends without a message if a library that `function` calls aborts for lack of memory. With
-    workers, at most two tasks per worker are in progress, so neither tasks nor results accumulate.
-    If processes cannot be forked, `function` is sent to them by its `__reduce__`. No task may be
-    `None`.
+    leaving the context ends them. Without workers everything happens in this process, which
+    ends without a message if a library that `function` calls aborts for lack of memory.
+
+    With workers, one more process, the reader, calls `tasks` and deals them out in turn:
+
+        reader  ->  a pipe per worker  ->  workers  ->  a pipe per worker  ->  this process
+
+    Every wait is a wait on a pipe, and a process that ends, for whatever reason, closes its pipes.
+    So no failure of a part can leave the others waiting, which a thread's failure could. A full
+    pipe stops its writer, so neither tasks nor results accumulate. If processes cannot be forked,
+    `function` and `tasks` are pickled. No task may be `None`.
 
     Args:
         function: The work. It must not depend on earlier tasks.
-        tasks: The arguments of `function`.
+        tasks: The source of the arguments of `function`.
         workers: The number of processes.
         remedy: A sentence that says what to change if memory is short.
 
     Raises:
         UserError: `function` or `tasks` raised it.
-        ShortageError: A worker was killed, or has too little memory.
-        RuntimeError: A worker failed in another way.
+        ShortageError: A process could not be started, was killed, or has too little memory.
+        RuntimeError: `function` or `tasks` failed in another way.
     """
     if workers == 0:
-        yield map(function, tasks)
+        yield map(function, tasks())
         return
     import multiprocessing  # takes 25 ms, which a run without workers saves
 
     # Forking shares the modules that are loaded. It is not safe with the libraries of macOS.
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool: list[tuple[Any, Connection]] = []  # each worker's process, and our end of its pipe
-    for _ in range(workers):
-        ours, theirs = context.Pipe()
-        # A forked worker must not hold our ends, or it would never notice that we have ended.
-        inherited = [*(end for _, end in pool), ours] if sys.platform == "linux" else []
-        process = context.Process(
-            target=_serve, args=(theirs, function, remedy, inherited), daemon=True
-        )
-        process.start()
-        theirs.close()
-        pool.append((process, ours))
-    free, stopped = threading.Semaphore(2 * workers), threading.Event()
-    order: queue.SimpleQueue[tuple[Any, Connection] | Exception | None] = queue.SimpleQueue()
+    is_forked = sys.platform == "linux"
+    context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
+    processes: list[Any] = []
+    ours: list[Connection] = []  # the ends of pipes that only this process and the reader need
 
-    def hand_out() -> None:
+    def start(work: Callable[..., None], ends: Sequence[Connection], *arguments: object) -> None:
+        """Start a process that gets the `ends` of pipes, which are closed here."""
+        # A forked process must not hold the ends of others, or their readers would never notice
+        # that they have ended.
+        unused = [end for end in ours if end not in ends] if is_forked else []
+        process = context.Process(
+            target=_run_child, args=(work, ends, unused, *arguments, remedy), daemon=True
+        )
         try:
-            for task, worker in zip(tasks, itertools.cycle(pool), strict=False):
-                free.acquire()
-                if stopped.is_set():
-                    return
-                order.put(worker)
-                # `results` reports a worker that has died.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    worker[1].send(task)
-            # No task is left. Workers take 8 ms to free their 70 MB, while the last results are
-            # written.
-            for _, end in pool:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    end.send(None)
-            order.put(None)
-        except Exception as error:  # passed to the caller's thread, which raises it
-            order.put(error)
+            process.start()
+        except OSError as error:
+            said = f"cannot start a worker process ({error.strerror}). {remedy}"
+            raise ShortageError(said) from error
+        processes.append(process)
+        for end in ends:
+            end.close()
 
     def results() -> Iterator[Result]:
-        while (worker := order.get()) is not None:
-            if isinstance(worker, Exception):
-                raise worker
-            process, end = worker
+        for process, answers in itertools.cycle(zip(processes[:-1], results_ends, strict=True)):
             try:
-                result, error = end.recv()
-            except (EOFError, OSError):  # before a result, or in the middle of one
-                process.join(timeout=5)
-                raise ShortageError(
-                    f"a worker process ended with exit code {process.exitcode} (-9: killed, -6: "
-                    f"aborted), usually for lack of memory. {remedy}"
-                ) from None
+                answer = answers.recv()
+            except (EOFError, OSError):  # before an answer, or in the middle of one
+                raise _reason(process, processes[-1], report, remedy) from None
+            if answer is None:
+                return
+            result, error = answer
             if error is not None:
                 raise error if isinstance(error, UserError) else RuntimeError(error)
             yield result
-            free.release()
 
-    threading.Thread(target=hand_out, daemon=True).start()
+    tasks_ends: list[Connection] = []
+    results_ends: list[Connection] = []
     try:
+        for _ in range(workers):
+            tasks_end, reader_end = context.Pipe(duplex=False)
+            results_end, worker_end = context.Pipe(duplex=False)
+            ours += [reader_end, results_end]
+            tasks_ends.append(reader_end)
+            results_ends.append(results_end)
+            start(_serve, [tasks_end, worker_end], function)
+        report, reader_end = context.Pipe(duplex=False)
+        ours.append(report)
+        start(_deal_out, [*tasks_ends, reader_end], tasks, os.getpid())
         yield results()
     finally:
-        stopped.set()
-        free.release()
-        for process, _ in pool:
-            # Workers hold nothing to save; a fresh one still has the parent's SIGTERM handler.
+        for process in processes:
+            # They hold nothing to save; a fresh one still has the parent's SIGTERM handler.
             process.kill()
-        for process, end in pool:
+        for process in processes:
             process.join()
+        for end in ours:
             end.close()
 
 
-def _serve(
-    connection: Connection,
-    function: Callable[[Any], Any],
-    remedy: str,
-    inherited: list[Connection],
+def _reason(worker: Any, reader: Any, report: Connection, remedy: str) -> Exception:
+    """Return the error to raise for a worker that ended before its answer."""
+    worker.join(timeout=5)
+    code = worker.exitcode
+    if code == 0:  # the worker has no more tasks, because the reader has ended
+        try:
+            error = report.recv()
+            return error if isinstance(error, UserError) else RuntimeError(error)
+        except (EOFError, OSError):
+            reader.join(timeout=5)
+            code = reader.exitcode
+    return ShortageError(
+        f"a worker process ended with exit code {code} (-9: killed, -6: aborted), usually for "
+        f"lack of memory. {remedy}"
+    )
+
+
+def _run_child(
+    work: Callable[..., None],
+    ends: Sequence[Connection],
+    unused: Sequence[Connection],
+    *arguments: object,
 ) -> None:
-    """Process tasks until there are none left or the other end of the pipe closes."""
-    # Ctrl-C reaches every process of the terminal; the parent decides how to react.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for end in inherited:
-        end.close()
-    # A worker without memory even to send its answer is reported by its end.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, MemoryError):
-        while (task := connection.recv()) is not None:
-            answer: tuple[Any, UserError | str | None]
-            try:
-                answer = function(task), None
-            except UserError as error:
-                answer = None, error
-            except Exception as error:
-                answer = None, shortage_of(error, remedy) or traceback.format_exc()
-            connection.send(answer)
+    """Run the work of a child process, which ends in silence if a pipe closes."""
+    try:
+        # Ctrl-C reaches every process of the terminal; the parent decides how to react.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for end in unused:
+            end.close()
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            work(ends, *arguments)
+    except MemoryError:  # there is too little memory even to send an answer
+        os._exit(ShortageError.exit_code)
+
+
+def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: str) -> None:
+    """Answer each task with its result and error, and the end of the tasks with `None`."""
+    tasks, answers = ends
+    while (task := tasks.recv()) is not None:
+        answer: tuple[Any, UserError | str | None]
+        try:
+            answer = function(task), None
+        except Exception as error:
+            answer = None, _sendable(error, remedy)
+        answers.send(answer)
+    answers.send(None)
+
+
+def _deal_out(
+    ends: Sequence[Connection], tasks: Callable[[], Iterable[Any]], parent: int, remedy: str
+) -> None:
+    """Send each task to the next worker, then `None` to all; report an error of `tasks`."""
+    *workers, report = ends
+
+    def end_with_parent(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    # Reading may wait for good, for example for a FIFO, while only a pipe tells of a killed parent.
+    signal.signal(signal.SIGALRM, end_with_parent)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
+    turns = itertools.cycle(workers)
+    try:
+        for task, worker in zip(tasks(), turns, strict=False):
+            worker.send(task)
+    except (BrokenPipeError, ConnectionResetError):
+        return  # a worker has ended, which the parent notices
+    except Exception as error:
+        report.send(_sendable(error, remedy))
+        return
+    for worker in workers:
+        worker.send(None)
+
+
+def _sendable(error: Exception, remedy: str) -> UserError | str:
+    """Return an error for the user to read, or the traceback of one that is our own."""
+    shortage = shortage_of(error, remedy)
+    return shortage or (error if isinstance(error, UserError) else traceback.format_exc())

@@ -1,0 +1,215 @@
+"""Work in several processes: order, and every way in which one of them can fail."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron.data.preprocess import map_in_order
+from megatron.errors import DataError, ShortageError
+from tests.repository import ROOT
+
+REMEDY = "Use less"
+LARGE = 1 << 20  # more than a pipe holds
+
+
+def run(function: Callable[[Any], Any], tasks: Callable[[], Iterator[Any]], workers: int) -> Any:
+    with map_in_order(function, tasks, workers, REMEDY) as results:
+        return list(results)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """And every test ends within seconds."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < 20
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_results_keep_the_order_of_the_tasks(workers: int, size: int) -> None:
+    def work(task: tuple[int, bytes]) -> tuple[int, bytes]:
+        time.sleep(0.002 * (task[0] % 3))
+        return task
+
+    tasks = [(i, b"x" * size) for i in range(23)]
+    for count in (0, 1, 2, 23):
+        assert run(work, lambda count=count: iter(tasks[:count]), workers) == tasks[:count]
+
+
+def _fail_after(count: int, error: BaseException) -> Iterator[bytes]:
+    """Yield large tasks, then fail."""
+    for _ in range(count):
+        yield b"x" * LARGE
+    raise error
+
+
+def _end_after(count: int, end: Callable[[], object]) -> Iterator[bytes]:
+    for _ in range(count):
+        yield b"x" * LARGE
+    end()
+
+
+class _TooLarge:
+    """A task or a result for which there is too little memory to send it."""
+
+    def __reduce__(self) -> Any:
+        raise MemoryError
+
+
+class _TooLargeToRead:
+    """A task or a result for which there is too little memory to receive it."""
+
+    def __reduce__(self) -> Any:
+        return _no_memory, ()
+
+
+def _no_memory() -> None:
+    raise MemoryError
+
+
+def _send_after(count: int, task: object) -> Iterator[object]:
+    for _ in range(count):
+        yield b"x" * LARGE
+    yield task
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _abort() -> None:
+    faulthandler.disable()  # pytest's, which would print a trace
+    os.abort()
+
+
+_FAILING_TASKS = {
+    "no memory to read": partial(_fail_after, error=MemoryError()),
+    "no memory to send": partial(_send_after, task=_TooLarge()),
+    "no memory to receive": partial(_send_after, task=_TooLargeToRead()),
+    "killed": partial(_end_after, end=_kill),
+    "aborted": partial(_end_after, end=_abort),
+    "ended": partial(_end_after, end=lambda: os._exit(1)),
+    "ended as if well": partial(_end_after, end=lambda: os._exit(0)),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("tasks", _FAILING_TASKS.values(), ids=_FAILING_TASKS)
+def test_a_reader_that_fails_ends_the_run(
+    tasks: Callable[[int], Iterator[Any]], count: int, workers: int, capfd: Any
+) -> None:
+    with pytest.raises(ShortageError, match=REMEDY):
+        run(len, lambda: tasks(count), workers)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_errors_of_the_tasks_come_after_the_results_before_them(count: int) -> None:
+    for error, shown in (
+        (DataError("damaged"), pytest.raises(DataError, match="damaged")),
+        (KeyError("ours"), pytest.raises(RuntimeError, match="KeyError: 'ours'")),
+    ):
+        done = []
+        with (
+            shown,
+            map_in_order(len, partial(_fail_after, count, error), 2, REMEDY) as results,
+        ):
+            for result in results:
+                done.append(result)
+        assert done == [LARGE] * count
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+_FAILURES: dict[str, Callable[[], object]] = {
+    "no memory": lambda: _raise(MemoryError()),
+    "no memory to send": _TooLarge,
+    "no memory to receive": _TooLargeToRead,
+    "no memory of a library": lambda: _raise(ImportError("x.so: failed to map segment")),
+    "killed": _kill,
+    "aborted": _abort,
+    "ended": lambda: os._exit(1),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("failing", [0, 1, 7])
+@pytest.mark.parametrize("fail", _FAILURES.values(), ids=_FAILURES)
+def test_a_worker_that_fails_ends_the_run(
+    fail: Callable[[], object], failing: int, workers: int, capfd: Any
+) -> None:
+    def work(task: tuple[int, bytes]) -> object:
+        return fail() if task[0] == failing else task
+
+    try:
+        with pytest.raises(ShortageError, match=REMEDY):
+            run(work, lambda: ((i, b"x" * LARGE) for i in range(20)), workers)
+    except MemoryError:  # of this process, which a caller reports
+        assert fail is _TooLargeToRead
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_a_process_that_cannot_be_started_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    fork, left = os.fork, [None] * started
+
+    def scarce() -> int:
+        if not left:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        left.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", scarce)
+    message = "cannot start a worker process (Resource temporarily unavailable). Use less"
+    with pytest.raises(ShortageError, match=re.escape(message)):
+        run(len, lambda: iter(["x"]), 2)
+
+
+def test_a_caller_that_stops_early_ends_the_processes() -> None:
+    with map_in_order(len, lambda: (b"x" * LARGE for _ in range(100)), 3, REMEDY) as results:
+        assert next(results) == LARGE
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 4, 8, 16, 32, 64, 128])
+def test_little_memory_anywhere_is_one_line(extra: int) -> None:
+    """The limit of address space is drawn in steps above what the process has at its start."""
+    script = """
+import resource, sys
+import numpy
+from megatron.command import run_command
+from megatron.data.preprocess import map_in_order
+def work():
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    limit = taken + int(float(sys.argv[1]) * 2**20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    tasks = lambda: (b"x" * (i << 20) for i in range(16))
+    with map_in_order(lambda task: task + task, tasks, 2, "Use less") as results:
+        assert [len(result) for result in results] == [2 * i << 20 for i in range(16)]
+sys.exit(run_command(work))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(extra)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=20,
+    )  # fmt: skip
+    assert done.returncode in (0, ShortageError.exit_code), done.stderr
+    assert done.stderr.count("\n") == (done.returncode != 0), done.stderr
