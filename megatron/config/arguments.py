@@ -17,7 +17,7 @@ MAX_LINE_MB = 64
 
 @dataclass(frozen=True)
 class Given:
-    """One flag as typed, with the words after it. Words that belong to no flag have the name ""."""
+    """A flag as typed, with the words after it. The name is "" for words that follow no flag."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -71,13 +71,15 @@ class _Group:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A parser of a tool's command line. A mistake exits like a ConfigError, without a usage line.
+    """A parser for a tool's command line.
+
+    A mistake ends the process like a `ConfigError`, without a usage line.
 
     Args:
         prog: The tool's file.
         doc: A description of the tool.
-        gone: Flags of Megatron's tool that this one lacks, with what to do instead.
-        shows_defaults: Whether --help appends the defaults.
+        gone: Flags of Megatron's tool that this tool lacks, each with what to do instead.
+        shows_defaults: Whether --help shows the defaults.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ToolParser(argparse.ArgumentParser):
         *,
         shows_defaults: bool = False,
     ) -> None:
-        """Create a parser without flags."""
+        """Create a parser that has no flags yet."""
         formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter
         if shows_defaults:
             formatter = argparse.ArgumentDefaultsHelpFormatter
@@ -104,13 +106,13 @@ class ToolParser(argparse.ArgumentParser):
     def add_argument_group(self, *args: Any, **options: Any) -> Any:
         """Add a group with a heading of its own, as argparse does."""
         group = super().add_argument_group(*args, **options)
-        # argparse makes two groups of its own before it adds --help.
+        # argparse creates two groups of its own before it adds --help.
         return _Group(group, self._spellings) if self._spellings else group
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse a command line, or this process's own, and exit if it has mistakes.
+        """Parse a command line, by default this process's, and exit if it has mistakes.
 
-        Unknown flags are reported before anything else, so that a misspelt flag is not reported as
+        Unknown flags are reported first, so that a misspelt required flag is not reported as
         missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
@@ -118,7 +120,7 @@ class ToolParser(argparse.ArgumentParser):
         names = [given.name for given in split(flags)]
         problems = []
         for name in names:
-            # With a space it is text, for argparse too.
+            # Like argparse, treat a word with a space as text.
             if not name or " " in name or name in self._spellings:
                 continue
             hint = suggestion(name, self._spellings) or ": --help lists all flags"
@@ -134,7 +136,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 class _Switch(argparse.Action):
-    """A flag without a value: True, or False for one of its `off` spellings."""
+    """A flag that takes no value: its `off` spellings store False, the others True."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, *, off: Sequence[str], **rest: Any
@@ -153,7 +155,7 @@ class _Switch(argparse.Action):
 
 
 def title_of(config_type: type) -> str:
-    """Return a section's heading in help and documentation."""
+    """Return the heading of a section in help and documentation."""
     return (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
 
 
@@ -163,9 +165,9 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
-    """Add a help group with the flags of some fields.
+    """Add a help group with the flags of these fields.
 
-    Flags that are not given leave no trace in the namespace; `from_given` fills defaults in.
+    Flags that are not given are absent from the namespace. `from_given` fills in defaults.
     """
     group = parser.add_argument_group(title)
     for field in fields:
@@ -200,7 +202,7 @@ def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:
 
 
 def _reader(field: Field) -> Any:
-    """Return a function that reads a value from text and raises argparse's kind of error."""
+    """Return a function that parses a value from text and raises the error argparse expects."""
 
     def read(text: str) -> Any:
         try:

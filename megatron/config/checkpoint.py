@@ -10,10 +10,10 @@ _OF_CORE = ("torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor")
 
 
 def _written_format(text: str) -> str:
-    """Check a value of --ckpt-format.
+    """Check and return a value of --ckpt-format.
 
     Raises:
-        ValueError: The format is one of Megatron Core's.
+        ValueError: The format is a Megatron Core format.
     """
     if text in _OF_CORE:
         raise ValueError(
@@ -23,7 +23,7 @@ def _written_format(text: str) -> str:
     return text
 
 
-# Conditions that flags need or require.
+# Conditions that the flags below need or require.
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 

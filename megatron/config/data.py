@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_IDS, Need, flag
 
-# Kinds of tokenizers, with the fields from which each is built: its files, or its size.
+# Kinds of tokenizers, with the fields that each is built from: its files, or its size.
 TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
@@ -40,7 +40,7 @@ MAY_HAVE_SENTINELS = (
 SPLIT_NAMES = ("train", "valid", "test")
 
 
-# Conditions that flags need or require.
+# Conditions that the flags below need or require.
 _TIKTOKEN = Need(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
     "--tokenizer-type TikTokenizer",
@@ -159,14 +159,14 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(DataOptions):
-    """Data options after resolving: the length of a sample and the sample order are known."""
+    """Data options after `resolve`, when the length and order of samples are known."""
 
     seq_length: int = field()
     dataloader_type: str = "single"
 
     @property
     def decoder_tokens(self) -> int:
-        """Number of tokens per sample that the decoder of a T5 reads; 0 for other networks."""
+        """Number of tokens per sample that a T5's decoder reads. It is 0 for other networks."""
         return self.decoder_seq_length or 0
 
     @property

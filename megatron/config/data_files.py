@@ -64,17 +64,17 @@ def read_data_files(
                 problem = f"{shown}: {error}: {_REMEDY[path]}"
         if problem:
             found.problems.append(problem)
-            # With --data-path, so that the missing corpus is not reported too.
+            # Include --data-path, so that a missing corpus is not reported as well.
             unknown = (path, *stands_for, "data.data_path")
             found.spoilt |= {name.partition(".")[2] for name in unknown}
     return taken
 
 
 def _read(path: str, file: Path, shown: str, found: Findings) -> dict[str, Any]:
-    """Return the values of the fields that a file stands for.
+    """Read a file, and return the values of the fields that it stands for.
 
     Raises:
-        ValueError: The message says what is wrong with the file.
+        ValueError: The file is not usable. The message says why.
     """
     text = _text_of(file)
     if path == _WHOLE:
@@ -110,7 +110,7 @@ def _object_of(text: str) -> dict[str, Any]:
     """Parse a JSON object with a key for each split.
 
     Raises:
-        ValueError: The text is not JSON, is not an object, lacks a key or has one twice.
+        ValueError: The text is not a JSON object, lacks a key, or has a key twice.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _object_of(text: str) -> dict[str, Any]:
 
 
 def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
-    """Return a split's words, from a text or a list of texts and numbers, or `None` for null.
+    """Return a split's words from a string or a list of strings and numbers, or `None` for null.
 
     Raises:
         ValueError: The value is something else.

@@ -14,8 +14,8 @@ from typing import Any
 
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
-MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an error and not a hang
-MOST_IDS = 2**31 - 1  # token ids and offsets of samples are kept in 32 bits
+MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an error instead of a hang
+MOST_IDS = 2**31 - 1  # token ids and sample offsets are stored in 32 bits
 MOST_WIDTH = 2**24  # the largest side of a matrix, so that products of sides do not overflow
 _MOST_DIVISORS = 1024  # the largest divisor that a message considers
 _LARGEST = 2**63 - 1  # the limit for files, tensors and the length of a dataset
@@ -24,11 +24,12 @@ _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or fal
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A condition of a flag. If it is not met, the flag changes nothing or is an error.
+    """A condition for a flag. If it is not met, the flag changes nothing or is an error.
 
     Attributes:
-        is_met: Tells whether it holds for a resolved run (a `RunOptions`).
-        what: The flags that meet it, as named after "changes nothing without" and "requires".
+        is_met: A function that returns whether the condition holds for a resolved run (a
+            `RunOptions`).
+        what: The flags that meet it, as worded after "changes nothing without" and "requires".
     """
 
     is_met: Callable[[Any], Any]
@@ -124,7 +125,7 @@ class Field:
 
     @property
     def off_names(self) -> tuple[str, ...]:
-        """Spellings that turn a switch off: Megatron's own, or `--no-` and the name."""
+        """Spellings that turn a switch off: Megatron's own, or the name after `--no-`."""
         if self.info.off:
             return tuple(self.info.off.split())
         if self.is_switch and not self.name.startswith("no_"):
@@ -143,7 +144,7 @@ class Field:
 
     @property
     def shown(self) -> str:
-        """The spelling that asks for something other than the default."""
+        """The spelling to show for a value other than the default."""
         return self.off_names[0] if self.default is True else self.names[0]
 
     def spell(self, value: Any) -> str:
@@ -153,7 +154,7 @@ class Field:
         unset = '""' if self.kind is str else "none"
         words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
         shown = [
-            # 10000 and not 10000.0, if that is the same number.
+            # Write 10000 instead of 10000.0 if that is the same number.
             f"{word:g}" if isinstance(word, float) and float(f"{word:g}") == word else str(word)
             for word in words
         ]
@@ -268,7 +269,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def from_text(field: Field, text: str) -> Any:
-    """Read a value as it is written on a command line.
+    """Parse a value as it is written on a command line.
 
     A value that YAML sets can be unset with `none`, or with an empty word if it is text.
 

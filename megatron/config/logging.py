@@ -1,4 +1,4 @@
-"""What a run reports: log lines, TensorBoard, Weights & Biases, timers, profiles."""
+"""Options for what a run reports: log lines, TensorBoard, Weights & Biases, timers, profiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# Conditions that flags need or require.
+# Conditions that the flags below need or require.
 _RECORDS = Need(
     lambda run: (
         run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.metrics_jsonl

@@ -10,7 +10,7 @@ ARCHITECTURES = ("gpt", "bert", "t5")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
-# Conditions that flags need or require.
+# Conditions that the flags below need or require.
 _GROUPED = Need(lambda run: run.model.group_query_attention, "--group-query-attention")
 _ROTARY = Need(
     lambda run: run.model.position_embedding_type == "rope",
@@ -202,7 +202,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """Network options after resolving: every size is known."""
+    """Network options after `resolve`, when every size is known."""
 
     num_layers: int = field()
     hidden_size: int = field()
@@ -227,7 +227,7 @@ class ModelConfig(ModelOptions):
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-# Fields for how weights are initialized, padded and computed with.
+# Fields that determine how weights are initialized, padded and used in computation.
 _NOT_OF_THE_NETWORK = {
     "make_vocab_size_divisible_by",
     "onnx_safe",
@@ -243,21 +243,21 @@ _NOT_OF_THE_NETWORK = {
     "bias_dropout_fusion",
     "no_persist_layer_norm",
 }
-# Fields that give the weights their shape and meaning: other values mean another network.
+# Fields that give the weights their shape and meaning: other values mean a different network.
 NETWORK_FIELDS = tuple(
     entry.name for entry in fields(ModelOptions) if entry.name not in _NOT_OF_THE_NETWORK
 )
 
 
-# Fields for the speed of rotary positions, which finetuning may change, for example for a longer
-# context. --rotary-percent is not one: channels that were never rotated hold no positions.
+# Fields that set the frequencies of rotary positions. Finetuning may change them, for example for a
+# longer context. --rotary-percent is not one: channels that were never rotated hold no positions.
 ROTARY_SPEED = (
     "rotary_base",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
 )
-WITHOUT_TABLE = ("rope", "none")  # positions without weights, for sequences of any length
+WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequences of any length
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
@@ -268,7 +268,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     if name.startswith("relative_attention_"):
         return positions != "relative"
     if name == "max_position_embeddings":
-        return positions == "relative"  # covers any distance
+        return positions == "relative"  # it covers any distance
     return name == "rope_scaling_factor" and not model.use_rope_scaling
 
 

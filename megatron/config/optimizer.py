@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# Conditions that flags need or require.
+# Conditions that the flags below need or require.
 _ADAM = Need(lambda run: run.optimizer.optimizer == "adam", "--optimizer adam")
 _SGD = Need(lambda run: run.optimizer.optimizer == "sgd", "--optimizer sgd")
 _WARMS_UP = Need(

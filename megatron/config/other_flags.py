@@ -44,16 +44,16 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class OldFlag:
-    """A flag of an older version that today's flags express.
+    """A flag of an older version that can be expressed with today's flags.
 
     Attributes:
         name: The spelling.
         era: The versions that had it.
         now: What it is called today, for the documentation.
-        becomes: Today's flags, each with the words of its value, where `*` stands for those of the
-            old flag. With `unless`, a flag is left out if one of these flags is given.
+        becomes: Today's flags, each with the words of its value, where `*` stands for the words of
+            the old flag. With `unless`, a flag is left out if one of the flags in it is given.
         program: The program that takes it, identified by its file and by one of its flags. If
-            empty, all.
+            empty, all programs take it.
     """
 
     name: str
@@ -102,7 +102,7 @@ class OtherFlags:
 
     @property
     def answered(self) -> tuple[Field, ...]:
-        """All of Megatron's flags that are answered by name."""
+        """All of Megatron's flags that are refused by name or accepted without effect."""
         return (*self.refused, *self.honoured)
 
 

@@ -42,7 +42,7 @@ _COMMON_WITH_A_MODEL = (
     *("load", "ckpt_step", "micro_batch_size", "seq_length", "bf16", "fp16", "seed"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
-# Today's flags for which older versions took other values, or which meant something else there.
+# Today's flags that took other values in older versions, or meant something else there.
 _READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style")
 _CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with flag values.")
 
@@ -202,12 +202,12 @@ def help_if_asked(
 def show_help(
     program: str, extra: Sequence[type] = (), *, trains: bool = True, everything: bool = False
 ) -> None:
-    """Print the most common flags, or all flags in one group per section.
+    """Print the most common flags, or all flags grouped by section.
 
     Args:
         program: The program's file.
         extra: Dataclasses of the program's own flags, all of which are shown.
-        trains: Whether the program trains a model. Otherwise it starts from a trained one.
+        trains: Whether the program trains a model. If not, it starts from a trained one.
         everything: Whether to show all flags.
     """
     parser = argparse.ArgumentParser(
@@ -242,10 +242,10 @@ def show_help(
 
 
 def asks_for_mpi(words: Sequence[str]) -> bool:
-    """Return whether the command line or its YAML file asks for --use-mpi.
+    """Return whether the command line or its YAML file sets --use-mpi.
 
-    The world size must be known before `parse_config` runs, and this flag says where to read it.
-    `parse_config`, not this function, reports mistakes.
+    The world size must be known before `parse_config` runs, and this flag says where to read it
+    from. Mistakes are reported later, by `parse_config`.
     """
     given = split(words)
     switches = [flag.name for flag in given if flag.name in ("--use-mpi", "--no-use-mpi")]
@@ -298,7 +298,7 @@ def _drop_unknown(
     elsewhere: Mapping[str, str],
     found: Findings,
 ) -> list[Given]:
-    """Return the known flags. The flag that a misspelt one probably meant is marked as spoilt."""
+    """Return the known flags, and mark as spoilt the flags that misspelt ones probably meant."""
     for flag in flags:
         if flag.name in elsewhere:
             found.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
@@ -313,7 +313,7 @@ def _drop_unknown(
 def _find_contradictions(
     flags: Sequence[Given], known: Mapping[str, Field], found: Findings
 ) -> None:
-    """Report fields that two spellings set differently. The last value of one spelling wins."""
+    """Report fields that two spellings set differently. For one spelling, the last value wins."""
     last: dict[str, Given] = {}
     for flag in flags:
         if not flag.name:
@@ -391,9 +391,9 @@ def _from_checkpoint(
 def _stretch(
     values: dict[str, Any], config: RunOptions, given: Collection[str], found: Findings
 ) -> None:
-    """Extend a checkpoint's positions to the length asked for, if they have no weights.
+    """Extend a checkpoint's positions to the requested length, if positions have no weights.
 
-    In finetuning, given values of the rotary base and scaling also apply (`check_network`).
+    In finetuning, values given for the rotary base and scaling also apply (`check_network`).
     """
     path = "model.max_position_embeddings"
     held, kind = values.get(path), values.get("model.position_embedding_type")

@@ -11,8 +11,8 @@ from typing import Any
 from megatron.config.data import DataOptions
 from megatron.config.run import RunOptions, flatten, with_values
 
-# Derived again if a flag changes what they follow from (`forget_derived`). The global batch size
-# is not: once a run has one, it keeps it.
+# Fields that are derived again if a flag changes what they follow from (`forget_derived`). The
+# global batch size is not among them: once a run has one, it keeps it.
 _FOLLOWING = (
     "model.decoder_num_layers",
     "model.kv_channels",
@@ -26,7 +26,7 @@ _FOLLOWING = (
 
 
 def resolve(config: RunOptions, world_size: int) -> RunOptions:
-    """Return the run with derived values filled in. Resolving twice changes nothing."""
+    """Return the run with derived values filled in. Resolving again changes nothing."""
     values, derived = flatten(config), _derived(config, world_size)
     filled = {path: value for path, value in derived.items() if values[path] is None}
     if config.precision.bf16:
@@ -41,7 +41,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     """
     model, training, optimizer = config.model, config.training, config.optimizer
     hidden, heads = model.hidden_size, model.num_attention_heads
-    # Three matrices instead of two: 8/3 keeps the parameter count, 64 suits the hardware.
+    # With three matrices instead of two, 8/3 keeps the parameter count; 64 suits the hardware.
     gated = int((hidden or 0) * 4 * 2 / 3 / 64) * 64
     micro_batch = training.micro_batch_size
     batch = micro_batch * data_parallel_size(config, world_size) if micro_batch else None
@@ -77,11 +77,11 @@ def data_parallel_size(config: RunOptions, world_size: int) -> int:
 
 
 def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
-    """Unset what `resolve` would derive again, so that a changed flag changes what follows from it.
+    """Unset the values that `resolve` derives, so that they follow when another flag changes.
 
-    A saved `config.yaml` holds resolved values. If it is run again with another --hidden-size, the
-    derived --kv-channels must follow. A value that the user chose differs from the derived one and
-    stays.
+    A saved `config.yaml` holds resolved values. If it is run again with a different --hidden-size,
+    the derived --kv-channels must change too. A value that the user chose differs from the derived
+    one and is kept.
     """
     resolved = resolve(config, world_size)
     for path in _FOLLOWING:

@@ -30,7 +30,7 @@ def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
 
 
 def _spelt(data: DataOptions, field: str) -> str:
-    """Return where the words that name corpora were given: a flag, or a flag and its file."""
+    """Return what gave the words that name corpora: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
@@ -38,7 +38,7 @@ def _spelt(data: DataOptions, field: str) -> str:
 
 
 def sources(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the choice of corpora."""
+    """Yield an error for each mistake in the choice of corpora."""
     data, given = config.data, _given(config.data)
     whole = [_spelt(data, field) for field in given if field == "data_path"]
     own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
@@ -104,7 +104,7 @@ def split(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why no tokenizer can be built."""
+    """Yield the reasons why no tokenizer can be built."""
     if config.tokenizer.tokenizer_type is None:
         yield (
             "--tokenizer-type is required: for example HuggingFaceTokenizer with "

@@ -1,4 +1,4 @@
-"""Rules for what Megatron-LM's files cannot hold, checked at startup and not at the first save."""
+"""Rules for what Megatron-LM's files cannot hold. Startup checks them, before the first save."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield values that the architecture does not support."""
+    """Yield an error for each value that the architecture does not support."""
     kind, context = config.model.architecture, config.parallel.context_parallel_size
     if config.model.position_embedding_type == "relative" and kind != "t5":
         yield (
@@ -215,7 +215,7 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield each dimension of an 8-bit product: name, size and number of equal parts."""
+    """Yield the name, size and number of equal parts of each dimension of an 8-bit product."""
     model, parallel, data = config.model, config.parallel, config.data
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # this module imports torch
     from megatron.device import Device
 
 _OLDEST_FP8 = (8, 9)
-# By "section.field": the values that pass, and why others do not.
+# By "section.field": the allowed values, and why others are not.
 Exclusions = Mapping[str, tuple[Collection[Any], str]]
 _NOT_WITH_TORCH_DDP: Exclusions = {
     "parallel.zero_stage": ((None, 0), "it shards nothing"),
@@ -48,7 +48,7 @@ _NOT_WITH_OVERLAP: Exclusions = {
         "the overlap requires GPUs that map each other's memory",
     ),
 }
-# Flags under which a pass cannot be recorded, or would differ.
+# Flags with which a pass cannot be recorded, or a recorded pass would differ.
 _NOT_RECORDED: Exclusions = {
     "training.recompute_granularity": (
         (None,),
@@ -72,7 +72,7 @@ _NOT_RECORDED: Exclusions = {
 
 
 def _excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator[str]:
-    """Yield a line for each value that cannot be combined with the flag `shown`."""
+    """Yield an error for each value that cannot be combined with the flag `shown`."""
     values = flatten(config)
     for path, (passing, reason) in exclusions.items():
         if values[path] not in passing:
@@ -139,7 +139,7 @@ def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why the network or its sequences do not divide over tensor-parallel processes."""
+    """Yield the reasons why the network or its sequences do not divide over tensor ranks."""
     parallel, model = config.parallel, config.model
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length

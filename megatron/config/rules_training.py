@@ -10,7 +10,7 @@ from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions, field_at, flatten
 
 _RAMP_WORDS = 3
-_COUNTABLE = 2**63 - 1  # the limit of the samples of a dataset
+_COUNTABLE = 2**63 - 1  # the limit for the number of samples in a dataset
 _MOST_PASSES = 2**20  # per update, because a pipeline's schedule lists all of them
 
 
@@ -91,7 +91,7 @@ def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the learning rates."""
+    """Yield an error for each contradiction among the learning-rate flags."""
     schedule = config.schedule
     for low, high in (
         ("min_lr", "lr"),
@@ -129,7 +129,7 @@ def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why warm-up and WSD's final decay do not fit into the schedule.
+    """Yield the reasons why warm-up and WSD's final decay do not fit into the schedule.
 
     `length` ensures that all of them are counted in the same unit, so neither the global batch nor
     its ramp-up matters.
@@ -155,7 +155,7 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
             shown, first = f"--lr-wsd-decay-{unit} {anneal}", f"--lr-warmup-{unit} {warmup}"
             taken: float = warmup
             if fraction is not None and 0 <= fraction < 1:
-                taken = round(fraction * end, 6)  # 0.07 x 100 is no more than 7
+                taken = round(fraction * end, 6)  # rounded, so that 0.07 x 100 is not more than 7
                 first = f"--lr-warmup-fraction {fraction:g} ({taken:.10g} {unit})"
             if anneal > end:
                 yield f"{shown} must be at most {source}: lower it"
@@ -165,7 +165,7 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the weight-decay ramp."""
+    """Yield an error for each mistake in the weight-decay ramp."""
     optimizer = config.optimizer
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     style = optimizer.weight_decay_incr_style
@@ -237,7 +237,7 @@ def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if checkpoints to retain would never be saved."""
+    """Yield an error if the checkpoints to retain would never be saved."""
     checkpoint = config.checkpoint
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if checkpoint.save is None or not retained or retained < 1:
@@ -255,9 +255,9 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield texts that are not UTF-8. Indexes, logs and safetensors could not hold them.
+    """Yield an error for each text that is not UTF-8. Indexes, logs and safetensors need that.
 
-    For checkpoints the whole path counts, because safetensors loads from it.
+    For checkpoints, the whole path must be UTF-8, because safetensors opens it.
     """
     for name, value in flatten(config).items():
         for text in value if isinstance(value, tuple) else (value,):

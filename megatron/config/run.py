@@ -108,7 +108,7 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
 
 @functools.cache
 def sections() -> Mapping[str, type]:
-    """Return the dataclass of each section by name, in the order of `--help-all`."""
+    """Return the dataclass of each section, by section name, in the order of `--help-all`."""
     hints = get_type_hints(RunOptions)
     return {entry.name: hints[entry.name] for entry in fields(RunOptions)}
 
@@ -127,7 +127,7 @@ def values_of(config: RunOptions) -> Iterator[tuple[str, Field, Any]]:
 
 
 def flatten(config: RunOptions) -> dict[str, Any]:
-    """Return every value by "section.field", for example "model.num_layers"."""
+    """Return every value of a run by "section.field", for example "model.num_layers"."""
     return {path: value for path, _, value in values_of(config)}
 
 

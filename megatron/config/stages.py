@@ -61,7 +61,7 @@ def whole_model(num_layers: int) -> ModelPart:
 def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
     """Return the parts of a model, from first to last. Decoder layers follow encoder layers."""
     encoder, decoder = model.num_layers, model.decoder_num_layers or 0
-    assert encoder is not None, "a rule asks for it"
+    assert encoder is not None, "a rule requires --num-layers"
     return plan_parts(encoder + decoder, config, decoder_layers=decoder)
 
 
@@ -116,7 +116,7 @@ def plan_parts(
 
 
 def dealing_flags(config: ParallelOptions) -> list[str]:
-    """Return the given flags that distribute layers by number; a layout string excludes them."""
+    """Return the given flags that distribute layers by number, which exclude a layout string."""
     return _shown(config, _DEALING)
 
 
@@ -186,7 +186,7 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
 
 
 def _check_flags(config: ParallelOptions) -> None:
-    """Refuse two flags that distribute the same layers."""
+    """Refuse combinations of flags that would distribute layers in two ways."""
     virtual, ends = _shown(config, _VIRTUAL), _shown(config, _ENDS)
     if len(virtual) > 1:
         raise ConfigError(
@@ -301,16 +301,17 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
 
 
 def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[int]:
-    """Return the layers of each part from a string such as `Ett|tt|tt|ttL`.
+    """Return the number of layers in each part of a string such as `Ett|tt|tt|ttL`.
 
-    `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` begins the next part,
-    and `t*3` and `(tt|)*2` repeat. Parts are in the order of the model, a T5's encoder first.
+    `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` starts the next part.
+    `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with a T5's encoder
+    first.
 
     Args:
         text: The layout string.
-        num_layers: The number of layers that it must name.
+        num_layers: The number of layers that it must contain.
         stages: The number of pipeline stages.
-        shown: The number of layers by its flags.
+        shown: The number of layers as given by flags, for messages.
 
     Raises:
         ConfigError: The string cannot be read, or does not fit this model on these stages.
@@ -333,7 +334,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
 
 def _expand(text: str) -> list[str]:
     """Return the parts of the string, with repetitions written out."""
-    groups: list[list[str]] = [[]]  # the items of each parenthesis that is open
+    groups: list[list[str]] = [[]]  # the items in each open parenthesis
     problem = ""
     for token in _TOKEN.finditer(text):
         items, symbol, count = groups[-1], token["symbol"], int(token["count"] or 0)
@@ -342,7 +343,7 @@ def _expand(text: str) -> list[str]:
         elif symbol == ")" and len(groups) > 1:
             groups[-2].append("".join(groups.pop()))
         elif symbol == ")":
-            problem = "a parenthesis is not opened"
+            problem = "a parenthesis is closed but not opened"
         elif symbol:
             items.append(symbol)
         elif token["other"]:

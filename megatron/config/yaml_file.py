@@ -1,4 +1,4 @@
-"""A run as a YAML file: sections are the fields of `RunOptions`, keys are the fields of each."""
+"""A run as a YAML file, with a section per field of `RunOptions` and a key per field in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: Path, found: Findings) -> dict[str, Any]:
-    """Return the values of a file by "section.field", and add the mistakes in it to `found`.
+    """Read a file, return its values by "section.field", and add its mistakes to `found`.
 
     Raises:
         ConfigError: The file cannot be read, or is not YAML.
@@ -44,7 +44,7 @@ def read(path: Path, found: Findings) -> dict[str, Any]:
 
 
 def dump(config: RunOptions) -> str:
-    """Return every value of a run as text that `read` can parse."""
+    """Return all values of a run as YAML text that `read` can parse."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
@@ -59,11 +59,11 @@ def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(data: Any, source: str) -> RunOptions:
-    """Return the run that `to_dict` converted.
+    """Return the run that was converted with `to_dict`.
 
     Args:
-        data: The sections.
-        source: The file that holds them, for messages.
+        data: The sections of the run.
+        source: The file that holds them, to be named in messages.
 
     Raises:
         ConfigError: There are unknown sections or keys, or values that do not fit.
