@@ -361,12 +361,7 @@ def _parquet_blocks(
                 if row.nbytes > longest:
                     yield _without_text(block(), longest)
                     continue
-                # A value without a JSON form is not text either. Written as null, it is reported
-                # with its row.
-                lines += [
-                    orjson.dumps(each, default=lambda _: None, option=orjson.OPT_APPEND_NEWLINE)
-                    for each in row.to_pylist()
-                ]
+                lines.append(_json_line(row))
                 size += len(lines[-1])
         if lines:
             yield block()
@@ -374,6 +369,18 @@ def _parquet_blocks(
         raise
     except pyarrow.ArrowException as error:
         raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
+
+
+def _json_line(row: Any) -> bytes:
+    """Return a row as a line of JSON, or as a line that `parse_lines` reports as bad."""
+    option = orjson.OPT_APPEND_NEWLINE
+    try:
+        # A value without a JSON form is not text either. Written as null, it is reported.
+        return orjson.dumps(row.to_pylist()[0], default=lambda _: None, option=option)
+    except UnicodeDecodeError as error:
+        return error.object.replace(b"\n", b" ") + b"\n"  # reported as bad UTF-8
+    except (ValueError, OverflowError):  # for example a time that Python cannot hold
+        return orjson.dumps(dict.fromkeys(row.column_names), option=option)
 
 
 def _text_block(path: str, key: str, longest: int) -> TextBlock:

@@ -556,6 +556,41 @@ def test_a_line_that_is_too_long_is_named_or_left_out(run, tmp_path, name):
     assert [documents.get(i).tolist() for i in range(3)] == [[256], [257], [256, 257]]
 
 
+def _damaged_text(data: bytes) -> pyarrow.Array:
+    """Return an array of one text with these bytes, which a writer would not check."""
+    ends = np.array([0, len(data)], np.int32)
+    buffers = [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(data)]
+    return pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+
+
+def _twins() -> pyarrow.Array:
+    """Return an array of one record with two fields of one name."""
+    return pyarrow.StructArray.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (_damaged_text(b"a\n\xff\xfe"), "bad UTF-8 (byte 2 of the line)"),
+        (pyarrow.array([1 << 60], pyarrow.timestamp("ms")), "'text' is null"),
+        (pyarrow.array([1 << 30], pyarrow.date32()), "'text' is null"),
+        (pyarrow.array([1], pyarrow.duration("ns")), "'text' is null"),
+        (pyarrow.array([0], pyarrow.timestamp("us", tz="Nowhere")), "'text' is null"),
+        (pyarrow.array([b"x"]), "'text' is null"),
+        (_twins(), "'text' is null"),
+    ],
+    ids=["bad UTF-8", "a late time", "a late day", "nanoseconds", "no such zone", "bytes", "twins"],
+)
+def test_a_parquet_value_that_is_not_text_is_a_bad_line(tmp_path, value, reason):
+    from megatron.data.text_input import parse_block, read_blocks
+
+    parquet.write_table(pyarrow.table({"text": value}), tmp_path / "a.parquet")
+    (block,) = read_blocks([str(tmp_path / "a.parquet")], ["text"])
+    documents = parse_block(block, ["text"])
+    assert (documents.values, documents.lines) == ([], 1)
+    assert reason in documents.bad[0].reason
+
+
 def test_a_text_file_that_is_too_long_is_named(run, tmp_path):
     for name, pack in (
         ("a.txt", bytes),

@@ -265,8 +265,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         42,
-        "pickles of random instructions, and mutations of real and malicious ones: read or refused "
-        "by the reader of old checkpoints; nothing is executed",
+        "random pickle programs, up to hundreds of thousands of instructions long and levels deep "
+        "(nested keys, loops, shared parts, large integers, chains of calls), and mutations: read "
+        "or refused by the reader of old checkpoints; nothing is executed, and no 10 s of work; "
+        "random trees that Python pickles are read as they are",
         hostile_pickles,
         full=5000,
         quick=200,
