@@ -53,7 +53,7 @@ class FoundCheckpoint(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the folder, or the name it had until it was replaced."""
+        """The folder's name, or the name that it had before it was replaced."""
         return self.path.name.split(REPLACED)[0]
 
 
@@ -135,7 +135,7 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
 
 
 def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
-    """Return the complete checkpoints, newest first, and what is wrong with other folders."""
+    """Return the complete checkpoints, newest first, and the problems of other folders."""
     found: list[FoundCheckpoint] = []
     problems: dict[str, str] = {}
     if not root.is_dir():

@@ -91,10 +91,10 @@ class Manifest(NamedTuple):
     """A checkpoint's table of contents.
 
     Attributes:
-        iteration: Training steps taken.
+        iteration: Number of training steps taken.
         created: UTC time, ISO 8601.
         layout: Sizes of the grid of processes that wrote the checkpoint, by axis name.
-        meta: JSON value that training stored to be able to resume.
+        meta: JSON value that training needs to resume.
         files: Shards by file name.
         tensors: Tensors by entry name.
     """

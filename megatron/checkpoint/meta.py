@@ -76,7 +76,7 @@ class RandomState(TypedDict):
 
 
 class Arguments(TypedDict, total=False):
-    """The fields of Megatron-LM's command line that are compared other than by equality."""
+    """The fields of Megatron-LM's command line that need more than a comparison for equality."""
 
     data_path: str | list[str] | None
     train_data_path: str | list[str] | None

@@ -1,4 +1,4 @@
-"""Plan which process writes which parts of a checkpoint, given the parts that each one holds."""
+"""Plan which process writes which parts of a checkpoint, given the parts that each holds."""
 
 from __future__ import annotations
 

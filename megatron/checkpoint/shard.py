@@ -163,7 +163,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order.
 
-    They are copied only if the tensor is strided or on another device.
+    They are copied only if the tensor is not contiguous or is on another device.
     """
     return bytes_of(tensor.detach().to("cpu").contiguous()).numpy().data
 

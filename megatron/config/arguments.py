@@ -43,7 +43,7 @@ def split(words: Sequence[str]) -> list[Given]:
 
 
 def value_of(field: Field, given: Given) -> Any:
-    """Return the value that a flag gives to its field. Surplus words are ignored.
+    """Return the value that a flag gives to its field. Extra words are ignored.
 
     Raises:
         ValueError: The message says what was expected.
@@ -104,7 +104,7 @@ class ToolParser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def add_argument_group(self, *args: Any, **options: Any) -> Any:
-        """Add a group with a heading of its own, as argparse does."""
+        """Add a group with its own heading, as argparse does."""
         group = super().add_argument_group(*args, **options)
         # argparse creates two groups of its own before it adds --help.
         return _Group(group, self._spellings) if self._spellings else group

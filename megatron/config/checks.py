@@ -1,4 +1,4 @@
-"""The table of checks: everything a user can get wrong, before any process group or GPU.
+"""The table of checks, which find user mistakes before any process group or GPU is used.
 
 Each rule reads the resolved configuration and yields one line per mistake: flag, value, remedy.
 Only `required` and `some_length` report missing values; other rules skip them.
@@ -16,7 +16,7 @@ Rule = Callable[[RunOptions, int], Iterator[str]]
 
 
 def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield a line for each value that is outside its field's bounds."""
+    """Yield an error for each value that is outside its field's bounds."""
     for _, field, value in values_of(config):
         rule = "" if field.many else field.out_of_bounds(value)
         if rule:
@@ -120,7 +120,7 @@ def find_problems(
 
 
 def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list[str]:
-    """Return one line for each setting that is accepted but changes nothing, with the reason.
+    """Return one line for each setting that is accepted but has no effect, with the reason.
 
     Args:
         config: The resolved run.

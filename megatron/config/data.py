@@ -1,4 +1,4 @@
-"""Options of the data: tokenizer, corpus, splits and sample order."""
+"""Options for data: tokenizer, corpus, splits and sample order."""
 
 from __future__ import annotations
 

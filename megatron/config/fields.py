@@ -162,7 +162,7 @@ class Field:
         return " ".join([self.names[0] if self.names else self.name, *shown])
 
     def out_of_bounds(self, value: Any) -> str:
-        """Return the rule that a value breaks, such as "must be at least 1", or ""."""
+        """Return the rule that a value violates, such as "must be at least 1", or ""."""
         info = self.info
         if value is None:
             return ""
@@ -200,7 +200,7 @@ def by_spelling(config_types: Iterable[type]) -> dict[str, Field]:
 
 
 def attribute_texts(kind: type) -> dict[str, str]:
-    """Return the text on each name under `Attributes:` in docstrings of a class and its bases."""
+    """Return the text for each name under `Attributes:` in docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         entries = inspect.cleandoc(owner.__doc__ or "").partition("\nAttributes:\n")[2]
@@ -223,7 +223,7 @@ def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:
 
 
 def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
-    """Return the known word that a misspelt or shortened one stands for, or None.
+    """Return the known word that a misspelt or shortened word stands for, or None.
 
     Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
     that differs in a whole part means something else: `--train-tokens` is not `--train-iters`.

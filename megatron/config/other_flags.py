@@ -63,7 +63,7 @@ class OldFlag:
     program: Sequence[str] = ()
 
     def translate(self, given: Given, flags: Sequence[Given]) -> list[Given]:
-        """Return today's flags for a given one, on a command line of `flags`."""
+        """Return today's flags for an old one that was given on a command line of `flags`."""
         now = []
         for entry in self.becomes:
             text, unless = (

@@ -120,7 +120,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(ParallelOptions):
-    """Parallelism options after resolving: the ZeRO stage is known."""
+    """Parallelism options after `resolve`, when the ZeRO stage is known."""
 
     zero_stage: int = 0
 

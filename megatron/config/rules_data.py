@@ -17,7 +17,7 @@ from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
-    """Return the fields from which a kind of tokenizer is built: its files, or its size."""
+    """Return the fields that a kind of tokenizer is built from: its files, or its size."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
@@ -89,7 +89,7 @@ def _is_weight(word: str) -> bool:
 
 
 def split(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield a mistake in --split."""
+    """Yield an error if --split is not valid."""
     text = config.data.split
     separator = "," if "," in text else "/"
     try:
@@ -128,7 +128,7 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if the tokenizer of a T5 has no sentinels."""
+    """Yield an error if a T5's tokenizer has no sentinels."""
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:
         return

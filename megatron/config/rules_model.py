@@ -54,7 +54,7 @@ def heads(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the position embedding."""
+    """Yield an error for each mistake in the position embedding."""
     model, length = config.model, longest_sequence(config.data)
     longest = model.max_position_embeddings
     if length and longest and longest < length:
@@ -88,7 +88,7 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the normalization."""
+    """Yield an error for each mistake in the normalization."""
     if config.model.apply_layernorm_1p and config.model.normalization != "LayerNorm":
         yield (
             "--apply-layernorm-1p requires LayerNorm and cannot be combined with --normalization "
@@ -97,7 +97,7 @@ def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def precision(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the number formats, other than FP8."""
+    """Yield an error for each mistake in the number formats, other than FP8."""
     numbers, head = config.precision, config.model.kv_channels
     if numbers.fp16 and numbers.bf16:
         yield "--fp16 and --bf16 cannot be combined: use one of them"
@@ -137,7 +137,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the buckets of relative positions, and flags that exclude them."""
+    """Yield an error for each mistake in, or conflict with, the buckets of relative positions."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
@@ -183,7 +183,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the settings of FP8 training."""
+    """Yield an error for each mistake in the settings of FP8 training."""
     numbers, stage = config.precision, config.parallel.zero_stage or 0
     if numbers.fp8_param_gather and numbers.fp8_recipe == "rowwise":
         yield (

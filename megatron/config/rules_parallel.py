@@ -81,7 +81,7 @@ def _excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterato
 
 
 def layout(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why the model does not divide over its processes, or why their number does not fit."""
+    """Yield the reasons why the model and the number of processes do not fit each other."""
     parallel, model = config.parallel, config.model
     tensor = max(parallel.tensor_model_parallel_size, 1)
     pipeline = max(parallel.pipeline_model_parallel_size, 1)
@@ -110,7 +110,7 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why the layers do not divide over the pipeline as asked."""
+    """Yield the reasons why the layers do not divide over the pipeline as requested."""
     parallel = config.parallel
     if not may_be_planned(config.model, parallel):
         return
@@ -168,7 +168,7 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def context(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in context parallelism."""
+    """Yield an error for each mistake in context parallelism."""
     size, length, model = (
         config.parallel.context_parallel_size,
         config.data.seq_length,
@@ -198,7 +198,7 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the sharding over data-parallel processes."""
+    """Yield an error for each mistake in the sharding over data-parallel processes."""
     parallel = config.parallel
     if parallel.use_distributed_optimizer and not parallel.zero_stage:
         yield "--use-distributed-optimizer and --zero-stage 0 cannot be combined: use one of them"

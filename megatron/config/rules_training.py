@@ -27,7 +27,7 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in --rampup-batch-size."""
+    """Yield an error for each mistake in --rampup-batch-size."""
     ramp, training = config.training.rampup_batch_size, config.training
     if ramp is None:
         return
@@ -81,7 +81,7 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in --iterations-to-skip."""
+    """Yield an error for each mistake in --iterations-to-skip."""
     below = [number for number in config.training.iterations_to_skip or () if number < 0]
     if below:
         yield (
@@ -273,7 +273,7 @@ def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the profile's range and ranks."""
+    """Yield an error for each mistake in the profile's range and ranks."""
     profiling = config.profiling
     if not profiling.profile:
         return

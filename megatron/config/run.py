@@ -145,7 +145,7 @@ def with_values(config: Run, values: Mapping[str, Any]) -> Run:
 def evaluations_until(config: RunOptions, iteration: int) -> int:
     """Return how many times a run has evaluated after the given number of iterations.
 
-    There is no evaluation at the iterations that --iterations-to-skip leaves out.
+    No evaluation takes place at iterations that --iterations-to-skip leaves out.
     """
     interval = config.evaluation.eval_interval
     left_out = {number + 1 for number in config.training.iterations_to_skip or ()}

@@ -1,4 +1,4 @@
-"""The layers of each stage and chunk of a pipeline: a plan, as data.
+"""The layers of each stage and chunk of a pipeline, as a plan that is pure data.
 
 A model is cut into stages x chunks parts, in order. Part k is chunk k // stages of stage k %
 stages, so with several chunks every micro-batch passes through every stage several times.

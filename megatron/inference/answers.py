@@ -159,7 +159,7 @@ class PlainAnswer(Answer):
         return not self._owes_prompt and not depends
 
     def expect(self) -> None:
-        """Append `UNKNOWN` for the token under way, unless it is the last one."""
+        """Append `UNKNOWN` for the token being computed, unless it is the last one."""
         if self._new_tokens + 1 < self.request.sampling.max_new_tokens:
             self._first.tokens.append(UNKNOWN)
 

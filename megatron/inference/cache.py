@@ -1,7 +1,7 @@
 """The KV cache: the pool of blocks, their memory, and a step's view of it.
 
 A block holds the keys and values of consecutive tokens. A full block has a key that identifies its
-tokens and all tokens before them, and sequences that begin alike share it. An unused block keeps
+tokens and all tokens before them. Sequences with the same beginning share it. An unused block keeps
 its content until the block is needed. The block that has been unused longest is reused first.
 """
 

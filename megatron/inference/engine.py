@@ -34,7 +34,7 @@ from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
 
 
 class _Flight(NamedTuple):
-    """A step under way.
+    """A step in flight.
 
     Attributes:
         plan: The step.
@@ -101,7 +101,7 @@ class BatchEngine:
         """Accept a request.
 
         Raises:
-            RequestError: The request is over the limits, or its id is in use. The engine is then
+            RequestError: The request exceeds the limits, or its id is in use. The engine is then
                 unchanged.
         """
         if request.id in self._answers:

@@ -1,6 +1,6 @@
 """The requests that an engine takes and the events that it returns: tokens only, no text.
 
-All of them are frozen records, which travel between processes as JSON (`messages`).
+All of them are frozen records, which processes send each other as JSON (`messages`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _MASK = 2**64 - 1
 
 
 class Choice(NamedTuple):
-    """How to choose or score a token from one row of logits.
+    """Instructions for choosing or scoring a token from one row of logits.
 
     Attributes:
         target: The token that is known to follow, or `None` if one is to be chosen.

@@ -151,7 +151,7 @@ class FlatPlan:
         replicas: The number of these processes.
         dtype: The data type of the weights.
         gradient_dtype: The data type of the gradients, in the buffer and on the wire.
-        wire: The format in which updated weights travel.
+        wire: The format in which updated weights are sent.
         buckets: The buckets, which follow one another without gaps.
     """
 

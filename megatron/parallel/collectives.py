@@ -87,7 +87,7 @@ class Pending:
     transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """Return the result. On a GPU, later kernels wait, not this process."""
+        """Return the result. On a GPU, later kernels wait for it, but this process does not."""
         if self.transfer is not None:
             self.transfer.wait()
         return self.result
@@ -214,17 +214,17 @@ class Communication:
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:
-        """Start to gather the whole input from its parts."""
+        """Start gathering the whole input from its parts."""
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """Start to take the maximum over the ranks, in place, if the input is only a part."""
+        """Start computing the maximum over the ranks, in place, if the input is only a part."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))
 
     def start_sum(self, grad: Tensor) -> Pending:
-        """Start to sum the input's gradient over the ranks; `grad` may change in place."""
+        """Start summing the input's gradient over the ranks; `grad` may change in place."""
         start = start_reduce_scatter if self.gathers else start_all_reduce
         return self._maybe_wait(start(grad, self.axis))
 

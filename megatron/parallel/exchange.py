@@ -27,10 +27,10 @@ class Use(Protocol):
     """One message to and one from every other rank, all of the same shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
-        """Start to send contiguous rows, which must not change until `close`."""
+        """Start sending contiguous rows, which must not change until `close`."""
 
     def computing(self) -> None:
-        """Note that the kernels that run alongside the messages have been launched."""
+        """Record that the kernels that run alongside the messages have been launched."""
 
     def receive(self, step: int) -> Tensor:
         """Return the received rows, [rows, ...], which may be read until `close`."""
@@ -43,16 +43,16 @@ class Use(Protocol):
         """
 
     def close(self) -> None:
-        """Note that the messages have been read."""
+        """Record that the messages have been read."""
 
 
 class Exchange(Protocol):
-    """A way for ranks to send each other rows; two uses of it may be open at a time."""
+    """A way for ranks to send rows to each other. Two uses of it may be open at a time."""
 
     axis: Axis
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of this many elements can be sent; the same on every rank."""
+        """Return whether messages of this many elements can be sent. All ranks return the same."""
 
     def open(self, rows: Tensor) -> Use:
         """Begin a use whose messages have the shape and type of `rows`."""
@@ -146,23 +146,23 @@ class Ledger:
         return use
 
     def may_send(self, use: int) -> bool:
-        """Return whether the others have closed the use that had this one's slot."""
+        """Return whether all other ranks have closed the last use of this use's slot."""
         return use - self._slots < self._known
 
     def met(self) -> None:
-        """Note that the ranks have met at a barrier."""
+        """Record that the ranks have met at a barrier."""
         self._known = self._closed
 
     def sent(self, use: int) -> None:
-        """Note that the first rows of a use have been sent."""
+        """Record that the first rows of a use have been sent."""
         self._closed_at_send.setdefault(use, self._closed)
 
     def received(self, use: int) -> None:
-        """Note that all others' rows of a use have arrived."""
+        """Record that all others' rows of a use have arrived."""
         self._known = max(self._known, self._closed_at_send.pop(use))
 
     def close(self, use: int) -> None:
-        """Note that a use's slot has been read."""
+        """Record that a use's slot has been read."""
         self._open.remove(use)
 
     @property

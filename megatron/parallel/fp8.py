@@ -177,7 +177,7 @@ class AmaxHistory:
         return tensors
 
     def after_loading(self) -> None:
-        """Note that the named tensors have been filled. Waits for the device."""
+        """Record that the named tensors have been filled. This waits for the device."""
         self._has_begun = bool((self._held > 0).any())
 
 

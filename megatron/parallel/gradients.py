@@ -122,7 +122,7 @@ class Reducer:
         self.expect(self.buckets)
 
     def expect(self, buckets: list[PendingBucket]) -> None:
-        """Note that these buckets lack every gradient and that none of them has been sent."""
+        """Record that these buckets lack every gradient and that none of them has been sent."""
         self._expected, self._next = buckets, 0  # the next to be sent
         for bucket in buckets:
             bucket.missing = {id(p): self.uses.get(id(p), 1) for p, _ in bucket.members}
@@ -154,7 +154,7 @@ class Reducer:
         return bucket.allocate()
 
     def finish(self, bucket: PendingBucket, parameter: nn.Parameter) -> None:
-        """Note that a parameter's gradient was added to, and send the buckets that are complete."""
+        """Record that a parameter's gradient was added to, and send all complete buckets."""
         if not self._collecting:
             return
         assert id(parameter) in bucket.missing, "a gradient arrived twice in one backward pass"
@@ -178,7 +178,7 @@ class Reducer:
         self.expect(self.buckets)
 
     def receive(self) -> None:
-        """Wait for all messages that are under way."""
+        """Wait for all messages in flight."""
         for bucket, work, _ in self._sent:
             received = work.wait()
             if self._zero_stage == 2:

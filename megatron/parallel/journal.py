@@ -51,7 +51,7 @@ class Transfer:
         self._journal, self._work = journal, work
 
     def wait(self) -> None:
-        """Return once the data has arrived. On a GPU, later kernels wait, not this process."""
+        """Wait for the data. On a GPU, later kernels wait for it, but this process does not."""
         self._journal.begin_wait(self)
         self._work.wait()
         self._journal.end_wait()  # not after an error: the awaited communication explains it
@@ -89,7 +89,7 @@ class Journal:
         self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
 
     def enter(self, operation: object) -> None:
-        """Note that the process is in `operation`, whose `str` is what a user reads."""
+        """Record that the process is in `operation`, whose `str` is what a user reads."""
         self._moved = time.monotonic()
         number = self._place.number + 1
         self._place = Place(number, self.iteration, operation)
@@ -135,12 +135,12 @@ class Journal:
         return Transfer(self, kind, (peer,), None, work)
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Note that the process waits for a communication."""
+        """Record that the process waits for a communication."""
         self._moved = time.monotonic()
         self.waits_for = transfer
 
     def end_wait(self) -> None:
-        """Note that the process no longer waits."""
+        """Record that the process no longer waits."""
         self.waits_for = None
         self._moved = time.monotonic()
         if self._marks is not None:

@@ -48,7 +48,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:
-        """Note a started collective of this axis under its name."""
+        """Record a started collective of this axis under its name."""
         return self.journal.transfer(kind, self.ranks, work)
 
     def joining(self, kind: str) -> AbstractContextManager[None]:

@@ -82,7 +82,7 @@ class WeightProduct:
         self._x, _, self._kept = saved
 
     def start(self) -> None:
-        """Start to gather the input if only a part was kept; in that case this is collective."""
+        """Start gathering the input if only a part was kept; in that case this is collective."""
 
     def whole_input(self) -> Tensor | None:
         """Return all of the input, if the format keeps it."""
@@ -273,7 +273,7 @@ class Whole:
     def backward(
         self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
-        """Gather the input, multiply, and begin to sum the input's gradient."""
+        """Gather the input, multiply, and start summing the input's gradient."""
         prepared = products.prepare(grad)
         product = _GatheredInput(products, saved, prepared, self._communication)
         if wanted.weight and not wanted.later:

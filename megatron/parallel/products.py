@@ -43,7 +43,7 @@ class LinearCall(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """The factors of a product that is computed some rows at a time.
+    """The factors of a product that is computed a few rows at a time.
 
     Attributes:
         rows: The prepared factor that the rows belong to.
@@ -131,7 +131,7 @@ class Products:
         return (x,)
 
     def rows_of(self, factor: Kept) -> Tensor:
-        """Return the rows of a prepared factor in the form in which they travel."""
+        """Return the rows of a prepared factor in the form in which they are sent."""
         return factor[0]
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
@@ -153,7 +153,7 @@ class Products:
 
         Args:
             factors: The factors of the product of all rows.
-            rows: The rows in the form in which they travel.
+            rows: The rows in the form in which they are sent.
             into: The memory for the result, [rows, out] or [rows, in].
         """
         if factors.bias is None:

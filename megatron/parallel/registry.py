@@ -60,7 +60,7 @@ class LayerRegistry:
         return reserved
 
     def add_products(self, weight: nn.Parameter, products: Products) -> None:
-        """Note the products that use a weight whose gradient can be deferred."""
+        """Record the products that use a weight whose gradient can be deferred."""
         self._products.append(products)
         self.deferrable_weights.append(weight)
         if isinstance(products, Fp8Products):

@@ -43,7 +43,7 @@ class SharedWeights(Protocol):
         """
 
     def forget(self) -> None:
-        """Note that all processes have given the parameters other values."""
+        """Record that all processes have given the parameters other values."""
 
 
 class Gradients(Protocol):

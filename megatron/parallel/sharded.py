@@ -46,7 +46,7 @@ class ShardedModel:
             partial gradients are added over its tensor axis.
         device: The device of the shards.
         compute_dtype: The data type that forward computes in.
-        reduce_dtype: The data type in which gradients travel.
+        reduce_dtype: The data type in which gradients are reduced.
     """
 
     is_sharded = True

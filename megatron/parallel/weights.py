@@ -243,7 +243,7 @@ class Fp8Weights:
         self._is_there = True
 
     def forget(self) -> None:
-        """Note that the weights have changed, in 16 bits and on all processes."""
+        """Record that the weights have changed, in 16 bits and on all processes."""
         self._is_there = False
 
     def _amaxes(self) -> Tensor:

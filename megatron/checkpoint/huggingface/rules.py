@@ -345,6 +345,6 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
-    """Yield each of our modules in a layer with the modules that make it up, from a table."""
+    """Yield each of our modules in a layer with the modules that it combines, as in a table."""
     for module, names in modules.items():
         yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]

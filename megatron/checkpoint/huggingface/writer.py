@@ -66,7 +66,7 @@ class Export:
         return found
 
     def _rules(self) -> list[ParameterRule]:
-        """Return the rules of the pieces that the checkpoint has."""
+        """Return the rules for the parts of the model that the checkpoint has."""
         rules, held = self.family.rules(self.model, self.vocab), self.reader.held
         return present(rules, [rule for rule in rules if rule.name in held])
 

@@ -1,4 +1,4 @@
-"""A file's pickled command line: plain JSON when read, Megatron's Namespace when written."""
+"""The command line pickled in a file, read as plain JSON and written as Megatron's Namespace."""
 
 from __future__ import annotations
 

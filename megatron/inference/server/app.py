@@ -136,7 +136,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 async def _needs_token(_: Request, __: Exception) -> Response:
-    """Answer a request without the token for anything but an open route."""
+    """Answer a request without a valid token for a route that requires one."""
     return error_response(
         ApiError(
             401,

@@ -209,7 +209,7 @@ def url_of(listener: socket.socket) -> str:
 def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     """Run the web server's process during the block.
 
-    It starts up while the model is loaded, and waits for its settings, which are the first message.
+    It starts while the model is loading, and waits for its settings, which are the first message.
 
     Args:
         listener: Bound socket that clients connect to. The process takes it over.

@@ -74,7 +74,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
     if stuck:
         raise ScheduleError("deadlock: " + "; ".join(stuck))
     if left := [edge for edge, queue in edges.items() if queue]:
-        raise ScheduleError(f"messages that nobody receives, on edges {left}")
+        raise ScheduleError(f"messages that are never received, on edges {left}")
 
 
 def check(schedule: Schedule) -> tuple[int, ...]:

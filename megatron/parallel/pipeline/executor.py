@@ -1,4 +1,4 @@
-"""Execution of a stage's operations, whatever their schedule: the only module here that computes.
+"""Execution of a stage's operations under any schedule. Only this module here computes.
 
 Autograd runs the backward of each part separately: a part's input is a leaf of its graph, whose
 gradient goes to the previous stage. Only the place of a part's output in the graph is kept, never
@@ -138,7 +138,7 @@ class _Run:
             *(self._output_gradients, self._input_gradients),
         )
         assert not any(held), f"left over: {[list(place) for place in held]}"
-        assert not self._queue, "weight gradients that nobody computed"
+        assert not self._queue, "some weight gradients were not computed"
         if self._channel is not None:
             self._channel.finish()
 

@@ -78,7 +78,7 @@ class PipelineChannel:
         return other
 
     def post_receive(self, operation: Operation) -> None:
-        """Start to receive, in schedule order; `receive` of the same operation gets the result."""
+        """Start receiving, in schedule order; `receive` of the same operation gets the result."""
         edge = self._edge(operation)
         shape = self._shape_of(operation.micro_batch)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -94,7 +94,7 @@ class PipelineChannel:
         return buffer
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
-        """Start to send. The values are read later, so do not change them in place.
+        """Start sending. The values are read later, so do not change them in place.
 
         The tensor's memory is kept until the message is gone; the caller need not keep it.
         """
@@ -112,7 +112,7 @@ class PipelineChannel:
     def finish(self) -> None:
         """Wait until everything has been sent. No posted receive may be left."""
         for (kind, _), edge in self._edges.items():
-            assert kind in SENDS or not edge.pending, f"{kind}: a message nobody took"
+            assert kind in SENDS or not edge.pending, f"{kind}: a message was not taken"
             while edge.pending:
                 edge.pending.popleft()[0].wait()
 

@@ -1,6 +1,6 @@
 """Prediction of when every operation of a schedule would run, given how long each takes.
 
-Messages take time but occupy no stage: they travel while it computes.
+Messages take time but do not occupy a stage: they are in flight while it computes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Table = tuple[tuple[float, ...], ...]  # [stage][chunk]
 
 @dataclass(frozen=True)
 class Times:
-    """Durations for one micro-batch, in any unit; the tables are [stage][chunk].
+    """Durations for one micro-batch, in any unit. The tables are [stage][chunk].
 
     Attributes:
-        forward: The duration of a chunk's forward.
-        backward_input: The duration of computing its gradients of inputs.
-        backward_weight: The duration of computing its gradients of weights. If both are one
-            operation, they are added.
-        communication: The time from a message's sending to its arrival.
+        forward: The duration of a chunk's forward pass.
+        backward_input: The duration of computing its input gradients.
+        backward_weight: The duration of computing its weight gradients. If both are one operation,
+            they are added.
+        communication: The time from sending a message to its arrival.
     """
 
     forward: Table
