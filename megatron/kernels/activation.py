@@ -31,8 +31,8 @@ KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # the same 
 PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 
-# A form of an activation. It takes x [..., f] (gated: [..., 2 f]) and, if there is one, a bias like
-# the last dimension of x, which it adds first.
+# A form of an activation. It takes x [..., f] (gated: [..., 2 f]) and an optional bias of the size
+# of x's last dimension, which it adds first.
 Activation = Callable[..., Tensor]
 
 
@@ -79,13 +79,13 @@ def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return gate * sigmoid(gate) * up of [..., 2 f], gate then up (Shazeer, 2020): [..., f]."""
+    """Split [..., 2 f] into gate and up; return SiLU(gate) * up [..., f] (Shazeer, 2020)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return GeLU(gate) * up of [..., 2 f], gate then up, tanh form (Shazeer, 2020): [..., f]."""
+    """Split [..., 2 f] into gate and up; return GeLU(gate) * up [..., f] (Shazeer, 2020; tanh)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

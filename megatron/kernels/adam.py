@@ -63,7 +63,7 @@ class AdamNumbers:
 def choose_adam(
     tensors: AdamTensors, library: KernelLibrary | None
 ) -> Callable[[AdamNumbers], None]:
-    """Choose how to update these tensors: by a kernel, or by plain PyTorch without a library."""
+    """Choose how to update these tensors: with a kernel, or in PyTorch if there is no library."""
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}

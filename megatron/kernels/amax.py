@@ -42,16 +42,16 @@ class Zeros:
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
-        """Return a zero for a kernel to raise: fp32 []."""
+        """Return a zero, fp32 [], that a kernel will raise."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
-            # One fill for many: they are never used again, and freed with the last of them.
+            # A single fill makes many. None is reused, and their memory is freed with the last.
             self._zeros = iter(torch.zeros(POOL, device=device).unbind())
             zero = next(self._zeros)
         return zero
 
     def new_vector(self, size: int, device: torch.device) -> Tensor:
-        """Return zeros for a kernel to raise: fp32 [size]."""
+        """Return zeros, fp32 [size], that a kernel will raise."""
         if self._vectors.numel() < size or self._vectors.device != device:
             self._vectors = torch.zeros(max(size, VECTORS), device=device)
         zeros, self._vectors = self._vectors[:size], self._vectors[size:]

@@ -43,7 +43,7 @@ _GPU_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Those of them that compute the gradient of a bias of the scores.
+# The kernels among these that compute the gradient of a bias added to the scores.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
@@ -185,8 +185,8 @@ def attention_reference(
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    # The factor comes before the scores are rounded to the inputs' type. The first argument counts
-    # for nothing with beta 0.
+    # The factor is applied before the scores are rounded to the inputs' type. The first argument is
+    # ignored, because beta is 0.
     scores = torch.baddbmm(
         query.new_zeros(1),
         query.flatten(0, 1),
@@ -232,7 +232,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     """Run PyTorch's fused attention, whose scores stay in fp32 and need no scaling by layer."""
     mask = _as_tensor(options.mask)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    # The kernels that take a mask or fp32 do not take groups; copies of keys cost them little.
+    # The kernels that take a mask or fp32 do not support groups; copying the keys costs little.
     share = mask is None and query.dtype != torch.float32
     if not share:
         key, value = _expand_groups(query, key, value)
@@ -295,7 +295,7 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
 def _segment_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
 ) -> Tensor:
-    """Attend within each segment by the flash kernel, which reads no mask.
+    """Attend within each segment with the flash kernel, which takes no mask.
 
     PyTorch's public form of this kernel (`torch.nn.attention.varlen`) has no dropout.
     """
@@ -323,7 +323,7 @@ def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 class FlashPackage(NamedTuple):
-    """Attention by the package `flash-attn-4`.
+    """Attention from the package `flash-attn-4`.
 
     Attributes:
         function: Its `flash_attn_func`.

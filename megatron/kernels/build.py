@@ -283,14 +283,14 @@ class _Clock:
         seconds = now - self._started
         if seconds > BUILD_LIMIT:
             raise BuildError(
-                f"nvcc has not made {' '.join(unfinished)} in {BUILD_LIMIT} s: see why it hangs, "
-                "or compile on a machine with more free cores (docs/kernels.md, Compiling)"
+                f"nvcc did not produce {' '.join(unfinished)} in {BUILD_LIMIT} s: see why it "
+                "hangs, or compile on a machine with more free cores (docs/kernels.md, Compiling)"
             )
         if now >= self._next_line:
             self._next_line = now + PROGRESS
             self._say(
                 f"fused kernels: still compiling after {seconds:.0f} s, {len(unfinished)} file(s) "
-                f"to go; without them from {BUILD_LIMIT} s on"
+                f"to go; the run continues without them after {BUILD_LIMIT} s"
             )
 
 
@@ -329,7 +329,7 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
                         raise BuildError(f"nvcc failed: {reason.strip()}")
                     if not Path(commands[i][-1]).is_file():
                         made = commands[i][-1]
-                        raise BuildError(f"nvcc ended without an error and made no {made}")
+                        raise BuildError(f"nvcc ended without an error but did not produce {made}")
                 clock.check([Path(commands[i][-1]).name for i in running])
                 time.sleep(0.02)
         except OSError as error:
@@ -366,7 +366,7 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
                     said = True
                     say_waiting(
                         f"fused kernels: another process is compiling them and holds {path}; "
-                        f"without it from {LOCK_LIMIT} s on"
+                        f"this one continues without them after {LOCK_LIMIT} s"
                     )
                 time.sleep(0.1)
             except OSError:

@@ -33,7 +33,7 @@ _WITH_BIAS = 4
 _PREFERRED_WORKSPACE, _PREFERRED_REDUCTION, _PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _KIND, _CUT, _REDUCTION = 0, 2, 3  # attributes of an algorithm
 _NO_REDUCTION, _REDUCTION_IN_FP32 = 0, 2
-ALIGNMENT = 16  # bytes that addresses are a multiple of
+ALIGNMENT = 16  # alignment of addresses in bytes
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
@@ -83,7 +83,7 @@ class CublasLt:
         self._handles: dict[int, ctypes.c_void_p] = {}
 
     def problem(self, left: Tensor, right: Tensor, out: Tensor, *, bias: bool = False) -> Problem:
-        """Describe a product of matrices with the shapes and formats of these.
+        """Describe the product of matrices with these shapes and formats.
 
         Args:
             left: The left matrix [m, k].
@@ -130,7 +130,7 @@ class CublasLt:
         return self._attribute(algorithm, _KIND)
 
     def cut(self, algorithm: Algorithm) -> int:
-        """Return the number of parts into which an algorithm cuts k."""
+        """Return the number of parts into which an algorithm splits k."""
         return self._attribute(algorithm, _CUT)
 
     def with_cut(
@@ -169,7 +169,7 @@ class CublasLt:
         bias: Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Write the product to `out`, or add it, on the current GPU."""
+        """Write the product to `out`, or add it to `out`, on the current GPU."""
         gpu = out.get_device()
         if bias is not None:
             self.set_pointer(problem, _BIAS, bias)
@@ -217,7 +217,7 @@ class CublasLt:
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)
         if status:
-            raise CublasLtError(f"{function} answered status {status}")
+            raise CublasLtError(f"{function} returned status {status}")
 
 
 _ONE, _ZERO = (ctypes.pointer(ctypes.c_float(value)) for value in (1, 0))

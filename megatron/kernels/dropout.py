@@ -24,7 +24,7 @@ BiasDropoutAdd = Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
 
 
 def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -> BiasDropoutAdd:
-    """Choose the kernel if there is a library and no --no-bias-dropout-fusion."""
+    """Choose the kernel if there is a library and --no-bias-dropout-fusion is not given."""
     if library is None or not model.bias_dropout_fusion:
         return bias_dropout_add
     return partial(fused_bias_dropout_add, library)

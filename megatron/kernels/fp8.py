@@ -50,7 +50,7 @@ class Fp8(NamedTuple):
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
     """Return the `Fp8.inverse` of a cast with one scale for each of `amaxes`: fp32 [n]."""
     held = amaxes.clamp(min=SMALLEST)
-    # A GPU would divide by a number by multiplying with its inverse, and round twice.
+    # To divide by a plain number, a GPU would multiply by its inverse and so round twice.
     return held / torch.full_like(held, torch.finfo(fp8).max)
 
 
@@ -94,7 +94,8 @@ class Fp8Casts:
         """Write x to `values` in 8 bits and return the inverse scale."""
         largest = torch.finfo(values.dtype).max
         held = amax.float().clamp(min=SMALLEST)
-        factor = torch.full_like(held, largest) / held  # a number / tensor would round twice
+        # Dividing a plain number by a tensor would round twice.
+        factor = torch.full_like(held, largest) / held
         scaled = (x.float() * factor).clamp(-largest, largest)
         if found is not None:
             found.copy_(torch.maximum(found, self.amax(x)))
@@ -126,14 +127,14 @@ class Fp8Casts:
 
 
 class KernelCasts(Fp8Casts):
-    """Casts by compiled kernels, which read x once and write each result once."""
+    """Casts with compiled kernels, which read x once and write each result once."""
 
     def __init__(self, library: KernelLibrary, zeros: Zeros) -> None:
         """Keep the kernels, and the supply of zeros that they raise."""
         self.library, self.zeros = library, zeros
 
     def forget(self) -> None:
-        """Zero new memory from now on."""
+        """Drop the remaining zeros, so that later ones come from new memory."""
         self.zeros.forget()
 
     def amax(self, x: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class KernelCasts(Fp8Casts):
         return Fp8(values, inverse), Fp8(turned, inverse_turned)
 
     def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
-        """Return fp32 zeros for a kernel to raise, of shape [] or [size]."""
+        """Return fp32 zeros, [] or [size], that a kernel will raise."""
         if is_traced(x):
             return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
         if size is None:

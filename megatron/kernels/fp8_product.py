@@ -126,7 +126,7 @@ class LibraryProduct(Fp8Product):
                 found = library.choices(problem, gpu, 1, workspace=_WORKSPACE_BYTES)
                 if not found:
                     shape = list(left.values.shape)
-                    raise CublasLtError(f"cuBLASLt knows no way to multiply {shape}")
+                    raise CublasLtError(f"cuBLASLt has no algorithm to multiply {shape}")
                 self._plans[key] = problem, found[0]
             problem, algorithm = self._plans[key]
             library.set_pointer(problem, SCALE_A, right.inverse)

@@ -51,7 +51,7 @@ _KINDS: dict[str, type[ctypes._SimpleCData]] = {
 
 
 class KernelError(RuntimeError):
-    """An error for a wrong kernel call, or a launch that CUDA refused: a bug in our code."""
+    """An error for a wrong kernel call, or a launch that CUDA rejected: a bug in our code."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_traced(x: Tensor) -> bool:
-    """Return whether a compiler or exporter traces x, instead of computing with it."""
+    """Return whether a compiler or exporter is tracing x instead of computing with it."""
     return torch.compiler.is_compiling() or type(x) not in _REAL_TYPES
 
 

@@ -109,7 +109,7 @@ class PagedAttention:
             singles: The sequences.
 
         Returns:
-            The results [u, n, d], which have no meaning for sequences without tokens.
+            The results [u, n, d], which are undefined for sequences without tokens.
         """
         # As many keys are collected as the longest sequence has. The heads of a group take the
         # place of positions that share keys, so that none are repeated.
@@ -230,7 +230,7 @@ def chunk_attention(
 def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
     """Describe for the start-up panel which kernels `chunk_attention` runs, and why."""
     misfit = flash_misfit(head_size, dtype, device)
-    return f"PyTorch's, a sequence at a time ({misfit})" if misfit else "flash, all in one"
+    return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 
 def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
@@ -246,7 +246,7 @@ def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> 
 
 
 def _one_chunk(query: Tensor, key: Tensor, value: Tensor, attend: AttentionFunction) -> Tensor:
-    """Attend with the queries [c, n, d] of the last c of l tokens to the keys [l, g, d]."""
+    """Attend from the queries [c, n, d] of the last c of l tokens to the keys [l, g, d]."""
     mask, length = None, len(key)
     if length > len(query):
         places = torch.arange(length, device=query.device)

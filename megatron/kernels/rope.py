@@ -48,10 +48,10 @@ def rotation_table(
 
     Args:
         positions: The number of positions, counted from 0.
-        rotary_size: The number r of a head's channels that rotate; even.
+        rotary_size: The number r of a head's channels that rotate, which is even.
         base: The base of the frequencies.
-        interpolation: The divisor of positions that stretches a trained context (Chen et al.,
-            2023).
+        interpolation: The number by which positions are divided to extend a trained context (Chen
+            et al., 2023).
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
         device: The device of the table.
     """
@@ -122,9 +122,9 @@ def split_rotate(
             value.
         groups: The number g of key-value heads.
         head_size: The size d of a head.
-        rotation: The cosines and sines; `None` rotates nothing.
-        handover: The place for the amax of the projection's gradient. Only the kernel finds this
-            amax.
+        rotation: The cosines and sines; `None` for no rotation.
+        handover: The place for the amax of the projection's gradient. Only the kernel measures
+            this amax.
 
     Returns:
         Queries [s, b, n, d], keys and values [s, b, g, d]: views, or rotated copies.
@@ -159,7 +159,7 @@ def fused_split_rotate(
         and x.dtype == torch.float32
         and x.is_contiguous()
         and x.shape[-1] % pair == 0
-        and x.numel() == qkv.shape[0] * x.shape[-1]  # one angle a position, whatever the sample
+        and x.numel() == qkv.shape[0] * x.shape[-1]  # one angle per position, whatever the sample
         for x in rotation or ()
     )
     if not fits:

@@ -23,9 +23,9 @@ from megatron.device import Device
 from megatron.kernels.cublaslt import ALIGNMENT, Algorithm, CublasLt, CublasLtError, Problem
 
 # The library's choice for this many rows decides a weight's family. The number is small, because
-# cutting k pays off for few rows.
+# splitting k pays off for few rows.
 _TYPICAL_ROWS = 16
-# If k is cut, the sums of its parts take memory for each row: more rows are multiplied in pieces.
+# If k is split, the partial sums take memory for each row: more rows are multiplied in pieces.
 _PIECE = 512
 _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
@@ -80,7 +80,7 @@ class RowProduct:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x [m, k] by the transpose of weight [n, k], and add the bias [n].
 
-        The weight's GPU is the process's current one.
+        The weight must be on the process's current GPU.
         """
         if not _fits(x, weight, bias):
             return F.linear(x, weight, bias)
@@ -111,8 +111,8 @@ class RowProduct:
         family = self._tried_family(shape, weight, bias) if shape.is_taken else None
         if family is None:
             logger.warning(
-                "text generation: products with weights [%d, %d] may have other last bits in "
-                "another batch: cuBLASLt has no kernels for them that all add up in the same order",
+                "text generation: products with weights [%d, %d] may differ in their last bits "
+                "between batches: cuBLASLt has no kernels for them that all add in the same order",
                 shape.n,
                 shape.k,
             )

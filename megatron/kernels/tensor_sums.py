@@ -18,8 +18,8 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 CHUNK = 2**16  # elements that a block takes; a multiple of what any access needs
 TENSOR_SUMS = Kernel("tensor_sums", "ppppiii")
 
-# Elements whose squares are added in fp32. A CPU adds them nearly one after another: short rows
-# keep the relative error below 1e-5, where long ones lose 1e-2. Rows are added in fp64.
+# Elements whose squares are added in fp32. A CPU adds them almost one after another. Short rows
+# keep the relative error below 1e-5; with long rows it reaches 1e-2. Rows are added in fp64.
 ROW = 2**12
 
 Sums = Callable[[], Tensor]

@@ -1,6 +1,6 @@
-"""Gradients of weights, added straight into a gradient buffer.
+"""Weight gradients, added directly to a gradient buffer.
 
-Without this, a linear layer or an embedding would write a 16-bit gradient of the size of its
+Without this, a linear layer or an embedding would write a 16-bit gradient as large as its
 weight, and another pass over memory would add it to the buffer.
 """
 
@@ -19,7 +19,7 @@ EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
 WIDTH = 8  # the kernel needs a hidden size that this divides
 CHUNK = 32  # sorted rows that are summed side by side; embedding_gradient.cu has the same
 
-# (entries [n], where those outside of the table count for nothing; grad [n, h]; into [rows, h])
+# (entries [n], where those outside the table are ignored; grad [n, h]; into [rows, h])
 EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -46,7 +46,7 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
 
 
 def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> EmbeddingGradient:
-    """Choose how to add grad[i] to into[entries[i]]: in fp32, bitwise repeatable."""
+    """Choose how to add grad[i] to into[entries[i]] in fp32, with bitwise repeatable results."""
     if library is None or hidden % WIDTH:
         return embedding_gradient_reference
     return partial(embedding_gradient, library)
@@ -62,7 +62,7 @@ def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) ->
 
 @operator("into")
 def embedding_gradient(library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add grad[i] to into[entries[i]] by a kernel, or in PyTorch if `into` has 16 bits."""
+    """Add grad[i] to into[entries[i]] with a kernel, or in PyTorch if `into` has 16 bits."""
     if into.dtype != torch.float32:
         embedding_gradient_reference(entries, grad, into)
         return

@@ -74,7 +74,7 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         else:
             yield f"  {change}"
         if path in _LENGTHS:
-            yield f"  of a corpus that is read more than once, {_LOST}"
+            yield f"  if the corpus is read more than once, {_LOST}"
 
 
 def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:

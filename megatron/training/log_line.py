@@ -1,4 +1,4 @@
-"""The figures of an update, and Megatron's log lines, to the character, with throughput."""
+"""The figures of an update, and log lines that match Megatron's exactly, plus throughput."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
 def training_line(
     iteration: int, train_iterations: int, losses: Mapping[str, float], figures: Figures
 ) -> str:
-    """Return the line of `training_log` in Megatron-LM 23.08, followed by two more fields.
+    """Return the line that Megatron-LM 23.08's `training_log` prints, followed by two more fields.
 
     Skipped samples and a decoupled learning rate appear where Megatron Core prints them.
 
@@ -78,7 +78,7 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
     """Return the line for a skipped iteration, whose number in the flag is one less."""
     return (
         f" left out iteration {iteration} of {train_iterations} (--iterations-to-skip "
-        f"{iteration - 1}): read past its {samples} samples, updated nothing"
+        f"{iteration - 1}): consumed its {samples} samples without an update"
     )
 
 

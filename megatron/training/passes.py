@@ -95,7 +95,7 @@ class Passes:
         clock = self._run.operation_clock
         if clock is not None:
             clock.start()
-        with ExitStack() as around:  # the context managers around the operation under way
+        with ExitStack() as around:  # the context managers around the current operation
 
             def before(operation: Operation) -> None:
                 self._run.layout.journal.enter(operation)
@@ -130,7 +130,7 @@ class Passes:
         )
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Run one part's forward, and return hidden states or the scaled loss."""
+        """Run one part's forward pass, and return hidden states or the scaled loss."""
         if self._begun is not None:
             begun, self._begun = self._begun, None
             return begun
@@ -155,7 +155,7 @@ class Passes:
 
     @property
     def weights(self) -> Tensor | None:
-        """The share of each micro-batch's labels that counts, [micro-batches] fp32.
+        """The share of each micro-batch's labels that count in the loss, [micro-batches] fp32.
 
         Each loss was multiplied by its share; `None` if all losses have the same weight.
         """

@@ -87,7 +87,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The shape of a pipeline, from which `make_schedule` makes its schedule.
+    """The shape of a pipeline, from which `make_schedule` builds its schedule.
 
     Attributes:
         kind: The kind of schedule.
@@ -137,8 +137,8 @@ class Pipeline:
         """Return the fastest of several distributions of the layers over the parts.
 
         The head counts as the number of layers that take the same time, and the parts with an extra
-        layer are adjacent. No stage may be empty, but the first has the embedding and the last
-        has the head.
+        layer are adjacent. Every stage has a layer, except that the first may have only the
+        embedding, and the last only the head.
         """
         found = [
             counts

@@ -45,7 +45,7 @@ class Extras:
         """Act once, after the run is built and its checkpoint is loaded."""
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Return further callbacks. They run after the others, when checkpoints are written."""
+        """Return additional callbacks. They run after the others, when checkpoints are written."""
         return []
 
     def end(self, run: Run) -> None:

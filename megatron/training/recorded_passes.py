@@ -1,13 +1,13 @@
 """Recordings of a micro-batch's forward and backward passes, replayed for later ones.
 
-A GPU then receives all kernels of each pass in one call (a CUDA graph). In small models the host
-needs longer to start a kernel than the kernel takes to run.
+A GPU then receives all kernels of each pass in one call (a CUDA graph). In small models, the host
+takes longer to launch a kernel than the kernel takes to run.
 
 The recordings cover the passes of the whole model, from a micro-batch in fixed memory to its
 losses, and from gradients of the losses to those of the weights. Everything around them happens as
-it does without recordings: the seed (which a replay reads anew), the losses' sum and scale,
-gradients shared with other processes, the update. So every result has the same bits as without
-recordings.
+it does without recordings: the seed (which a replay reads again), the losses' sum and scale,
+gradients shared with other processes, the update. Every result is therefore bitwise identical to
+the result without recordings.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class RecordedPasses:
         gradients: The buffer to which backward writes.
         recorder: The device's recorder.
         journal: The record in which `forward` and its backward note their communication.
-        forget: Drops everything that passes leave for later ones, such as weights in other number
-            formats. Each recording makes its own, because it is not tied to an update.
+        forget: A function that drops everything that passes leave for later ones, such as weights
+            in other number formats. Each recording makes its own, because it is not tied to an
+            update.
         warm_up: The number of warm-up updates.
     """
 
@@ -133,7 +134,7 @@ class RecordedPasses:
         self._warm_up -= 1
 
     def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Losses:
-        """Return the losses of a micro-batch, to be differentiated before the next one comes."""
+        """Return the losses of a micro-batch. Differentiate them before the next micro-batch."""
 
         def forward(batch: Batch) -> Losses:
             losses = self._forward(part, batch, *others)

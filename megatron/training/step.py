@@ -55,7 +55,7 @@ class Updates:
     """
 
     def __init__(self, run: Run) -> None:
-        """Create the sequence, with no pass under way."""
+        """Create the sequence, with no pass in progress."""
         self._run = run
         self._begun: Passes | None = None
 
@@ -128,13 +128,13 @@ class Updates:
 
 
 def skip_iteration(run: Run) -> None:
-    """Read past the samples of the next iteration, without an update of weights or schedules.
+    """Skip the next iteration: consume its samples without updating weights or schedules.
 
-    Every process does so independently: there is nothing to agree on.
+    Every process does this on its own, because there is nothing to agree on.
     """
     progress, journal = run.progress, run.layout.journal
     journal.iteration = progress.iteration + 1
-    journal.enter("an iteration left out")
+    journal.enter("a skipped iteration")
     samples = run.batches.global_batch_at(progress.consumed_samples)
     for number in range(run.batches.micro_batches_at(progress.consumed_samples)):
         with journal.inside(f"loading of micro-batch {number}"):
@@ -183,7 +183,7 @@ def _may_look_ahead(run: Run) -> bool:
 
 
 class _Reading:
-    """The values that the host reads from an update, all at once because each read would wait."""
+    """The values that the host reads from an update, in one read because each read waits."""
 
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run

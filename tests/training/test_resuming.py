@@ -143,7 +143,7 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     seed = f"WARNING: changed since the checkpoint: --seed 8 instead of --seed 1234: {lost}"
     assert seed in lines
     longer = "  changed since the checkpoint: --train-iters 7 instead of --train-iters 6"
-    assert lines[lines.index(longer) + 1] == f"  of a corpus that is read more than once, {lost}"
+    assert lines[lines.index(longer) + 1] == f"  if the corpus is read more than once, {lost}"
     legacy = tmp_path / "legacy"
     words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {legacy}"
     assert util.main([*words.split(), "--keep-optimizer"]) == 0

@@ -55,7 +55,7 @@ class Checkpoints(Callback):
             self._save(run, is_last=is_last)
 
     def after_skipped(self, run: Run) -> None:
-        """Save if the run ends here. Other skipped iterations are not followed by a save."""
+        """Save if the run ends here. No other skipped iteration triggers a save."""
         if run.finished:
             self._save(run, is_last=True)
 
@@ -90,7 +90,7 @@ class Checkpoints(Callback):
         if self._background is None:
             return True
         if self._background.is_busy and run.layout.world.rank == 0:
-            say("  waiting for the previous background save: only one runs at a time")
+            say("  waiting for the previous background save: only one can run at a time")
         try:
             self._background.wait()
         except StorageError:
@@ -154,7 +154,8 @@ def best_interval(cost: float, between_failures: float) -> float:
 
     Args:
         cost: The cost of a save in seconds.
-        between_failures: The mean seconds between failures, each of which loses half an interval.
+        between_failures: The mean time between failures in seconds. Each failure loses half an
+            interval.
     """
     return math.sqrt(2.0 * cost * between_failures)
 
@@ -162,13 +163,15 @@ def best_interval(cost: float, between_failures: float) -> float:
 def advice(
     *, cost: float, step: float, processes: int, hours: float | None, left: int
 ) -> str | None:
-    """Return one line on how often to save, or `None` if the run ends before the first such save.
+    """Return a one-line recommendation of how often to save.
+
+    It is `None` if the run ends before the first such save.
 
     Args:
-        cost: The seconds that training waits for a save.
-        step: The seconds per iteration.
+        cost: The time in seconds for which training waits at a save.
+        step: The time per iteration in seconds.
         processes: The number of processes of the job.
-        hours: The mean hours between failures of the job, or `None` if unknown.
+        hours: The mean time between failures of the job in hours, or `None` if unknown.
         left: The number of iterations left in the run.
     """
     source = "--mean-hours-between-failures"

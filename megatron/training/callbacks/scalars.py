@@ -127,7 +127,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: str) -> None:
-        """Open the file to append to it."""
+        """Open the file for appending."""
         self._path = path
         with writing_to("--metrics-jsonl", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ class JsonLinesWriter:
         line = json.dumps(record).encode() + b"\n"
         with writing_to("--metrics-jsonl", self._path):
             written = self._file.write(line)
-            if written < len(line):  # the disk became full within the line
+            if written < len(line):  # the disk became full in the middle of the line
                 os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
