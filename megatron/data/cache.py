@@ -5,8 +5,8 @@ so Megatron-LM can read our caches. A file appears under its name complete or no
 written under a temporary name, flushed and renamed. Any number of processes and jobs may therefore
 build the same arrays at the same time; they write the same bytes.
 
-Nothing in these files tells a sound permutation from one with swapped entries. A further file,
-`<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
+Nothing in these files distinguishes a sound permutation from one with swapped entries. A further
+file, `<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
 from. Arrays on disk are used only if they match it, are not older than the dataset, and were
 written by this user, by root or by the owner of the dataset, with nobody else allowed to write to
 them. Otherwise they are built again, even those that Megatron-LM wrote, which have no digest.
@@ -190,8 +190,8 @@ class ArrayFiles(NamedTuple):
         suffixes: The suffix of each array.
         origin: The digest of everything that determines the arrays (`digest_of`), so that files
             that were renamed or made from other data are not used.
-        source: The file that the arrays are made from. Its owner's arrays are used too, but none
-            that are older than it.
+        source: The file that the arrays are made from. Arrays that its owner wrote are used too,
+            but none older than the file.
     """
 
     stem: Path

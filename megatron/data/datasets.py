@@ -29,7 +29,7 @@ from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
 from megatron.errors import ConfigError, DataError, warn
 
-_BLOCKS, _BLOCK = 64, 4096  # a fingerprint reads this many places of each file, and bytes at each
+_BLOCKS, _BLOCK = 64, 4096  # blocks of each file that a fingerprint reads, and bytes per block
 _MAX_DATASETS = np.iinfo(np.int16).max
 _BLEND_BLOCK = 4096  # samples of the shortest block of a blend
 _MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in a processor's cache
@@ -42,7 +42,7 @@ class DataRequest(NamedTuple):
         data: The flags that name datasets, splits and caches.
         seed: The seed of every shuffle and draw.
         samples: The numbers of training, validation and test samples that the run needs.
-        is_builder: True in a single process, which writes caches before the others look for them
+        is_builder: True in exactly one process, which writes caches before the others look for them
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
     """

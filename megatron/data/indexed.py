@@ -67,7 +67,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """Open the files and compare all values that the format holds twice."""
+        """Open the files, and check that values which the format stores twice are equal."""
         self._open(os.fspath(prefix))
         self._check()
 
@@ -275,7 +275,7 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Write the index and name both files, or remove them after an exception.
+        """Write the index and move both files into place, or remove them after an exception.
 
         Raises:
             StorageError: The disk is full; the temporary files are removed.

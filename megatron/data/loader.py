@@ -236,7 +236,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
     All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become `[k + 1]`:
-    0, followed by the ends in the samples laid end to end.
+    0, followed by the ends in the concatenated samples.
     """
     batch = {}
     for name in samples[0]:
@@ -255,7 +255,7 @@ def _leave_signals_to_parent(worker: int) -> None:
 
     The training process saves a checkpoint first and needs its data until then. A worker ends only
     when the training process closes the loader, which sends a SIGTERM, or when that process ends.
-    If the system does not tell who sent a signal (macOS), every SIGTERM ends the worker.
+    If the system does not report who sent a signal (macOS), every SIGTERM ends the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(signal, "sigtimedwait"):

@@ -82,7 +82,7 @@ class SpecialIds(NamedTuple):
 
     @staticmethod
     def generated(vocab_size: int) -> SpecialIds:
-        """Return special ids for generated tokens: the first ids of any vocabulary.
+        """Return special ids for generated tokens: the first ids of the vocabulary.
 
         Raises:
             ConfigError: The vocabulary has too few ids.

@@ -122,8 +122,8 @@ class EncodingOptions(NamedTuple):
         tokenizer: The tokenizer's flags.
         keys: The keys of a JSON line to encode, one dataset each.
         append_eod: Whether each document ends with the end-of-document id.
-        splitter: The splitter of documents into sentences. Without one, a document is a single
-            sequence.
+        splitter: The object that splits documents into sentences. Without one, a document is a
+            single sequence.
     """
 
     tokenizer: TokenizerConfig

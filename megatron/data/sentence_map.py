@@ -76,7 +76,7 @@ class DocumentSentences(NamedTuple):
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return whether each document has several sentences, any above 512 tokens, `[D]`."""
+        """Return which documents have several sentences, with any above 512 tokens, `[D]`."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]
@@ -184,7 +184,7 @@ def _walk(
 
 
 def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
-    """Return the numbers below `count`, shuffled by Megatron's Fisher-Yates loop in C++."""
+    """Return the numbers below `count`, shuffled as in Megatron's Fisher-Yates loop (C++)."""
     order = list(range(count))
     blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)
     draws = np.concatenate([*blocks])[: count - 1]

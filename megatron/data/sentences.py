@@ -116,7 +116,7 @@ class SentenceSamples(ABC):
             DataError: A token id is outside the vocabulary.
         """
         sentences, target = self.source[i]
-        # A fifth of the time of a new generator.
+        # This takes a fifth of the time of creating a generator.
         self._random.seed((self.options.seed + i) % 2**32)
         return {**self._make(sentences, target, self._random), "id": i}
 

@@ -60,7 +60,7 @@ class TextBlock(NamedTuple):
         """Return the bytes of the lines, reading them from the file if necessary.
 
         Raises:
-            DataError: The line is too long, or the file has become shorter since it was listed.
+            DataError: The line is too long, or the file has shrunk since it was listed.
         """
         if self.problem:
             raise DataError(
@@ -106,7 +106,7 @@ def parse_block(block: TextBlock, keys: Sequence[str]) -> Documents:
     """Read and parse the documents of a block.
 
     Raises:
-        DataError: The file has become shorter since it was listed.
+        DataError: The file has shrunk since it was listed.
     """
     if block.problem:
         return Documents([], [], 1, [BadLine(0, 0, block.problem)])
@@ -176,19 +176,19 @@ def _value(record: Any, key: str) -> Value:
 def find_inputs(patterns: Sequence[str]) -> list[str]:
     """Return the files that the files, globs and folders of `--input` name.
 
-    A folder names all files below it with a known ending. Files are in the order of the patterns,
-    and within a glob or folder in the order of their names.
+    A folder stands for all files below it with a known suffix. Files are in the order of the
+    patterns, and within a glob or folder in the order of their names.
 
     Raises:
         DataError: A pattern matches no file, a file is named twice, so that its text would count
-            twice, or a file has an unknown ending.
+            twice, or a file has an unknown suffix.
     """
     found: dict[str, str] = {}  # by absolute path
     for pattern in patterns:
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
             matches = sorted(path for path in below if _suffix(path))
-            nothing = f"this folder holds no file with a known ending ({_KNOWN})"
+            nothing = f"this folder holds no file with a known suffix ({_KNOWN})"
         else:
             exists = os.path.exists(pattern)
             matches = [pattern] if exists else sorted(set(glob.glob(pattern, recursive=True)))
@@ -204,7 +204,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         if not os.path.exists(path):
             raise DataError(f"--input {path}: this is a link to a file that does not exist")
         if not _suffix(path):
-            raise DataError(f"--input {path}: unknown ending; expected {_KNOWN}; rename the file")
+            raise DataError(f"--input {path}: unknown suffix; expected {_KNOWN}; rename the file")
     return [*found.values()]
 
 
@@ -317,7 +317,7 @@ def _finish_line(file: BinaryIO, data: bytes) -> int:
 
 
 def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
-    """Return a stream of the unpacked bytes of `raw`, according to the ending of `path`."""
+    """Return a stream that decompresses `raw` as the suffix of `path` requires."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if path.lower().endswith(".zst"):

@@ -328,7 +328,7 @@ class CrossAttention(nn.Module):
 
 
 def _projection(plan: AttentionPlan, width: int, context: BuildContext, *, bias: bool) -> Linear:
-    """Build a layer from hidden states to this rank's heads."""
+    """Build the linear layer that maps hidden states to this rank's heads."""
     init = plan.init.weight(plan.hidden, width)
     return Linear(plan.hidden, width, context, split="column", init=init, bias=bias)
 

@@ -172,7 +172,7 @@ class Classifier(Linear):
     """A linear layer over one vector per sample, held and computed whole by every tensor rank."""
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
-        """Allocate the layer, whole on every tensor rank."""
+        """Allocate the layer, unsplit on every tensor rank."""
         whole = replace(context, layout=replace(context.layout, sequence_parallel=False))
         super().__init__(
             plan.hidden,

@@ -186,8 +186,8 @@ class Block(nn.Module):
 class LayerStack(nn.ModuleDict):
     """Consecutive layers of a stack, keyed by their number in it.
 
-    It has a method `run` instead of `forward`, so that only the layer that reads a weight waits for
-    its gathering, not all layers together (`parallel.weights`).
+    It has a method `run` instead of `forward`, so that only the layer that reads a weight waits
+    until it is gathered, not all layers together (`parallel.weights`).
 
     Args:
         plans: Records of all layers of the stack.

@@ -78,7 +78,7 @@ class Embedding(nn.Module):
         *,
         site: str = "embedding",
     ) -> Tensor:
-        """Return the vectors of whole sequences.
+        """Return the embeddings of whole sequences.
 
         Args:
             tokens: [b, s].

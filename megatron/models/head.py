@@ -75,7 +75,10 @@ class Output(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
-        """Count the bytes of logits (reused by their gradients) of all losses until backward."""
+        """Count the bytes that the logits of all losses occupy until backward.
+
+        Their gradients reuse these bytes.
+        """
         rows = plan.vocabulary // batch.tensor
         if not batch.chunked_loss:
             return batch.losses * batch.width * batch.tokens * rows

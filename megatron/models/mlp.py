@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def vectors(plan: MLPPlan, tensor: int) -> int:
-        """Count the parameters of its biases on one of `tensor` ranks."""
+        """Count the elements of the MLP's biases on one of `tensor` ranks."""
         return plan.up // tensor + plan.hidden if plan.bias else 0
 
     @staticmethod

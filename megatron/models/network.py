@@ -14,8 +14,8 @@ from megatron.parallel.build import BuildContext
 class Network(nn.Module):
     """A model, or a part of one: its plan, its embedding and its rotary positions.
 
-    Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their names
-    are global: layer i is `layers.i` whatever part of the model this process holds.
+    Parameters are allocated but not initialized: `parallel.parameter.initialize` does that. Their
+    names are global: layer i is `layers.i` whatever part of the model this process holds.
 
     Args:
         plan: The whole network.

@@ -181,7 +181,7 @@ class MixerPlan(SublayerPlan):
     """A sublayer that moves information between tokens.
 
     Attributes:
-        causal: Whether tokens, without a mask, attend only to themselves and earlier tokens.
+        causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
     """
 
     causal: bool = True
@@ -458,7 +458,7 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
 
     Args:
         model: Resolved network flags.
-        causal: Whether tokens, without a mask, attend only to themselves and earlier tokens.
+        causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels

@@ -73,7 +73,7 @@ class RecomputePlan:
 
 
 def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
-    """Cut `layers` (global indices of one stage) into the groups that `plan` asks for."""
+    """Split `layers` (global indices of one stage) into the groups that `plan` asks for."""
     if plan is None or plan.granularity != "full":
         return [LayerGroup(layers, False)]
     if plan.method == "uniform":

@@ -46,7 +46,7 @@ class T5Stack(nn.Module):
         final_norm: nn.Module | None,
         position_bias: PositionBias | None,
     ) -> None:
-        """Keep the modules."""
+        """Store the modules."""
         super().__init__()
         self.position_bias = position_bias
         self.layers = layers

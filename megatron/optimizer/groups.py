@@ -13,7 +13,7 @@ from megatron.optimizer.rules import RuleChoice, UpdateRule
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are updated alike, in the model's order.
+    """Parameters that are updated in the same way, in the model's order.
 
     Attributes:
         rule: Update rule of the group.
@@ -60,7 +60,7 @@ def split_groups(
 
     Args:
         named_parameters: Parameters of the model on this process.
-        choose_rule: Function that gives each parameter its update rule.
+        choose_rule: Function that returns a parameter's update rule.
         decouples: Whether word embedding and output layer have their own learning rate and form
             separate groups at the end of each rule.
     """

@@ -40,7 +40,7 @@ class StepResult:
     """The outcome of a step.
 
     Attributes:
-        applied: Whether weights and state changed; otherwise every bit of them stayed the same.
+        applied: Whether weights and state changed. If not, they are bitwise unchanged.
         grad_norm: Global L2 norm before clipping, with the loss scale divided out.
         found_nonfinite: Whether some rank's gradients held inf or nan.
         overflow: Whether gradients were not finite and a dynamic loss scale can still shrink in
@@ -134,8 +134,8 @@ class Optimizer:
     Args:
         groups: All parameters of the gradient buffer, in groups.
         gradients: The gradient buffer, already reduced when `begin_step` is called.
-        config: Settings of clipping and of offloading.
-        precision: Settings of the loss scale.
+        config: Settings for clipping and offloading.
+        precision: Settings for the loss scale.
         layout: This process's place among those that hold the rest of the model.
         weights: Object that gathers the other processes' weights if gradients are sharded
             (`gradients.share_weights`); otherwise `None`.
@@ -211,8 +211,8 @@ class Optimizer:
     ) -> Tensor:
         """Unscale, clip and apply the gradients, or change nothing if they are not finite.
 
-        This is collective over the world, and all ranks agree on the outcome. The contents of the
-        gradients are lost. The host waits for the device only if offloading copies something.
+        This is collective over the world, and all ranks agree on the outcome. The gradients are
+        not preserved. The host waits for the device only if offloading copies something.
 
         Args:
             lr: Learning rate.

@@ -1,8 +1,9 @@
 """Update rules: Adam with decoupled weight decay, and SGD with momentum.
 
-A rule is a few numbers and an update in place; its state tensors belong to the optimizer. Both
-rules here run one fused kernel per group, on CPU and GPU. The kernel also divides the gradients by
-a scale and changes nothing if non-finite gradients were found, so neither rule needs the host.
+A rule consists of a few numbers and an in-place update. Its state tensors belong to the optimizer.
+Both rules here run one fused kernel per group, on CPU and GPU. The kernel also divides the
+gradients by a scale and changes nothing if non-finite gradients were found, so neither rule needs
+the host.
 
 To add a rule, write a frozen dataclass that satisfies `UpdateRule` and add an entry to `RULES`. The
 entry chooses a rule for each parameter, so different parameters may have different rules.
@@ -69,7 +70,10 @@ class Update(Protocol):
 
 
 class UpdateRule(Protocol):
-    """A rule for computing new weights from gradients. Equal rules share a group."""
+    """A rule for computing new weights from gradients.
+
+    Parameters with equal rules share a group.
+    """
 
     @property
     def state_names(self) -> tuple[str, ...]:

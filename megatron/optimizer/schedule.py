@@ -98,8 +98,8 @@ class Schedules:
     Attributes:
         learning_rate: The schedule of the learning rate.
         weight_decay: The schedule of the weight decay.
-        decoupled: The schedule of the learning rate of word embeddings and output layer, which has
-            the warm-up and decay of the common one; `None` if it is not decoupled.
+        decoupled: The schedule of the learning rate of word embeddings and output layer, with the
+            same warm-up and decay as the main one; `None` if it is not decoupled.
     """
 
     learning_rate: LearningRateSchedule
@@ -189,8 +189,8 @@ class Schedules:
             use_checkpoint: Whether to take the saved schedules.
 
         Raises:
-            CheckpointError: Neither was chosen and the two differ; or the saved schedule is a WSD
-                whose decay at the end neither the checkpoint nor the flags give; or it has a
+            CheckpointError: Neither was chosen and the two differ; or the saved schedule is WSD and
+                neither the checkpoint nor the flags give its final decay; or it has a
                 learning rate for word embeddings and output layer, and the flags ask for none; or
                 it holds a value that no schedule has.
         """
@@ -292,7 +292,7 @@ _STYLES = {  # the flags that list the valid values
 def _check_saved(saved: dict[str, Any]) -> None:
     """Raise CheckpointError if a saved value is not valid here.
 
-    The program that wrote it may have other styles.
+    The program that wrote it may support other styles.
     """
     for key, value in saved.items():
         name = _OLD_NAMES.get(key, key)
@@ -332,7 +332,7 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int | None:
-    """Return a length in samples that was given in iterations or in samples, if at all."""
+    """Convert a length in iterations or samples to samples; `None` if neither was given."""
     return samples if iterations is None else iterations * global_batch
 
 

@@ -36,7 +36,7 @@ def report(error: Exception, launch: Launch) -> None:
     elif isinstance(error, UserError):
         text = f"{where}error: {error}"
     else:
-        text = f"{where}error: this is a bug, not a mistake of yours\n"
+        text = f"{where}error: this is a bug, not a mistake on your part\n"
         text += "".join(traceback.format_exception(error)).removesuffix("\n")
     say_on_stderr(text)
     leave_message(text)
@@ -146,7 +146,7 @@ class ExitRequest:
         if self._signal is not None:
             return f"received {self._signal}"
         if self._is_unread:
-            return "nobody reads this log any more"
+            return "nobody is reading this log any more"
         if self._late:
             return f"--exit-duration-in-mins {self._minutes} has elapsed"
         return "another rank asked to exit"

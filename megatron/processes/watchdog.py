@@ -7,7 +7,7 @@ run. The clock watches the time and ends the process when it is due.
 Any call to the store may wait forever, because a store whose machine is frozen still accepts
 connections, and PyTorch's timeouts do not cover its answers. Therefore only the talker asks the
 store for the states of other processes, and nothing depends on the talker: the clock uses no
-network and no file, and waits for nobody to read its output. It is set before the processes
+network and no file, and never waits for its output to be read. It is set before the processes
 connect, and again before the first call that ends a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
@@ -134,7 +134,7 @@ def explain(
     lines = [
         _headline(missing, None if first is None else waiting[first], seconds),
         *(f"{ranks_text(ranks)}: {text}" for text, ranks in same.items()),
-        "If nothing is broken and an operation just takes long, raise "
+        "If nothing is broken and an operation simply takes that long, raise "
         "--distributed-timeout-minutes.",
     ]
     return missing, "\n  ".join(lines)
@@ -298,7 +298,7 @@ class Watchdog:
             self.end_within(self._seconds, HangError.exit_code, f"{text}not end within {limit}")
 
     def stop(self) -> None:
-        """Stop watching, because the process groups have ended in the ordinary way."""
+        """Stop watching, because the process groups have ended normally."""
         self._stopped.set()
         self._wake.set()
         if self._talker.is_alive():
@@ -309,7 +309,7 @@ class Watchdog:
     ) -> tuple[Verdict, bool]:
         """Announce that this process failed, unless another has already ended the run.
 
-        From here on the clock ends the process if anything at its end takes too long.
+        From here on the clock ends the process if any part of its shutdown takes too long.
 
         Args:
             code: The exit code for all processes.
@@ -440,13 +440,16 @@ class Watchdog:
         return any(file.is_relative_to(place) for place in places)
 
     def _watch(self) -> None:
-        """Watch the time. This thread waits for no network, file system or reader of output."""
+        """Watch the time.
+
+        This thread never waits for a network, a file system or a reader of its output.
+        """
         while not self._stopped.wait(BEAT / 4):
             with suppress(Exception):  # for example a lack of memory; the next look may succeed
                 self._look()
 
     def _look(self) -> None:
-        """End this process if that is due, or raise the alarm if it waits for too long.
+        """End this process if its time is up, or raise the alarm if it has waited for too long.
 
         While the store does not answer, the main thread counts as waiting whatever it does, because
         nobody could tell this process that the others have ended, and its files may be on that
@@ -481,7 +484,7 @@ class Watchdog:
         )
 
     def farewell(self, verdict: Verdict) -> str | None:
-        """Return why this process exits, or `None` if its machine's log says so already."""
+        """Return why this process exits, or `None` if its machine's log already says so."""
         if verdict.rank in self._launch.machine or self._rank != self._launch.machine.start:
             return None
         return f"[rank {self._rank}] exits: rank {verdict.rank} ended the run: {verdict.reason}"
@@ -506,7 +509,7 @@ def _write_last(text: str | None) -> None:
 
 
 def source_of(frame: FrameType | None) -> str:
-    """Return a thread's position: the innermost line of ours that is not communication code.
+    """Return a thread's position: the innermost line of our code outside communication.
 
     This reads no source file, because files may be on a machine that no longer answers.
     """

@@ -1,4 +1,4 @@
-"""Construction of tokenizers from the flags, and the simplest one, for texts of ids."""
+"""Construction of tokenizers from the flags, and the simplest one, whose texts are ids."""
 
 from __future__ import annotations
 

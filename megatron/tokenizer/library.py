@@ -10,11 +10,11 @@ from megatron.errors import DataError, UserError
 
 
 class Library:
-    """A wrapper of a tokenizer library's object whose methods raise only DataError.
+    """A wrapper around a tokenizer library's object, with methods that raise only DataError.
 
     Every library is built and called through this class. Libraries raise errors of any type:
-    RuntimeError, plain Exception, and, when Rust code panics, PanicException. The latter is not an
-    Exception, so handlers elsewhere would not catch it.
+    RuntimeError, plain Exception, and, when Rust code panics, PanicException. It is not derived
+    from Exception, so handlers elsewhere would not catch it.
 
     Args:
         file: The flag and path that messages show.
@@ -22,7 +22,7 @@ class Library:
         make: A function that builds the object.
 
     Raises:
-        DataError: The library refuses the file.
+        DataError: The library rejects the file.
     """
 
     def __init__(self, file: object, kind: str, make: Callable[[], Any]) -> None:
@@ -33,7 +33,8 @@ class Library:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method of the object."""
-        if name.startswith("_"):  # copies and pickles ask for such names before there is an object
+        # Copying and unpickling look up such names before there is an object.
+        if name.startswith("_"):
             raise AttributeError(name)
         return partial(_call, self._problem, getattr(self._object, name))
 
@@ -44,7 +45,7 @@ def _call(problem: str, function: Callable[..., Any], *args: Any, **options: Any
     except (MemoryError, UserError):
         raise
     except BaseException as error:
-        # Each library has a class PanicException of its own, which cannot be imported.
+        # Each library has its own class PanicException, which cannot be imported.
         name = type(error).__name__
         if isinstance(error, Exception) or name == "PanicException":
             raise DataError(f"{problem} ({name}: {error})") from error

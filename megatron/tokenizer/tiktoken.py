@@ -56,7 +56,7 @@ class TikTokenizer(Tokenizer):
     split is `v2` unless `--tiktoken-pattern` is given.
 
     Raises:
-        ConfigError: The flags do not fit the file.
+        ConfigError: The flags do not match the file.
         DataError: The file is missing or damaged.
     """
 

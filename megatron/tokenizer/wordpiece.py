@@ -75,7 +75,7 @@ def _parse_vocab(file: VocabularyFile) -> dict[str, int]:
 
 
 def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
-    """Return BERT's pipeline in the `tokenizers` library, with these entries."""
+    """Build BERT's pipeline in the `tokenizers` library with these entries."""
     from tokenizers import Tokenizer as Pipeline
     from tokenizers.models import WordPiece
     from tokenizers.normalizers import BertNormalizer
