@@ -6,6 +6,7 @@ from tests.reliability.scoreboard.caches import attacked_caches
 from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
 from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
 from tests.reliability.scoreboard.forgery import forged_tables
+from tests.reliability.scoreboard.hangs import hanging_ranks
 from tests.reliability.scoreboard.hostile import every_reader, hostile_pickles
 from tests.reliability.scoreboard.kills import (
     killed_at_every_call,
@@ -139,6 +140,15 @@ ROWS: tuple[Row, ...] = (
         terminated,
         full=40,
         quick=2,
+    ),
+    Row(
+        16,
+        "one of four ranks is stopped, sleeps, waits for a sample or leaves out a collective "
+        "operation, in five layouts, with a limit of 4 s: every other rank ends with exit code 5 "
+        "within 10 s more, and exactly one report names the rank and the operation",
+        hanging_ranks,
+        full=40,
+        quick=0,  # tests/reliability/test_faults.py tries it
     ),
     Row(
         26,
