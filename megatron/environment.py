@@ -1,4 +1,4 @@
-"""Environment variables that we read, and the processor cores available to us.
+"""Environment variables that we read, the processor cores available to us, and our interpreter.
 
 `processes.launch` reads and sets the variables of launchers and libraries.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from megatron.durable import private_folder
@@ -13,6 +14,13 @@ from megatron.errors import ConfigError
 
 LOCAL_RANK_ENV = "LOCAL_RANK"
 FOREIGN_ENV = "MEGATRON_ALLOW_FOREIGN_CHECKPOINTS"
+_START = """
+import sys
+if {root!r} not in sys.path:
+    sys.path.insert(0, {root!r})
+from {module} import main
+sys.exit(main())
+"""
 
 
 def whole_number(name: str, default: int) -> int:
@@ -74,3 +82,13 @@ def private_cache(name: str) -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
     return private_folder(base / f"{name}-{os.getuid()}")
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command that runs a module's `main` in a new interpreter.
+
+    `python -m` would import every module from the current folder first, where another user may have
+    put a `json.py`. The new interpreter gets the folder of this package instead.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    return [sys.executable, "-P", "-c", _START.format(root=root, module=module)]

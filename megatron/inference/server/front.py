@@ -1,9 +1,7 @@
 """The web server's process. Rank 0 starts it with two sockets, and it ends when rank 0 does.
 
-    python -m megatron.inference.server.front CHANNEL LISTENER
-
-Both arguments are file descriptors. CHANNEL is the socket to rank 0, whose first message is the
-settings; LISTENER is the bound socket that clients connect to. This module does not import torch.
+Its two arguments are file descriptors: first the socket to rank 0, whose first message is the
+settings, then the bound socket that clients connect to. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -141,7 +139,3 @@ def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
             self.transport.close()
 
     return TimelyProtocol
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_C
 from megatron.command import PanelRow, format_panel, say
 from megatron.config.generation import ServerConfig, server_problems
 from megatron.config.parser import Program
+from megatron.environment import module_command
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
@@ -224,7 +224,7 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     with listener, theirs:
         handed = (theirs.fileno(), listener.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron.inference.server.front", *map(str, handed)],
+            [*module_command("megatron.inference.server.front"), *map(str, handed)],
             pass_fds=handed,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # only rank 0 gets Ctrl-C; the web server ends when it does

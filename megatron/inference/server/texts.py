@@ -1,7 +1,5 @@
 """Chat templates and tokenization of clients' texts, in processes separate from the web server.
 
-    python -m megatron.inference.server.texts
-
 How much time and memory a text takes depends on the text, and on the template and tokenizer that
 came with the model. Both hold the interpreter's lock while they run, so running them in a thread
 would stop the whole web server. This process reads a `Setup` and then jobs from stdin, and writes a
@@ -23,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
+from megatron.environment import module_command
 from megatron.errors import ConfigError
 from megatron.inference.messages import Record, Unpacker, pack
 from megatron.inference.server.chat import ChatTemplate, special_tokens
@@ -187,9 +186,7 @@ class TextProcess:
         """
         self._results = Unpacker[Result](Result)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "megatron.inference.server.texts",
+            *module_command("megatron.inference.server.texts"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # a panic's stack could fill the log
@@ -349,7 +346,3 @@ class Texts:
             return (await self._template.do(Job(messages=tuple(messages)))).text
         except ApiError as error:
             raise replace(error, field="messages") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
