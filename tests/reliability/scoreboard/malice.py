@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
+import random
 import shutil
+import subprocess
+import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.data.cache import ArraySpec, IndexCache
+from megatron.environment import private_cache
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.kernels.build import find_built
+from megatron.kernels.library import KernelLibrary
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
-from tests.checkpoint.legacy.test_malicious import CORPUS, MARK, Calls
+from tests.checkpoint.legacy.test_malicious import CORPUS, EXHAUSTING, MARK, Calls
 from tests.checkpoint.states import save_state
+from tests.reliability.scoreboard import payloads
 from tests.reliability.scoreboard.commands import Command, run_training, run_words
 from tests.reliability.scoreboard.score import Trials, expect
+from tests.repository import ROOT
 from tests.repository import name as repository_name
 from tests.test_banned_calls import _shipped, find_banned
+from tests.training.toy import TOY
 from tools.checkpoint import util
 
 _PAYLOAD = pickle.dumps(Calls(os.system, f"touch {MARK}"))
 _CODE = f"open({MARK!r}, 'w')\n"
 
 _REFUSALS = {CheckpointError.exit_code, DataError.exit_code, ConfigError.exit_code}
+
+_TOKENIZERS = (
+    ("SentencePieceTokenizer", ("--tokenizer-model", "FILE")),
+    ("TikTokenizer", ("--tokenizer-model", "FILE")),
+    ("GPT2BPETokenizer", ("--vocab-file", "FILE", "--merge-file", "FILE")),
+    ("BertWordPieceLowerCase", ("--vocab-file", "FILE")),
+    ("HuggingFaceTokenizer", ("--tokenizer-model", "FILE")),
+)
+_WEIGHTS = ("pytorch_model.bin", "consolidated.00.pth", "model.safetensors", "model.pt")
+_NATIVE = (MANIFEST, "rank_00000.safetensors")
 
 # Makes the files in a folder, and runs the command that is to read them; its exit code.
 Attack = Callable[[Path], int]
@@ -93,14 +116,18 @@ def _tar(folder: Path) -> int:
     return _load(folder)
 
 
-def _distributed_checkpoint(folder: Path) -> int:
-    """Write torch.distributed.checkpoint's files: pickles under other names."""
-    inner = folder / "iter_0000003"
-    inner.mkdir()
-    (folder / TRACKER).write_text("3")
-    (inner / ".metadata").write_bytes(_PAYLOAD)
-    (inner / "__0_0.distcp").write_bytes(_PAYLOAD)
-    return _load(folder)
+def _distributed_checkpoint(data: bytes) -> Attack:
+    """Return torch.distributed.checkpoint's files: pickles under other names."""
+
+    def attack(folder: Path) -> int:
+        inner = folder / "iter_0000003"
+        inner.mkdir()
+        (folder / TRACKER).write_text("3")
+        (inner / ".metadata").write_bytes(data)
+        (inner / "__0_0.distcp").write_bytes(data)
+        return _load(folder)
+
+    return attack
 
 
 def _linked_shard(folder: Path) -> int:
@@ -122,15 +149,17 @@ def _pickle_for_a_manifest(folder: Path) -> int:
     return _load(folder)
 
 
-def _yaml_tag(folder: Path) -> int:
-    text = f"!!python/object/apply:os.system ['touch {MARK}']\n"
-    (folder / "run.yaml").write_text(f"training: {text}")
-    return _train(folder, "--config", str(folder / "run.yaml"))
-
-
-def _tokenizer_pickle(kind: str, *flags: str) -> Attack:
+def _yaml(text: str) -> Attack:
     def attack(folder: Path) -> int:
-        (folder / "tokenizer").write_bytes(_PAYLOAD)
+        (folder / "run.yaml").write_text(text)
+        return _train(folder, "--config", str(folder / "run.yaml"))
+
+    return attack
+
+
+def _tokenizer_pickle(kind: str, *flags: str, data: bytes = _PAYLOAD) -> Attack:
+    def attack(folder: Path) -> int:
+        (folder / "tokenizer").write_bytes(data)
         words = [str(folder / "tokenizer") if word == "FILE" else word for word in flags]
         return _train(folder, "--tokenizer-type", kind, *words)
 
@@ -165,12 +194,17 @@ def _hub_hook(**hooks: Any) -> Attack:
     return attack
 
 
-def _hub_pickle(folder: Path) -> int:
-    case = CASES["llama"]
-    write_folder(folder, case.config, tensors_of(case))
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(_PAYLOAD)
-    return _convert(folder)
+def _hub_pickle(name: str = "pytorch_model.bin", data: bytes = _PAYLOAD) -> Attack:
+    """Return a Hugging Face folder whose only weights are a pickle under this name."""
+
+    def attack(folder: Path) -> int:
+        case = CASES["llama"]
+        write_folder(folder, case.config, tensors_of(case))
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(data)
+        return _convert(folder)
+
+    return attack
 
 
 def _hub_link(folder: Path) -> int:
@@ -206,8 +240,8 @@ def _object_array(folder: Path) -> int:
 
 def _attacks() -> Iterator[tuple[str, Attack]]:
     yield "a whole checkpoint with a payload", _whole_tree
-    yield "YAML tag", _yaml_tag
-    yield "torch.distributed.checkpoint", _distributed_checkpoint
+    yield "YAML tag", _yaml(f"training: !!python/object/apply:os.system ['touch {MARK}']\n")
+    yield "torch.distributed.checkpoint", _distributed_checkpoint(_PAYLOAD)
     yield "a pickle for a manifest", _pickle_for_a_manifest
     yield "a linked shard", _linked_shard
     yield "a linked manifest", _linked_manifest
@@ -215,28 +249,129 @@ def _attacks() -> Iterator[tuple[str, Attack]]:
     yield "records that leave the file", _leaving_records
     yield "a tar for a torch file", _tar
     yield "an array of objects", _object_array
-    yield (
-        "a SentencePiece model",
-        _tokenizer_pickle("SentencePieceTokenizer", "--tokenizer-model", "FILE"),
-    )
-    yield "a tiktoken file", _tokenizer_pickle("TikTokenizer", "--tokenizer-model", "FILE")
-    yield (
-        "a GPT-2 vocabulary",
-        _tokenizer_pickle("GPT2BPETokenizer", "--vocab-file", "FILE", "--merge-file", "FILE"),
-    )
-    yield (
-        "a WordPiece vocabulary",
-        _tokenizer_pickle("BertWordPieceLowerCase", "--vocab-file", "FILE"),
-    )
+    for kind, flags in _TOKENIZERS:
+        yield f"a pickle for {kind}", _tokenizer_pickle(kind, *flags)
     yield "tokenizer code", _tokenizer_code
     auto_map = {"AutoModelForCausalLM": "modeling.M", "AutoConfig": "configuration.C"}
     yield "auto_map", _hub_hook(model_type="custom", auto_map=auto_map)
     yield "auto_map of a family that we have", _hub_hook(auto_map=auto_map)
     yield "an attention of the hub", _hub_hook(_attn_implementation_internal="evil/x")
-    yield "weights that are a pickle", _hub_pickle
+    yield "weights that are a pickle", _hub_pickle()
+    yield "weights that are a .pth", _hub_pickle("consolidated.00.pth")
     yield "weights that are a link", _hub_link
+    yield "modules and a .pth in the current folder", _planted_modules
     for name, data in CORPUS.items():
         yield f"pickle: {name}", _legacy(data)
+    for name, body in EXHAUSTING.items():
+        yield f"pickle: {name}", _legacy(b"\x80\x02" + body + b".")
+
+
+def _random_attack(draw: random.Random) -> tuple[str, Attack]:
+    """Return a random payload in a random place, and what it is."""
+    kind = draw.choice((*["pickle"] * 3, "bomb", "YAML", "hooks", "library"))
+    match kind:
+        case "YAML":
+            attack = _yaml(payloads.random_yaml(draw))
+        case "hooks":
+            attack = _hub_hook(**payloads.random_hooks(draw))
+        case "library":
+            attack = _library(draw)
+        case "bomb":
+            attack = _random_place(payloads.exhausting_pickle(draw), draw)
+        case _:
+            data = payloads.random_pickle(draw)
+            _expect_execution(data)
+            attack = _random_place(data, draw)
+    return kind, attack
+
+
+def _random_place(data: bytes, draw: random.Random) -> Attack:
+    """Put a pickle into a file of any format that some program reads as a pickle, or into ours."""
+    file = payloads.torch_file(data, draw)
+    name, flags = draw.choice(_TOKENIZERS)
+    return draw.choice(
+        (
+            partial(_load_weights, file),
+            partial(_load_weights, file),
+            _hub_pickle(draw.choice(_WEIGHTS), file),
+            _native(draw.choice(_NATIVE), data),
+            _distributed_checkpoint(data),
+            _tokenizer_pickle(name, *flags, data=data),
+        )
+    )
+
+
+def _expect_execution(data: bytes) -> None:
+    """Check that pickle itself would execute this, or the trial would prove nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def read() -> None:
+            os.chdir(folder)
+            pickle.loads(data)
+
+        with Command(read, Path(folder) / "out") as command:
+            command.end()
+        expect(os.path.lexists(Path(folder) / MARK), f"the payload does not work: {data!r}")
+
+
+def _load_weights(data: bytes, folder: Path) -> int:
+    _weights_file(folder).write_bytes(data)
+    return _load(folder)
+
+
+def _native(name: str, data: bytes) -> Attack:
+    """Return a checkpoint of ours with a pickle in place of a file."""
+
+    def attack(folder: Path) -> int:
+        (save_state(folder, 3) / name).write_bytes(data)
+        return _load(folder)
+
+    return attack
+
+
+def _library(draw: random.Random) -> Attack:
+    """Return a cache with a library that another user may have written."""
+
+    def attack(folder: Path) -> int:
+        data = payloads.library()
+        if data is None:  # no compiler
+            return DataError.exit_code
+        with patch.dict(os.environ, {"MEGATRON_CACHE": str(folder / "cache")}):
+            (folder / "cache").mkdir()
+            payloads.spoil_library(payloads.plant_library(data), draw)
+            return _load_library(folder)
+
+    return attack
+
+
+def _load_library(folder: Path) -> int:
+    """Load the cached library as a run on a GPU would."""
+
+    def load() -> int:
+        os.chdir(folder)
+        try:
+            found = find_built("sm_90a", private_cache("kernels"), lambda line: None)
+            if found is not None:
+                KernelLibrary(found)
+        except OSError:
+            found = None
+        return 0 if found else DataError.exit_code
+
+    with Command(load, folder.parent / "out") as command:
+        return command.end().code
+
+
+def _planted_modules(folder: Path) -> int:
+    """Start a program in a folder with modules that it imports, and a file that Python starts."""
+    for name in ("json", "yaml", "numpy", "torch", "msgspec", "megatron", "sitecustomize"):
+        (folder / f"{name}.py").write_text(_CODE)
+    (folder / "x.pth").write_text(f"import os; os.system('touch {MARK}')\n")
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--load", str(folder), *TOY]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words += ["--exit-on-missing-checkpoint"]
+    return subprocess.run(
+        words, cwd=folder, env=variables, capture_output=True, check=False
+    ).returncode
 
 
 def _snapshot(folder: Path) -> dict[str, int]:
@@ -244,28 +379,50 @@ def _snapshot(folder: Path) -> dict[str, int]:
 
 
 def malicious_files(folder: Path, count: int) -> Trials:
-    """Try row 29: nothing runs, nothing appears outside the folder, and the command fails."""
-    trials = Trials()
+    """Try row 29: nothing runs, nothing appears outside the folder, and the command fails.
+
+    All known attacks are tried, then as many random ones.
+    """
+    trials, draw = Trials("seed 29"), random.Random(29)
     pickle.loads(_PAYLOAD)  # or the payloads would prove nothing
     expect(Path(MARK).exists(), "the payload does not work")
     Path(MARK).unlink()
-    outside = folder / "beside"
-    outside.mkdir()
-    for number, (name, attack) in enumerate(_attacks()):
-        if number >= count:
-            break
-        jail = folder / "jail" / "files"
-        jail.mkdir(parents=True)
-        before = _snapshot(outside)
-        with trials.trial(name):
-            code = attack(jail)
-            expect(code in _REFUSALS, f"ended with {code}")
-            marks = list(folder.rglob(MARK)) + [Path(MARK)] * Path(MARK).exists()
-            expect(not marks, f"it ran: {marks}")
-            expect(_snapshot(outside) == before, "files appeared outside")
-            expect(not list(folder.rglob("outside")), "a record left its file")
-        shutil.rmtree(folder / "jail")
+    _expect_a_sound_library_runs(folder / "sound")
+    for name, attack in itertools.islice(_attacks(), count):
+        _try(trials, folder, name, attack)
+    trials.note("known attacks", trials.tried)
+    for number in range(count):
+        kind, attack = _random_attack(draw)
+        _try(trials, folder, f"random {number}: {kind}", attack)
+        trials.note(f"random: {kind}")
     return trials
+
+
+def _try(trials: Trials, folder: Path, name: str, attack: Attack) -> None:
+    """Make one attack in an empty folder, beside which nothing may appear."""
+    jail, outside = folder / "jail" / "files", folder / "beside"
+    jail.mkdir(parents=True)
+    outside.mkdir(exist_ok=True)
+    before = _snapshot(outside)
+    with trials.trial(name):
+        code = attack(jail)
+        expect(code in _REFUSALS, f"ended with {code}")
+        marks = [path for path in (*folder.rglob(MARK), Path(MARK)) if os.path.lexists(path)]
+        expect(not marks, f"it ran: {marks}")
+        expect(_snapshot(outside) == before, "files appeared outside")
+        expect(not list(folder.rglob("outside")), "a record left its file")
+    shutil.rmtree(folder / "jail")
+
+
+def _expect_a_sound_library_runs(folder: Path) -> None:
+    data = payloads.library()
+    if data is not None:
+        folder.mkdir()
+        with patch.dict(os.environ, {"MEGATRON_CACHE": str(folder)}):
+            payloads.plant_library(data)
+            _load_library(folder)
+        expect((folder / MARK).exists(), "the planted library does not work")
+        shutil.rmtree(folder)
 
 
 def banned_calls(folder: Path, count: int) -> Trials:

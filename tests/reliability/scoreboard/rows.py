@@ -176,10 +176,14 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         29,
-        "hostile checkpoints, YAML, tokenizers, arrays and models: nothing is executed, nothing"
-        " appears outside the folder, and every command refuses",
+        "known hostile files, and random ones: pickles that call functions, or that exhaust their "
+        "reader by hashes, depth or size, in place of checkpoints, tokenizers and models; YAML "
+        "with tags and growing aliases; models that name code; arrays of objects; a compiled "
+        "library in a cache to which others could write; modules and a .pth file in the current "
+        "folder: nothing is executed, nothing appears outside the folder, and every command "
+        "refuses",
         malicious_files,
-        full=_ALL,
+        full=1000,
         quick=6,
     ),
     Row(
