@@ -12,9 +12,44 @@ from megatron.config.fields import fields_of, from_yaml, suggestion
 from megatron.config.run import Findings, RunOptions, flatten, sections, with_values
 from megatron.errors import ConfigError
 
+_MAX_SIZE = 2 << 20  # characters of a file, and of its values with each alias written out
+_NODE_SIZE = 64  # characters that each value counts for in addition: PyYAML takes 50 us for one
+_MAX_DEPTH = 20  # PyYAML takes time quadratic in it
+_MAX_DIGITS = 100  # of a number; numbers in base 60 take time quadratic in it
+
 
 class _Loader(yaml.SafeLoader):
-    """A loader of plain values. It refuses a repeated key, whose first value would be lost."""
+    """A loader of plain values of limited size.
+
+    It refuses a repeated key, whose first value would be lost.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._size = 0
+        self._sizes: dict[int, int] = {}  # of each node, by its id
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node, and limit the time and the memory that the file can take."""
+        event, before = self.peek_event(), self._size
+        self._depth += 1
+        self._check(self._depth <= _MAX_DEPTH, f"more than {_MAX_DEPTH} levels", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            self._size += self._sizes.get(id(node), _MAX_SIZE)  # unknown if it is still open
+        else:
+            text = node.value if isinstance(node, yaml.ScalarNode) else ""
+            is_number = node is not None and node.tag.endswith((":int", ":float"))
+            self._check(not is_number or len(text) <= _MAX_DIGITS, "a number too long", event)
+            self._size += _NODE_SIZE + len(text)
+            self._sizes[id(node)] = self._size - before
+        self._check(self._size <= _MAX_SIZE, "too many values, or endless ones", event)
+        return node
+
+    def _check(self, condition: bool, problem: str, event: yaml.Event) -> None:
+        if not condition:
+            raise yaml.YAMLError(f"{problem}\n{event.start_mark}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -35,10 +70,17 @@ def read(path: Path, found: Findings) -> dict[str, Any]:
         ConfigError: The file cannot be read, or is not YAML.
     """
     try:
-        data = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_SIZE + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a 13th month
+    if len(text) > _MAX_SIZE:
+        raise ConfigError(f"--config {path}: larger than {_MAX_SIZE >> 20} MiB")
+    try:
+        data = _Loader(text).get_single_data()
+    except MemoryError:
+        raise
+    except Exception as error:  # PyYAML raises others too, for a 13th month or `!!int ""`
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     return _read_sections({} if data is None else data, str(path), found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,50 @@ def test_a_mistake_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     assert path in caught.value.problems[0]
     assert message in caught.value.problems[0]
     assert caught.value.problems == problems("--config", path)
+
+
+_LAUGHS = "a0: &a0 [x, y]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 15)
+)
+_MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}], k{i}: 1}}\n" for i in range(1, 60)
+)
+_LONG = "a: &a " + "x" * 100_000 + "\nb: [" + "*a, " * 10_000 + "]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + "[" * 100_000, "more than 20 levels"),
+        ("".join(" " * i + "a:\n" for i in range(1500)), "more than 20 levels"),
+        (_LAUGHS, "too many values, or endless ones"),
+        (_MERGES, "too many values, or endless ones"),
+        (_LONG, "too many values, or endless ones"),
+        ("model: &a [*a]", "too many values, or endless ones"),
+        ("[" + "1," * 500_000 + "]", "too many values, or endless ones"),
+        ("model: 1" + ":59" * 300_000, "a number too long"),
+        ("0x" + "f" * 30_000 + ": 1", "a number too long"),
+        ("model: !!int '0b" + "1" * 30_000 + "'", "a number too long"),
+        ("# " + "x" * (3 << 20), "larger than 2 MiB"),
+        ("model: !!int ''", "not valid YAML"),
+        ("model: !!bool x", "not valid YAML"),
+        ("model: !!timestamp x", "not valid YAML"),
+        ("model: !!map x", "not valid YAML"),
+        ("model: 2001-13-01", "not valid YAML"),
+    ],
+    ids=[
+        *("brackets", "blocks", "laughs", "merges", "a long text", "itself", "many values"),
+        *("base 60", "base 16", "base 2", "a long file"),
+        *("no integer", "no truth value", "no time", "no mapping", "month 13"),
+    ],
+)
+def test_a_hostile_file_is_refused_soon(tmp_path: Path, text: str, message: str) -> None:
+    path = Path(_write(tmp_path, text))
+    started = time.process_time()
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(path, Findings())
+    assert time.process_time() - started < 10
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
