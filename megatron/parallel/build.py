@@ -198,11 +198,11 @@ def choose_kernels(
 def attention_over(
     axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the form of attention if each context rank may hold only a part of the sequences.
+    """Choose the form of attention when context ranks may hold only a part of each sequence.
 
     Args:
         axis: The context ranks; a single rank has whole sequences.
-        comm_type: How several ranks attend to each other: "p2p" for ring attention, "a2a" for
+        comm_type: How several ranks communicate in attention: "p2p" for ring attention, "a2a" for
             Ulysses, which runs the form for a single process between two exchanges.
         model: The resolved network flags.
         precision: The number formats.

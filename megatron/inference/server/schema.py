@@ -38,7 +38,7 @@ def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
     Args:
         schema: JSON schema of the model, which is changed.
-        kind: The model. Its docstring describes the fields under `Attributes:`.
+        kind: The model, whose docstring describes the fields under `Attributes:`.
     """
     schema["description"] = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
     for name, text in attribute_texts(kind).items():
@@ -70,7 +70,7 @@ class StreamOptions(_Schema):
 
 
 class TextPart(_Schema):
-    """A text that is part of a message."""
+    """One piece of text in a message."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["text"]
@@ -85,7 +85,7 @@ class Message(_Schema):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """Return the fields that were given, with the content as one text."""
+        """Return the fields that were given, with the content as a single string."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {**self.model_dump(exclude_none=True), "content": text}
@@ -124,7 +124,7 @@ class OpenAiRequest(_Schema):
     user: str | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Raise `ApiError` if a field is set without another that it requires."""
+        """Raise `ApiError` if a field is set without another one that it requires."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires stream: true", "stream_options")
 
@@ -133,7 +133,7 @@ class CompletionRequest(OpenAiRequest):
     """The body of `POST /v1/completions`.
 
     Attributes:
-        prompt: A text, several texts, or the token ids of either.
+        prompt: A string, several strings, or the token ids of either.
         max_tokens: Maximum number of new tokens in an answer.
         logprobs: Return the log probability of each token, and of this many of the most likely
             tokens at its position.
@@ -190,10 +190,11 @@ class ChatRequest(OpenAiRequest):
 
 # Messages about fields that take values of more than one form.
 _FORMS = {
-    "prompt": "prompt: give a text, a list of texts, a list of token ids, or a list of such lists",
+    "prompt": "prompt: give a string, a list of strings, a list of token ids, or a list of such "
+    "lists",
     "messages": 'messages: give a list of objects like {"role": "user", "content": "text"}; '
     'content may also be a list of {"type": "text", "text": "..."}',
-    "stop": f"stop: give a text or up to {_MAX_STOPS} of them, each of 1 to {_MAX_STOP_LENGTH} "
+    "stop": f"stop: give a string or up to {_MAX_STOPS} of them, each of 1 to {_MAX_STOP_LENGTH} "
     "characters",
     "stream_options": 'stream_options: give {"include_usage": true} or omit it',
 }

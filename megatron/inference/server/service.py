@@ -283,7 +283,7 @@ class TextAnswer:
         return TextPiece(text, tuple(tokens))
 
     def _take(self, event: Event) -> str:
-        """Return the text that can be shown because of an event."""
+        """Return the text that an event allows to be shown."""
         if isinstance(event, Prompt):
             self.prompt = event
             return ""

@@ -165,7 +165,7 @@ def reference_backward(
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """Attend with the flash kernel; the result keeps the inputs' 16-bit type.
+    """Attend with the flash kernel. The result keeps the 16-bit type of the inputs.
 
     The kernel draws from a counter-based generator (Philox) and returns the seed and offset that
     it used.

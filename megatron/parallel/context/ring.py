@@ -34,7 +34,7 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RingStep:
-    """A step of a rank, in which its tokens `queries` attend to tokens `keys` of another rank.
+    """A step in which this rank's tokens `queries` attend to the tokens `keys` of another rank.
 
     Attributes:
         source: The rank whose keys and values are here.

@@ -18,7 +18,7 @@ from megatron.parallel.layout import Axis
 
 
 def local_positions(sequence: int, axis: Axis, device: torch.device | None = None) -> Tensor:
-    """Return the positions of this rank's tokens in the whole sequence, increasing: int64 [s/C].
+    """Return the positions of this rank's tokens in the whole sequence, in order: int64 [s/C].
 
     Args:
         sequence: The length s, a multiple of 2C.
