@@ -13,7 +13,6 @@ from megatron.durable import private_folder
 from megatron.errors import ConfigError
 
 LOCAL_RANK_ENV = "LOCAL_RANK"
-FOREIGN_ENV = "MEGATRON_ALLOW_FOREIGN_CHECKPOINTS"
 _START = """
 import sys
 if {root!r} not in sys.path:
@@ -51,11 +50,6 @@ def usable_cores() -> int:
 def cores_per_process() -> int:
     """Return this process's share of the cores, if the launcher started several on this machine."""
     return max(1, usable_cores() // max(1, whole_number("LOCAL_WORLD_SIZE", 1)))
-
-
-def allows_foreign_checkpoints() -> bool:
-    """Return whether checkpoints that other users own or may change can be loaded."""
-    return os.environ.get(FOREIGN_ENV) == "1"
 
 
 def cuda_home() -> Path | None:

@@ -375,7 +375,8 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
         CheckpointError: The checkpoint holds another network.
     """
     flag = "--pretrained-checkpoint"
-    reader = open_existing(folder, flag=flag, layout=run.layout)
+    allow_foreign = run.config.checkpoint.allow_foreign_checkpoints
+    reader = open_existing(folder, flag=flag, layout=run.layout, allow_foreign=allow_foreign)
     # A classifier needs a pooler, which a model without a binary head lacks. This difference is
     # allowed here, because the pooler is then newly initialized.
     saved = reader.meta["config"].get("model", {})

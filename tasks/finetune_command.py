@@ -277,7 +277,13 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
     only_evaluates = given.get("epochs") == 0
     if folder is not None:
         step = given.get("ckpt_step") if flag == "--load" else None
-        reader = open_existing(folder, flag=flag, step=step, verify=False)
+        reader = open_existing(
+            folder,
+            flag=flag,
+            step=step,
+            verify=False,
+            allow_foreign=given.get("allow_foreign_checkpoints", False),
+        )
         start = saved_config(reader, folder, "bert", flag=flag)
         if only_evaluates or flag == "--load":
             _check_head(reader, target, f"{flag} {folder}", only_evaluates=only_evaluates)

@@ -41,7 +41,9 @@ def run(options: argparse.Namespace) -> None:
     from megatron.device import Device
     from megatron.inference.fill import MARK, load_filler
 
-    filler = load_filler(options.load, Device.pick())
+    filler = load_filler(
+        options.load, Device.pick(), allow_foreign=options.allow_foreign_checkpoints
+    )
     largest = 0.0
     for text in options.text:
         places = filler.fill(text, top=options.top)
@@ -65,6 +67,7 @@ def _parser() -> ToolParser:
         "fill_in.py", "Let a trained BERT or T5 fill in masked words.", shows_defaults=True
     )
     parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
+    parser.add_trust()
     parser.add_argument("--text", required=True, nargs="+", help="Texts that contain [MASK]")
     parser.add_argument(
         "--top", type=int, default=3, help="Number of guesses to show (a T5 gives one)"

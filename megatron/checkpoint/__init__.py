@@ -7,6 +7,7 @@ it holds, so files do not depend on how the process that reads them splits the m
 The native format, safetensors and JSON:
     entries        tensors, dtypes, boxes of indices
     shard          one safetensors file, hashed while it is written
+    mapped         the same file, read through the descriptor that was checked
     manifest       manifest.json: every file and tensor of a checkpoint with digests
     plan           which process writes which part of which tensor
     exchange       JSON messages between processes

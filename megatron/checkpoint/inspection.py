@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import find
 from megatron.checkpoint.entries import boxes_of_range
 from megatron.checkpoint.huggingface.files import is_model_folder
-from megatron.checkpoint.huggingface.reader import HFReader
-from megatron.checkpoint.loading import nothing_at, open_found
+from megatron.checkpoint.loading import nothing_at, open_found, open_hf
 from megatron.checkpoint.reader import NativeReader, Reader, is_vocabulary_table
 from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
@@ -98,13 +97,16 @@ def _settings(meta: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bool]:
+def summarize(
+    root: Path, *, verify: bool, details: bool, allow_foreign: bool = False
+) -> tuple[list[str], bool]:
     """Describe every checkpoint of a folder, without holding any tensor in memory.
 
     Args:
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
         verify: Read everything and compare digests.
         details: Also list the tensors and the metadata.
+        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
 
     Returns:
         The lines of the description, and whether all checkpoints are sound and the tracker names
@@ -115,7 +117,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     """
     if is_model_folder(root):
         # Names, shapes and types were compared with config.json; there are no digests.
-        reader = HFReader(root)
+        reader = open_hf(root, allow_foreign=allow_foreign)
         state = "fits config.json, content not verified: the format has no digests"
         headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
         return [headline, *(_details(reader) if details else ())], True
@@ -123,7 +125,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
         raise CheckpointError(f"{root}: {nothing_at(root)}")
     single = find.checkpoint_at(root)
     if single is not None:
-        return _summarize_all([single], verify=verify, details=details)
+        return _summarize_all([single], verify=verify, details=details, allow_foreign=allow_foreign)
     # Read before the list: verifying takes long enough for a job to save in the meantime.
     named, complaint = find.read_tracker(root)
     checkpoints = find.list_checkpoints(root, quiet=True)
@@ -139,18 +141,24 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     if named is not None and all(found.name != named for found in checkpoints):
         complaint = f"which {'is incomplete' if named in problems else 'does not exist'}"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f", {complaint}" * bool(complaint))
-    lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
+    lines, sound = _summarize_all(
+        checkpoints, verify=verify, details=details, allow_foreign=allow_foreign
+    )
     return [first, *lines, *incomplete], sound and complaint is None
 
 
 def _summarize_all(
-    checkpoints: Sequence[find.FoundCheckpoint], *, verify: bool, details: bool
+    checkpoints: Sequence[find.FoundCheckpoint],
+    *,
+    verify: bool,
+    details: bool,
+    allow_foreign: bool,
 ) -> tuple[list[str], bool]:
     lines: list[str] = []
     sound = True
     for found in checkpoints:
         try:
-            reader = open_found(found, verify=verify)
+            reader = open_found(found, verify=verify, allow_foreign=allow_foreign)
         except CheckpointError as error:
             lines.append(f"{found.path.name}  {found.format}  cannot be used: {error}")
             sound = False

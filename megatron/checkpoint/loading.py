@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint import find
 from megatron.checkpoint.exchange import JsonExchange
@@ -14,9 +17,17 @@ from megatron.durable import TEMPORARY, UNVERIFIED
 from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis, Layout
 
+if TYPE_CHECKING:
+    from megatron.checkpoint.huggingface.reader import HFReader
+
 
 def open_checkpoint(
-    root: Path | str, *, step: int | None = None, verify: bool = True, layout: Layout | None = None
+    root: Path | str,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    layout: Layout | None = None,
+    allow_foreign: bool = False,
 ) -> Reader | None:
     """Open the first sound checkpoint of `find.list_checkpoints`, or return None if there is none.
 
@@ -29,6 +40,7 @@ def open_checkpoint(
         step: The iteration to open. None opens the newest.
         verify: Compare every digest, instead of only the sizes and the manifest.
         layout: The ranks that open it together. None opens it on this rank alone.
+        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: All checkpoints are damaged (the message says what is wrong with each), or
@@ -51,7 +63,9 @@ def open_checkpoint(
         found = find.FoundCheckpoint(kind, iteration, Path(path))
         reader, problem = None, None
         try:
-            reader = open_found(found, verify=verify, world=exchange.world)
+            reader = open_found(
+                found, verify=verify, world=exchange.world, allow_foreign=allow_foreign
+            )
         except CheckpointError as error:
             problem = str(error)
         failures = [text for text in exchange.gather(problem) if text is not None]
@@ -73,7 +87,11 @@ def open_checkpoint(
 
 
 def open_found(
-    found: find.FoundCheckpoint, *, verify: bool = True, world: Axis | None = None
+    found: find.FoundCheckpoint,
+    *,
+    verify: bool = True,
+    world: Axis | None = None,
+    allow_foreign: bool = False,
 ) -> Reader:
     """Open this checkpoint, without a fallback, and verify a rank's share of it.
 
@@ -81,6 +99,7 @@ def open_found(
         found: The checkpoint.
         verify: Compare digests.
         world: The ranks that open it together. None opens it on this rank alone.
+        allow_foreign: Accept files of other users.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
@@ -89,25 +108,48 @@ def open_found(
     # Most of that time is pydantic's import.
     from megatron.checkpoint.meta import check_meta
 
-    try:
-        reader = _open(found, verify, world or Layout.single().world)
+    kind = "a Megatron-LM" if found.format == "legacy" else "a native"
+    with _damaged(f"not {kind} checkpoint"):
+        reader = _open(found, verify, world or Layout.single().world, allow_foreign)
         check_meta(reader)
         return reader
+
+
+def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
+    """Open a Hugging Face folder.
+
+    Args:
+        root: The folder.
+        allow_foreign: Accept files of other users.
+
+    Raises:
+        CheckpointError: The folder is damaged, or its kind is not supported.
+    """
+    from megatron.checkpoint.huggingface.reader import HFReader
+
+    with _damaged(f"{root}: not a Hugging Face model"):
+        return HFReader(root, allow_foreign=allow_foreign)
+
+
+@contextmanager
+def _damaged(kind: str) -> Iterator[None]:
+    """Raise any exception as a `CheckpointError`: the files come from outside."""
+    try:
+        yield
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # the files come from outside: any exception means they are damaged
-        kind = "a Megatron-LM" if found.format == "legacy" else "a native"
+    except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"not {kind} checkpoint: {what:.500}") from error
+        raise CheckpointError(f"{kind}: {what:.500}") from error
 
 
-def _open(found: find.FoundCheckpoint, verify: bool, world: Axis) -> Reader:
-    check_folder(found.path)
+def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign: bool) -> Reader:
+    check_folder(found.path, allow_foreign=allow_foreign)
     if found.format == "legacy":
         from megatron.checkpoint.legacy.reader import LegacyReader
 
-        return LegacyReader(found.path, world, verify=verify)
-    reader = NativeReader(found.path)
+        return LegacyReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
+    reader = NativeReader(found.path, allow_foreign=allow_foreign)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")
     if verify:
@@ -116,7 +158,12 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis) -> Reader:
 
 
 def open_root(
-    root: Path, *, step: int | None = None, verify: bool = True, layout: Layout | None = None
+    root: Path,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    layout: Layout | None = None,
+    allow_foreign: bool = False,
 ) -> Reader | None:
     """Open the checkpoint that --load names, or return None if there is none.
 
@@ -125,35 +172,39 @@ def open_root(
         step: The iteration to open (--ckpt-step). None opens the newest.
         verify: Compare digests; Hugging Face files have none.
         layout: The ranks that open it together; collective if it is given.
+        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: None of the checkpoints can be read, or none is of the requested iteration.
     """
     if not is_model_folder(root):
-        return open_checkpoint(root, step=step, verify=verify, layout=layout)
+        return open_checkpoint(
+            root, step=step, verify=verify, layout=layout, allow_foreign=allow_foreign
+        )
     if step is not None:
         why = "is a Hugging Face folder, which has no iterations: drop --ckpt-step"
         raise CheckpointError(f"--ckpt-step {step}: {root} {why}")
-    from megatron.checkpoint.huggingface.reader import HFReader
-
     opened: list[Reader] = []
     exchange = JsonExchange((layout or Layout.single()).world)
-    exchange.together(lambda: opened.append(HFReader(root)))
+    exchange.together(lambda: opened.append(open_hf(root, allow_foreign=allow_foreign)))
     return opened[0]
 
 
-def open_any(path: Path, *, verify: bool = True) -> Reader:
+def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) -> Reader:
     """Open the checkpoint at a path.
 
     Args:
         path: A folder of checkpoints (the newest sound one is opened), a single checkpoint
             (`iter_0000100`), or a Hugging Face folder.
         verify: Compare digests; Hugging Face files have none.
+        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged, or its kind is not supported.
     """
-    reader = None if path.is_file() else open_root(path, verify=verify)
+    reader = None
+    if not path.is_file():
+        reader = open_root(path, verify=verify, allow_foreign=allow_foreign)
     if reader is None:
         raise CheckpointError(f"{path}: {nothing_at(path)}")
     return reader

@@ -6,20 +6,21 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint import manifest, shard
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, flatten
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, TensorPiece
+from megatron.checkpoint.mapped import MappedFile
 from megatron.checkpoint.retention import hold_for_reading
-from megatron.checkpoint.trust import open_plain
+from megatron.checkpoint.shard import Placement
+from megatron.checkpoint.trust import open_trusted
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
@@ -49,6 +50,8 @@ class Reader(ABC):
         meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
             what they fill in from files of other programs.
         held: All tensors by name.
+        allow_foreign: Whether files of other users are accepted (--allow-foreign-checkpoints), also
+            those that are read later from the same folder.
     """
 
     format: str
@@ -56,6 +59,7 @@ class Reader(ABC):
     iteration: int
     meta: Json
     held: Mapping[str, HeldTensor]
+    allow_foreign: bool = False
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
@@ -119,25 +123,30 @@ class NativeReader(Reader):
 
     format = "native"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
         """Open a checkpoint's folder.
+
+        Args:
+            path: The folder.
+            allow_foreign: Accept files of other users.
 
         Raises:
             CheckpointError: The manifest or the size of a file is wrong.
         """
-        self.path = path
+        self.path, self.allow_foreign = path, allow_foreign
         try:
             weakref.finalize(self, os.close, hold_for_reading(path))
         except OSError as error:
             raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
-        self._files: dict[str, Any] = {}
-        self.manifest = _load_manifest(path)
+        self.manifest = _load_manifest(path, allow_foreign)
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta
         tensors = self.manifest.tensors.items()
         self.held = {name: HeldTensor(one.shape, DTYPES[one.dtype]) for name, one in tensors}
-        for name, info in self.manifest.files.items():
-            _check_size(path / name, info.bytes)
+        self._files = {
+            name: _open_shard(path / name, info.bytes, allow_foreign)
+            for name, info in self.manifest.files.items()
+        }
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Verify the digests, and check the files' content against the manifest.
@@ -151,7 +160,7 @@ class NativeReader(Reader):
                 manifest says. The message names the file and the tensor.
         """
         files, tensors = self.manifest.files, self.manifest.tensors
-        placed: dict[str, dict[str, shard.Placement]] = {file: {} for file in files}
+        placed: dict[str, dict[str, Placement]] = {file: {} for file in files}
         spans = [  # all byte ranges that have a digest
             (
                 "the header",
@@ -160,9 +169,9 @@ class NativeReader(Reader):
             for file, info in files.items()
         ]
         for name, tensor in tensors.items():
-            for key, piece in self._keyed(name):
-                place = shard.Placement(tensor.dtype, piece.shape, piece.start, piece.bytes)
-                placed[piece.file][key] = place
+            keys = manifest.keys_in_files(name, [piece.file for piece in tensor.pieces])
+            for key, piece in zip(keys, tensor.pieces, strict=True):
+                placed[piece.file][key] = _place_of(tensor.dtype, piece)
                 spans.append((name, piece))
         shares, mine = [0] * ranks, []
         for span in sorted(spans, key=lambda span: -span[1].bytes):
@@ -174,13 +183,13 @@ class NativeReader(Reader):
         def verify(span: tuple[str, TensorPiece]) -> None:
             name, piece = span
             try:
-                found = shard.digest_of_range(self.path / piece.file, piece.start, piece.bytes)
+                found = self._files[piece.file].digest(piece.start, piece.bytes)
             except OSError as error:
                 raise CheckpointError(f"{piece.file}: cannot be read: {error.strerror}") from error
             if found != piece.sha256:
                 raise CheckpointError(f"{piece.file}: damaged: {name} does not match its digest")
             if piece.start == 0:  # the header
-                self._check_header(piece.file, piece.bytes, placed[piece.file])
+                self._check_header(piece.file, placed[piece.file])
 
         with ThreadPoolExecutor(shard.THREADS) as pool:
             try:
@@ -190,16 +199,11 @@ class NativeReader(Reader):
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _check_header(self, file: str, size: int, placed: Mapping[str, shard.Placement]) -> None:
-        """Check that the header that locates a file's tensors agrees with the manifest."""
-        try:
-            self._open(file)  # refuse here whatever reading would refuse later
-            with open_plain(self.path / file) as stream:
-                held = shard.parse_header(stream.read(size))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{file}: {error}") from error
+    def _check_header(self, file: str, placed: Mapping[str, Placement]) -> None:
+        """Check that a file's header, by which other programs read it, agrees with the manifest."""
+        held = self._files[file].header()
 
-        def in_words(place: shard.Placement) -> str:
+        def in_words(place: Placement) -> str:
             return f"{manifest.describe(place.dtype, place.shape)} at byte {place.start}"
 
         for key, place in placed.items():
@@ -212,44 +216,32 @@ class NativeReader(Reader):
         if strangers:
             raise CheckpointError(f"{file}: holds {min(strangers)}, which {MANIFEST} does not name")
 
-    def _keyed(self, name: str) -> Iterator[tuple[str, TensorPiece]]:
-        """Yield each piece of a tensor with its key in its file."""
-        pieces = self.manifest.tensors[name].pieces
-        return zip(
-            manifest.keys_in_files(name, [piece.file for piece in pieces]), pieces, strict=True
-        )
-
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        keyed = list(self._keyed(name))
-        for key, piece in keyed:
+        tensor = self.manifest.tensors[name]
+
+        def part_of(piece: TensorPiece, part: Box) -> torch.Tensor:
+            whole = self._files[piece.file].tensor(_place_of(tensor.dtype, piece))
+            return whole[part.within(piece.box)]
+
+        for piece in tensor.pieces:
             if piece.box.intersect(wanted) == wanted:
-                return self._read_piece(key, piece, wanted)  # the file's own pages
+                return part_of(piece, wanted)  # the file's own pages
         result = torch.empty(wanted.shape, dtype=self.dtype(name))
-        for key, piece in keyed:
+        for piece in tensor.pieces:
             common = piece.box.intersect(wanted)
             if common is not None:
-                result[common.within(wanted)] = self._read_piece(key, piece, common)
+                result[common.within(wanted)] = part_of(piece, common)
         return result
 
-    def _read_piece(self, key: str, piece: TensorPiece, part: Box) -> torch.Tensor:
-        try:
-            file = self._open(piece.file)
-            if part == piece.box:
-                return file.get_tensor(key)
-            return file.get_slice(key)[part.within(piece.box)]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.path / piece.file}: {key}: {error}") from error
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:  # the header is long, so it is read only once
-            self._files[file] = safe_open(self.path / file, framework="pt")
-        return self._files[file]
+def _place_of(dtype: str, piece: TensorPiece) -> Placement:
+    return Placement(dtype, piece.shape, piece.start, piece.bytes)
 
 
-def _load_manifest(path: Path) -> manifest.Manifest:
+def _load_manifest(path: Path, allow_foreign: bool) -> manifest.Manifest:
     file = path / MANIFEST
     try:
-        with open_plain(file) as stream:
+        with open_trusted(file, allow_foreign=allow_foreign) as stream:
             data = stream.read(manifest.MAX_BYTES + 1)
         if len(data) > manifest.MAX_BYTES:
             raise CheckpointError(f"{MANIFEST}: larger than {manifest.MAX_BYTES:,} bytes")
@@ -260,16 +252,11 @@ def _load_manifest(path: Path) -> manifest.Manifest:
         raise CheckpointError(f"{MANIFEST}: {error}") from error
 
 
-def _check_size(file: Path, size: int) -> None:
-    # A link could lead anywhere, and a copy of the folder would not include its target.
-    try:
-        status = file.lstat()
-    except OSError as error:
-        raise CheckpointError(f"{file.name}: {error.strerror}") from error
-    if not file.is_file() or file.is_symlink():
-        raise CheckpointError(f"{file.name}: not a plain file")
-    if status.st_size != size:
-        raise CheckpointError(f"{file.name}: damaged: {status.st_size:,} bytes instead of {size:,}")
+def _open_shard(path: Path, size: int, allow_foreign: bool) -> MappedFile:
+    file = MappedFile(path, allow_foreign=allow_foreign)
+    if file.size != size:
+        raise CheckpointError(f"{path.name}: damaged: {file.size:,} bytes instead of {size:,}")
+    return file
 
 
 class PaddedReader(Reader):
@@ -299,6 +286,7 @@ class PaddedReader(Reader):
         """
         self._reader, self._entries = reader, entries
         self.format, self.path = reader.format, reader.path
+        self.allow_foreign = reader.allow_foreign
         self.iteration, self.meta = reader.iteration, reader.meta
         self.held = dict(reader.held)
         for name in filter(is_vocabulary_table, reader.names()):

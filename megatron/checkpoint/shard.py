@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import dtype_name
-from megatron.checkpoint.trust import open_plain
 from megatron.device import Ferries
 from megatron.durable import create
 from megatron.environment import usable_cores
@@ -86,6 +85,8 @@ def parse_header(data: bytes) -> dict[str, Placement]:
     Raises:
         ValueError: The bytes are not a header, or a name occurs twice in it.
     """
+    if len(data) < 8 or int.from_bytes(data[:8], "little") != len(data) - 8:
+        raise ValueError("not a safetensors header: it does not have the length that it says")
 
     def without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -95,12 +96,16 @@ def parse_header(data: bytes) -> dict[str, Placement]:
 
     try:
         entries = json.loads(data[8:], object_pairs_hook=without_doubles)
-        return {
-            name: Placement(entry["dtype"], tuple(entry["shape"]), len(data) + start, end - start)
-            for name, entry in entries.items()
-            if name != "__metadata__"
-            for start, end in [entry["data_offsets"]]
-        }
+        entries.pop("__metadata__", None)
+        places = {}
+        for name, entry in entries.items():
+            dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if type(dtype) is not str or any(type(n) is not int for n in (*shape, start, end)):
+                raise TypeError(f"{name}: a value of the wrong type")
+            if min(*shape, start, end - start) < 0:
+                raise TypeError(f"{name}: a negative number")
+            places[name] = Placement(dtype, tuple(shape), len(data) + start, end - start)
+        return places
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a safetensors header: {error}") from error
 
@@ -172,14 +177,3 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
-
-
-def digest_of_range(path: Path, start: int, size: int) -> str:
-    """Return the digest of `size` bytes of a file from `start`, or of fewer at its end."""
-    digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
-    with open_plain(path) as file:
-        file.seek(start)
-        while size and (count := file.readinto(memory[:size])):
-            digest.update(memory[:count])
-            size -= count
-    return digest.hexdigest()

@@ -1,8 +1,12 @@
 """Checks that checkpoint files are safe to read: plain files that no other user can have changed.
 
-All formats open their files here or check them here first. A FIFO or a device would make the reader
-wait forever. A link leads to files that a copy of the folder lacks. A file that another user owns
-or can write to holds whatever that user wants.
+All formats open their files here. A FIFO or a device would make the reader wait forever. A link
+leads to files that a copy of the folder lacks. A file that another user owns or can write to holds
+whatever that user wants.
+
+A path may lead to another file from one moment to the next, so whatever is read is checked by its
+descriptor (`open_trusted`). `check_folder` looks at the paths once more, to refuse a folder as a
+whole before anything in it is opened.
 """
 
 from __future__ import annotations
@@ -13,10 +17,9 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-from megatron.environment import FOREIGN_ENV, allows_foreign_checkpoints
 from megatron.errors import CheckpointError
 
-_ALLOW = f"set {FOREIGN_ENV}=1 to load it nevertheless"
+_ALLOW = "give --allow-foreign-checkpoints to load it nevertheless"
 
 
 def open_descriptor(path: Path, *, follows: bool = False) -> int:
@@ -57,8 +60,36 @@ def open_plain(path: Path, *, follows: bool = False) -> BufferedReader:
     return open(open_descriptor(path, follows=follows), "rb")
 
 
-def check_folder(folder: Path) -> None:
+def open_trusted(
+    path: Path, *, allow_foreign: bool = False, follows: bool = False
+) -> BufferedReader:
+    """Open a plain file that this user or root owns and that not everybody may change.
+
+    Args:
+        path: The file.
+        allow_foreign: Accept any owner and mode (--allow-foreign-checkpoints).
+        follows: Follow a link to a plain file.
+
+    Raises:
+        CheckpointError: The file is not a plain one, belongs to another user, or everybody may
+            write to it.
+        OSError: The file cannot be opened.
+    """
+    file = open_plain(path, follows=follows)
+    try:
+        check_owner(path, os.fstat(file.fileno()), allow_foreign=allow_foreign)
+    except CheckpointError:
+        file.close()
+        raise
+    return file
+
+
+def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
     """Check a checkpoint's folder and everything in it.
+
+    Args:
+        folder: The folder.
+        allow_foreign: Accept any owner and mode, and a link out of the folder that contains it.
 
     Raises:
         CheckpointError: The folder is a link out of the folder that contains it; or something in it
@@ -66,34 +97,37 @@ def check_folder(folder: Path) -> None:
             it.
     """
     try:
-        if folder.is_symlink() and not allows_foreign_checkpoints():
+        if folder.is_symlink() and not allow_foreign:
             target, root = folder.resolve(), folder.parent.resolve()
             if not target.is_relative_to(root):
                 remedy = f"give --load that folder itself, or {_ALLOW}"
                 raise CheckpointError(f"a link out of {root}, to {target}: {remedy}")
-        check_owner(folder)
+        check_owner(folder, folder.stat(), allow_foreign=allow_foreign)
         for path in folder.rglob("*"):
-            mode = path.lstat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            status = path.lstat()
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 raise CheckpointError(f"{path.relative_to(folder)}: not a plain file")
-            check_owner(path)
+            check_owner(path, status, allow_foreign=allow_foreign)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def check_owner(path: Path) -> None:
+def check_owner(path: Path, status: os.stat_result, *, allow_foreign: bool) -> None:
     """Check that this user or root owns a file or folder, and that not everybody may change it.
 
     Members of its group may change it: on many clusters the default mode lets a project's members
     share it.
 
+    Args:
+        path: The file or folder, for the message.
+        status: Its owner and mode.
+        allow_foreign: Accept any owner and mode.
+
     Raises:
         CheckpointError: The file or folder belongs to another user, or everybody may write to it.
-        OSError: Its owner cannot be read.
     """
-    if allows_foreign_checkpoints():
+    if allow_foreign:
         return
-    status = path.stat()
     if status.st_uid not in (0, os.geteuid()):
         remedy = f"copy it, or {_ALLOW} if you trust that user"
         raise CheckpointError(f"{path}: owned by another user (number {status.st_uid}): {remedy}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.fields import Field, fields_of, from_text, suggestion
 from megatron.errors import ConfigError
 
@@ -108,6 +109,12 @@ class ToolParser(argparse.ArgumentParser):
         group = super().add_argument_group(*args, **options)
         # argparse creates two groups of its own before it adds --help.
         return _Group(group, self._spellings) if self._spellings else group
+
+    def add_trust(self) -> None:
+        """Add --allow-foreign-checkpoints, for a tool that reads checkpoints."""
+        fields = {field.name: field for field in fields_of(CheckpointConfig)}
+        field = fields["allow_foreign_checkpoints"]
+        self.add_argument(field.names[0], action="store_true", help=field.help)
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line, by default this process's, and exit if it has mistakes.

@@ -51,6 +51,8 @@ class CheckpointConfig:
         no_save_rng: Leave random states out of checkpoints.
         load: Folder to load the newest checkpoint from.
         ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
+        allow_foreign_checkpoints: Load checkpoints even if another user owns them or everybody may
+            write to them. Their values may be anything that somebody else wanted.
         no_load_optim: Start with a fresh optimizer.
         no_load_rng: Start with fresh random states.
         finetune: Load weights only and start at iteration 0 with a fresh optimizer.
@@ -81,6 +83,7 @@ class CheckpointConfig:
     no_save_rng: bool = flag(False, needs=_SAVES)
     load: str | None = flag(None, is_common=True)
     ckpt_step: int | None = flag(None, unit="iterations", at_least=0, requires=_LOADS)
+    allow_foreign_checkpoints: bool = False
     no_load_optim: bool = flag(False, needs=_LOADS)
     no_load_rng: bool = flag(False, needs=_LOADS)
     finetune: bool = flag(False, needs=_LOADS)

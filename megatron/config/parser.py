@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from megatron.config import yaml_file
 from megatron.config.arguments import Given, add_flags, add_group, from_given, split, value_of
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.data_files import DATA_FILES, read_data_files
 from megatron.config.fields import Field, FlagInfo, by_spelling, fields_of
@@ -34,7 +35,7 @@ from megatron.config.run import (
 )
 from megatron.errors import ConfigError, UserError
 
-ReadCheckpoint = Callable[[str, int | None], Mapping[str, Any]]
+ReadCheckpoint = Callable[[CheckpointConfig], Mapping[str, Any]]
 Result = TypeVar("Result")
 
 # Common flags of a program that starts from a trained model, in addition to its own flags.
@@ -131,8 +132,9 @@ def parse_config(
         world_size: The number of launched processes.
         architecture: The kind of network that the program trains.
         program: The flags that the program takes, reads and checks.
-        read_checkpoint: A function that takes --load and --ckpt-step and returns the network's
-            shape, by "section.field", for --use-checkpoint-args. These values override flags.
+        read_checkpoint: A function that takes the options for checkpoints and returns the shape of
+            the network in --load, by "section.field", for --use-checkpoint-args. These values
+            override flags.
 
     Raises:
         ConfigError: The command line, the YAML file or the resulting run is mistaken. The error
@@ -366,8 +368,7 @@ def _from_checkpoint(
     if read is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return {}
-    folder, step = checkpoint.load, checkpoint.ckpt_step
-    values = dict(line.ask(lambda: read(folder, step)))
+    values = dict(line.ask(lambda: read(checkpoint)))
     before, default, file = flatten(config), flatten(RunOptions()), line.given.get("config")
     in_file = {path for path in values if file is not None and before[path] != default[path]}
     _stretch(values, config, in_file | line.values.keys(), line)
@@ -381,7 +382,7 @@ def _from_checkpoint(
         where = "" if path in line.values else f" of --config {file}"
         line.notices.append(
             f"{field_at(path).spell(before[path])}{where} is overridden: --use-checkpoint-args "
-            f"takes {spelled} from {folder}"
+            f"takes {spelled} from {checkpoint.load}"
         )
     if taken:
         line.notices.append("--use-checkpoint-args: from the checkpoint: " + ", ".join(taken))

@@ -142,13 +142,18 @@ class Filler:
         return runs
 
 
-def load_filler(folder: str, device: Device) -> Filler:
+def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> Filler:
     """Load the BERT or T5 of a folder's newest complete checkpoint, in a single process.
+
+    Args:
+        folder: Folder of checkpoints.
+        device: Device to run on.
+        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another kind of model.
     """
-    reader = open_existing(folder)
+    reader = open_existing(folder, allow_foreign=allow_foreign)
     config = saved_config(reader, folder, "bert", "t5")
     classes: dict[str, Callable[..., BertModel | T5Model]] = {"bert": BertModel, "t5": T5Model}
     network = classes[config.model.architecture]

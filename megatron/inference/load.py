@@ -20,6 +20,7 @@ from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import PanelRow
 from megatron.config import ParsedRun, parse_config, rules_data, rules_model, rules_parallel
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import Rule, bounds, find_problems, requirements
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.fields import fields_of
@@ -108,8 +109,11 @@ def load_gpt(
         DataError: One of the tokenizer's files is missing.
     """
     layout = layout or Layout.single()
-    step = None if config is None else config.checkpoint.ckpt_step
-    reader = open_existing(folder, step=step, layout=layout)
+    options = CheckpointConfig() if config is None else config.checkpoint
+    allow_foreign = options.allow_foreign_checkpoints
+    reader = open_existing(
+        folder, step=options.ckpt_step, layout=layout, allow_foreign=allow_foreign
+    )
     saved = saved_config(reader, folder, "gpt")
     if config is None:
         config = _over(saved, layout)
@@ -139,6 +143,7 @@ def open_existing(
     step: int | None = None,
     verify: bool = True,
     layout: Layout | None = None,
+    allow_foreign: bool = False,
 ) -> Reader:
     """Open the checkpoint that a flag names. Collective over `layout`, if one is given.
 
@@ -148,11 +153,14 @@ def open_existing(
         step: Iteration to open (--ckpt-step). `None` opens the newest.
         verify: Whether to check the checkpoint's files.
         layout: Layout of the processes that open it together.
+        allow_foreign: Whether to accept files of other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
     """
-    reader = open_root(Path(folder), step=step, verify=verify, layout=layout)
+    reader = open_root(
+        Path(folder), step=step, verify=verify, layout=layout, allow_foreign=allow_foreign
+    )
     if reader is None:
         where = " in this folder" if Path(folder).is_dir() else ": no such folder"
         raise CheckpointError(f"{flag} {folder}: there is no checkpoint{where}")
@@ -185,7 +193,10 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         needed = " or ".join(kinds)
         raise CheckpointError(f"{flag} {folder}: holds a {kind}, but a {needed} is needed")
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
-        run = replace(run, tokenizer=tokenizer_in(reader.path, run.model.architecture))
+        tokenizer = tokenizer_in(
+            reader.path, run.model.architecture, allow_foreign=reader.allow_foreign
+        )
+        run = replace(run, tokenizer=tokenizer)
     model = replace(
         run.model,
         use_flash_attn=False,
@@ -273,7 +284,12 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
     folder = given.get("load")
     if folder is None:
         return RunOptions()
-    reader = open_existing(folder, step=given.get("ckpt_step"), verify=False)
+    reader = open_existing(
+        folder,
+        step=given.get("ckpt_step"),
+        verify=False,
+        allow_foreign=given.get("allow_foreign_checkpoints", False),
+    )
     config = saved_config(reader, folder, "gpt")
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
@@ -341,7 +357,7 @@ _READ: dict[str, tuple[str, ...]] = {
         *("distributed_timeout_minutes", "local_rank", "use_mpi"),
     ),
     "training": ("deterministic_mode", "dry_run"),
-    "checkpoint": ("load", "ckpt_step", "use_checkpoint_args"),
+    "checkpoint": ("load", "ckpt_step", "allow_foreign_checkpoints", "use_checkpoint_args"),
 }
 # Fields that every program running a saved model either uses or refuses by name.
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])

@@ -236,7 +236,12 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     root, started = Path(config.checkpoint.load), time.perf_counter()
     if root.is_file():
         raise CheckpointError(f"--load {root} is a file: give the folder of checkpoints")
-    reader = open_root(root, step=config.checkpoint.ckpt_step, layout=layout)
+    reader = open_root(
+        root,
+        step=config.checkpoint.ckpt_step,
+        layout=layout,
+        allow_foreign=config.checkpoint.allow_foreign_checkpoints,
+    )
     if reader is None:
         # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
         # else is in it: finetuning keeps its best weights in a folder there.
@@ -288,20 +293,25 @@ def entries_held(reader: Reader, entries: int) -> int:
     return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
 
 
-def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
+def network_of(options: CheckpointConfig) -> dict[str, Any]:
     """Return a checkpoint's network settings by "model.field", for --use-checkpoint-args.
 
     Args:
-        folder: The folder of --load.
-        step: The iteration of --ckpt-step.
+        options: The options for checkpoints, with --load.
 
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    reader = open_root(Path(folder), step=step, verify=False)
+    assert options.load is not None
+    reader = open_root(
+        Path(options.load),
+        step=options.ckpt_step,
+        verify=False,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
     if reader is None:
         raise CheckpointError(
-            f"--use-checkpoint-args: --load {folder} holds no checkpoint: give the "
+            f"--use-checkpoint-args: --load {options.load} holds no checkpoint: give the "
             "network's flags instead"
         )
     saved = reader.meta["config"]["model"]

@@ -75,9 +75,9 @@ def assert_holds(reader: Reader | None, state: State) -> None:
         assert torch.equal(found, entry.tensor), name
 
 
-def assert_loads(root: Path, iterations: Iterable[int]) -> int:
+def assert_loads(root: Path, iterations: Iterable[int], *, allow_foreign: bool = False) -> int:
     """The folder loads one of these iterations, whole and unmixed; which one."""
-    reader = open_checkpoint(root)
+    reader = open_checkpoint(root, allow_foreign=allow_foreign)
     assert reader is not None
     assert reader.iteration in set(iterations)
     assert reader.meta["iteration"] == reader.iteration

@@ -5,17 +5,21 @@ import shutil
 import socket
 
 import pytest
+import torch
 
+from megatron.checkpoint import loading
+from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.find import TRACKER, list_checkpoints
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import open_any, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.retention import is_as_listed
-from megatron.environment import FOREIGN_ENV
 from megatron.errors import CheckpointError
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
-from tests.checkpoint.states import assert_loads, make_state, save_state
+from tests.checkpoint.states import assert_holds, assert_loads, make_state, save, save_state
+from tests.distributed import run_distributed
+from tools.checkpoint import inspect
 
 SHARD = "rank_00000.safetensors"
 OTHER = 12345  # a user's number
@@ -77,14 +81,13 @@ def test_of_megatron_s_files_none_is_waited_for(tmp_path, name):
             is_as_listed(folder)
 
 
-def test_a_link_out_of_the_folder_is_refused_unless_it_is_named(two, tmp_path_factory, monkeypatch):
+def test_a_link_out_of_the_folder_is_refused_unless_it_is_named(two, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "iter_0000002"
     two.rename(elsewhere)
     two.symlink_to(elsewhere)
     assert assert_loads(two.parent, [1]) == 1
     assert open_any(two).iteration == 2
-    monkeypatch.setenv(FOREIGN_ENV, "1")
-    assert assert_loads(two.parent, [2]) == 2
+    assert assert_loads(two.parent, [2], allow_foreign=True) == 2
 
 
 def test_a_link_inside_the_folder_is_followed(two):
@@ -94,25 +97,23 @@ def test_a_link_inside_the_folder_is_followed(two):
 
 
 @pytest.mark.parametrize("name", [".", MANIFEST, SHARD])
-def test_what_everybody_may_write_to_is_refused(two, capsys, monkeypatch, name):
+def test_what_everybody_may_write_to_is_refused(two, capsys, name):
     path = two / name
     path.chmod(path.stat().st_mode | 0o002)
     assert assert_loads(two.parent, [1]) == 1
     told = capsys.readouterr().err
     assert "everybody may write to it: chmod o-w" in told
-    assert f"{FOREIGN_ENV}=1" in told
-    monkeypatch.setenv(FOREIGN_ENV, "1")
-    assert assert_loads(two.parent, [2]) == 2
+    assert "or give --allow-foreign-checkpoints to load it nevertheless" in told
+    assert assert_loads(two.parent, [2], allow_foreign=True) == 2
 
 
 @NOT_OTHERS
 @pytest.mark.parametrize("name", [".", MANIFEST, SHARD])
-def test_what_another_user_owns_is_refused(two, capsys, monkeypatch, name):
+def test_what_another_user_owns_is_refused(two, capsys, name):
     os.chown(two / name, OTHER, OTHER)
     assert assert_loads(two.parent, [1]) == 1
     assert f"owned by another user (number {OTHER})" in capsys.readouterr().err
-    monkeypatch.setenv(FOREIGN_ENV, "1")
-    assert assert_loads(two.parent, [2]) == 2
+    assert assert_loads(two.parent, [2], allow_foreign=True) == 2
 
 
 def test_what_is_saved_without_a_mask_can_be_loaded(tmp_path):
@@ -126,16 +127,14 @@ def test_what_is_saved_without_a_mask_can_be_loaded(tmp_path):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_hugging_face_folders_are_checked_alike(tmp_path, monkeypatch, name):
+def test_hugging_face_folders_are_checked_alike(tmp_path, name):
     case = CASES["llama"]
     folder = write_folder(tmp_path / "hf", case.config, tensors_of(case))
     path = folder / name
     path.chmod(0o666)
     with pytest.raises(CheckpointError, match=f"{name}: everybody may write to it"):
         HFReader(folder)
-    with monkeypatch.context() as patched:
-        patched.setenv(FOREIGN_ENV, "1")
-        HFReader(folder)
+    HFReader(folder, allow_foreign=True)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(CheckpointError):
@@ -154,7 +153,64 @@ def test_the_hub_s_cache_loads_through_its_links(tmp_path):
     assert HFReader(snapshot).names() == HFReader(made).names()
 
 
+def test_a_tool_takes_the_flag(two, capsys):
+    (two / SHARD).chmod(0o666)
+    assert inspect.main([str(two)]) == CheckpointError.exit_code
+    assert "give --allow-foreign-checkpoints" in capsys.readouterr().out
+    assert inspect.main(["--allow-foreign-checkpoints", str(two)]) == 0
+    assert inspect.main(["diff", str(two), str(two)]) == CheckpointError.exit_code
+    assert inspect.main(["diff", "--allow-foreign-checkpoints", str(two), str(two)]) == 0
+
+
 def test_only_opening_tells(two):
     """Listing opens no file: such a folder stays listed, and is refused with a reason."""
     (two / SHARD).chmod(0o666)
     assert [one.iteration for one in list_checkpoints(two.parent)] == [2, 1]
+
+
+def _exchange(path):
+    """Put another file of the same size in a file's place, as an attacker could after a check."""
+    other = path.with_name("other")
+    other.write_bytes(bytes(path.stat().st_size))
+    other.replace(path)
+
+
+def test_a_shard_that_is_exchanged_after_it_was_checked_is_never_read(two):
+    reader = open_checkpoint(two.parent)
+    _exchange(two / SHARD)
+    assert_holds(reader, make_state(2))
+    with pytest.raises(CheckpointError, match=f"{SHARD}: replaced while it was read"):
+        reader.verify()
+
+
+def test_a_hugging_face_shard_that_is_exchanged_after_it_was_checked_is_never_read(tmp_path):
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "hf", case.config, tensors_of(case))
+    reader = open_any(folder)
+    before = {name: reader.read(name).clone() for name in reader.names()}
+    _exchange(folder / "model.safetensors")
+    assert all(torch.equal(reader.read(name), values) for name, values in before.items())
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644])
+def test_a_file_is_judged_by_what_was_opened(two, monkeypatch, mode):
+    """Looking at the path first would see another file than the one that is read."""
+    (two / SHARD).chmod(mode)
+    monkeypatch.setattr(loading, "check_folder", lambda folder, *, allow_foreign: None)
+    assert assert_loads(two.parent, [1, 2]) == (2 if mode == 0o644 else 1)
+
+
+def test_no_descriptor_stays_open_for_each_shard(tmp_path):
+    """A checkpoint of a large run has more files than a process may hold open."""
+    run_distributed(2, _save_rows, tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    reader = open_checkpoint(tmp_path)
+    assert reader.read("model.rows").tolist() == [[0.0] * 8, [1.0] * 8]
+    assert len(reader.manifest.files) == 2
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # the lock on the manifest
+
+
+def _save_rows(layout, root):
+    rank = layout.world.rank
+    row = Entry(torch.full((1, 8), float(rank)), (2, 8), (rank, 0))
+    save(root, 1, {"model.rows": row}, {}, layout)

@@ -87,7 +87,7 @@ def test_what_a_checkpoint_brings_along_was_not_given() -> None:
 
 
 def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
-    def read(folder: str, step: int | None) -> dict[str, object]:
+    def read(_: object) -> dict[str, object]:
         return {"model.rotary_base": 500.0, "model.num_query_groups": 2}
 
     words = command("--load x --use-checkpoint-args")

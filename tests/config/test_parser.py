@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron.config.arguments import add_flags, from_given, title_of
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.parser import Program, asks_for_mpi, parse_config
@@ -227,8 +228,8 @@ def test_mpi_is_seen_before_the_world_is_known(tmp_path) -> None:
 
 
 def test_shape_from_a_checkpoint_wins_over_flags() -> None:
-    def shape(folder: str, step: int | None) -> dict[str, int]:
-        assert (folder, step) == ("old", 7)
+    def shape(options: CheckpointConfig) -> dict[str, int]:
+        assert (options.load, options.ckpt_step) == ("old", 7)
         return {"model.num_layers": 2, "model.hidden_size": 32, "data.seq_length": 64}
 
     words = command("--load old --ckpt-step 7 --use-checkpoint-args", without=["--seq-length"])
@@ -245,7 +246,7 @@ def test_shape_from_a_checkpoint_wins_over_flags() -> None:
 
 
 def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) -> None:
-    def shape(folder: str, step: int | None) -> dict[str, object]:
+    def shape(options: CheckpointConfig) -> dict[str, object]:
         return {
             "model.num_layers": 4,
             "model.swiglu": False,

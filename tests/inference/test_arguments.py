@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -92,6 +93,20 @@ def test_an_iteration_is_found_as_in_training(toy: Path, tmp_path: Path, parse) 
     assert load_gpt(root, CPU, config=parse(toy, "--load", root).config).iteration == 2
     with pytest.raises(CheckpointError, match="^--ckpt-step 3: .*: available iterations: 2, 1: "):
         parse(toy, "--load", root, "--ckpt-step", "3")
+
+
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_what_everybody_may_write_to_is_loaded_with_a_flag(
+    toy: Path, tmp_path: Path, parse
+) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(toy / "model", root)
+    next(root.glob("iter_*/manifest.json")).chmod(0o666)
+    with pytest.raises(CheckpointError, match="or give --allow-foreign-checkpoints"):
+        parse(toy, "--load", str(root))
+    parsed = parse(toy, "--load", str(root), "--allow-foreign-checkpoints")
+    assert not parsed.notices
+    assert load_gpt(str(root), CPU, config=parsed.config).iteration == 0
 
 
 @pytest.mark.parametrize("parse", [_generation, _evaluation])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint.find import TRACKER
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError
 from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
@@ -58,14 +60,28 @@ def test_one_checkpoint_is_loaded_by_its_iteration(saved, tmp_path):
     assert _iteration(Layout.single(), *words, "2") == 2
     assert run_distributed(2, _iteration, *words, "2") == [2, 2]
     assert _iteration(Layout.single(), *words, "2", "--finetune") == 0
-    assert network_of(str(saved), 2) == network_of(str(saved))
+    older = CheckpointConfig(load=str(saved), ckpt_step=2)
+    assert network_of(older) == network_of(CheckpointConfig(load=str(saved)))
     told = (
         f"--ckpt-step 3: {saved} holds no checkpoint of this iteration: available iterations: 4, 2:"
     )
     assert told in _refusal(*words, "3")
     with pytest.raises(CheckpointError, match="^--ckpt-step 3: "):
-        network_of(str(saved), 3)
+        network_of(replace(older, ckpt_step=3))
     assert "--ckpt-step 9: " in _refusal("--load", str(tmp_path / "missing"), "--ckpt-step", "9")
+
+
+def test_what_everybody_may_write_to_is_loaded_with_a_flag(saved, tmp_path):
+    folder = tmp_path / "iter_0000004"
+    shutil.copytree(saved / "iter_0000004", folder)
+    (folder / "manifest.json").chmod(0o666)
+    words = ["--load", str(tmp_path)]
+    assert "or give --allow-foreign-checkpoints" in _refusal(*words)
+    assert _iteration(Layout.single(), *words, "--allow-foreign-checkpoints") == 4
+    options = CheckpointConfig(load=str(tmp_path))
+    with pytest.raises(CheckpointError, match="or give --allow-foreign-checkpoints"):
+        network_of(options)
+    assert network_of(replace(options, allow_foreign_checkpoints=True))
 
 
 def test_one_of_megatron_s_is_loaded_by_its_iteration(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ import torch
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
-from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.huggingface.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
-from megatron.checkpoint.loading import nothing_at, open_checkpoint
+from megatron.checkpoint.loading import nothing_at, open_checkpoint, open_hf
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
 from megatron.config.arguments import from_given
@@ -69,6 +68,12 @@ class Source:
     family: str | None = None
     bare_names: bool = False
     notices: tuple[str, ...] = ()
+
+    def companion_files(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the name and content of each small file that belongs to the model."""
+        if self.companions is not None:
+            trust = self.reader.allow_foreign
+            yield from files.companions(self.companions, allow_foreign=trust)
 
     @property
     def rows(self) -> int:
@@ -116,7 +121,7 @@ def load_hf(options: argparse.Namespace) -> Source:
     """Open a Hugging Face folder with safetensors and config.json."""
     if not files.is_model_folder(options.load_dir) and (found := scan(options.load_dir)[0]):
         raise _other_kind(options, options.load_dir, found[0].format)
-    reader = HFReader(options.load_dir)
+    reader = open_hf(options.load_dir, allow_foreign=options.allow_foreign_checkpoints)
     return Source(
         reader=reader,
         config=_complete(from_dict(reader.meta["config"], str(reader.path)), reader),
@@ -136,7 +141,9 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 def load_own(options: argparse.Namespace) -> Source:
     """Open the newest checkpoint that this program, or Megatron-LM up to 23.08, wrote."""
     folder = options.load_dir
-    reader = None if folder.is_file() else open_checkpoint(folder)
+    reader = None
+    if not folder.is_file():
+        reader = open_checkpoint(folder, allow_foreign=options.allow_foreign_checkpoints)
     if reader is None:
         why = nothing_at(folder)
         if (folder / files.CONFIG).is_file():
@@ -311,7 +318,7 @@ def _entries_if_there(config: TokenizerConfig) -> int | None:
 def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig:
     """Copy the model's small files into the folder of checkpoints and return its tokenizer."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
-    found = dict(files.companions(source.companions)) if source.companions else {}
+    found = dict(source.companion_files())
     given, own = _given_tokenizer(source, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
         return own
@@ -387,11 +394,13 @@ def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerCo
 
 def save_hf(source: Source, options: argparse.Namespace, check: Check) -> Path:
     """Write a folder that `transformers` opens."""
-    companions = dict(files.companions(source.companions)) if source.companions else {}
+    companions = dict(source.companion_files())
     template = None
     if files.CONFIG in companions:
         assert source.companions is not None
-        template = read_json(source.companions / files.CONFIG)
+        template = read_json(
+            source.companions / files.CONFIG, allow_foreign=source.reader.allow_foreign
+        )
     given = _given_tokenizer(source, options)
     vocab = _true_vocabulary(source, options, given, template)
     wanted = options.model_family or source.family or (template or {}).get("model_type")

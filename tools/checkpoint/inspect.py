@@ -39,13 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-verify", action="store_true", help=text)
     text = "Also list all tensors and the meta data."
     parser.add_argument("--details", action="store_true", help=text)
+    parser.add_trust()
     args = parser.read(words)
 
     def work() -> int:
         from megatron.checkpoint.inspection import summarize
         from megatron.errors import EXIT_OK, CheckpointError
 
-        lines, sound = summarize(args.folder, verify=not args.no_verify, details=args.details)
+        lines, sound = summarize(
+            args.folder,
+            verify=not args.no_verify,
+            details=args.details,
+            allow_foreign=args.allow_foreign_checkpoints,
+        )
         print("\n".join(lines))
         return EXIT_OK if sound else CheckpointError.exit_code
 
@@ -59,6 +65,7 @@ def _diff(words: Sequence[str]) -> int:
     text = "Compare only tensors whose names begin with this."
     parser.add_argument("--only", default="", metavar="PREFIX", help=text)
     parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")
+    parser.add_trust()
     args = parser.read(words)
 
     def work() -> int:
@@ -66,7 +73,10 @@ def _diff(words: Sequence[str]) -> int:
         from megatron.checkpoint.loading import open_any
         from megatron.errors import EXIT_OK
 
-        one, other = (open_any(path, verify=not args.no_verify) for path in (args.one, args.other))
+        one, other = (
+            open_any(path, verify=not args.no_verify, allow_foreign=args.allow_foreign_checkpoints)
+            for path in (args.one, args.other)
+        )
         print(f"{one.path} ({one.format}) -> {other.path} ({other.format})")
         lines, equal = compare(one, other, only=args.only)
         print("".join(f"{line}\n" for line in lines), end="")

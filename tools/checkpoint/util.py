@@ -61,6 +61,7 @@ def build_parser() -> ToolParser:
     add("--loader", default="megatron", choices=LOADERS, help="Format to read.")
     add("--saver", default="megatron", choices=SAVERS, help="Format to write.")
     add("--load-dir", required=True, type=Path, help="Folder to read.")
+    parser.add_trust()
     add("--save-dir", required=True, type=Path, help="Folder to write.")
     add("--true-vocab-size", type=int, help="Rows of the vocabulary to keep, without the padding.")
     text = "Also convert the optimizer's states and the schedule's position."
@@ -187,7 +188,13 @@ def _verify(source: formats.Source, options: argparse.Namespace, written: Path) 
         opened = open_checkpoint(written)
         assert opened is not None, "it was written just now"
         folder, reader = options.load_dir, opened
-    return verify(reader, source.config, folder, tolerance=options.verify_tolerance)
+    return verify(
+        reader,
+        source.config,
+        folder,
+        tolerance=options.verify_tolerance,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

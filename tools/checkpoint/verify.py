@@ -49,23 +49,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="Folder of checkpoints of any format.")
     parser.add_argument("folder", type=Path, help="Hugging Face folder of the same model.")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
+    parser.add_trust()
     options = parser.read(argv)
 
     def work() -> None:
         from megatron.checkpoint.loading import open_any
         from tools.checkpoint import formats
 
-        found = open_any(options.checkpoint, verify=False).format
+        trust = options.allow_foreign_checkpoints
+        found = open_any(options.checkpoint, verify=False, allow_foreign=trust).format
         loader = {"native": "native", "legacy": "megatron", "hf": "hf"}[found]
-        load = argparse.Namespace(load_dir=options.checkpoint, loader=loader, hf_files=None)
+        load = argparse.Namespace(
+            load_dir=options.checkpoint,
+            loader=loader,
+            hf_files=None,
+            allow_foreign_checkpoints=trust,
+        )
         source = formats.LOADERS[loader](load)
-        line = verify(source.reader, source.config, options.folder, tolerance=options.tolerance)
+        line = verify(
+            source.reader,
+            source.config,
+            options.folder,
+            tolerance=options.tolerance,
+            allow_foreign=trust,
+        )
         print(line.removeprefix("--verify: "))
 
     return run_command(work)
 
 
-def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) -> str:
+def verify(
+    reader: Reader,
+    config: ModelRun,
+    folder: Path,
+    *,
+    tolerance: float,
+    allow_foreign: bool = False,
+) -> str:
     """Compare the outputs of a checkpoint and a Hugging Face folder in fp32 on the CPU.
 
     Args:
@@ -74,6 +94,7 @@ def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) 
         folder: The folder of the same model.
         tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
             whichever is larger.
+        allow_foreign: Accept files of other users in the folder.
 
     Returns:
         A line for the user: the difference, or why nothing was compared.
@@ -83,9 +104,9 @@ def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) 
     """
     if find_spec("transformers") is None:
         return "--verify: NOT CHECKED: transformers is not installed (pip install transformers)"
-    from megatron.checkpoint.huggingface.reader import HFReader
+    from megatron.checkpoint.loading import open_hf
 
-    theirs_reader = HFReader(folder)
+    theirs_reader = open_hf(folder, allow_foreign=allow_foreign)
     inputs = random_inputs(config.model.max_position_embeddings, theirs_reader.vocab)
     ours = our_outputs(reader, config, inputs)
     theirs = their_outputs(theirs_reader, inputs)
@@ -238,12 +259,13 @@ def their_model(reader: HFReader) -> Any:
     """
     import torch
     import transformers
-    from safetensors.torch import load_file
 
     from megatron.checkpoint.huggingface.files import CONFIG, find_shards
     from megatron.checkpoint.huggingface.settings import read_json
+    from megatron.checkpoint.mapped import MappedFile
 
-    values = read_json(reader.path / CONFIG)
+    trust = reader.allow_foreign
+    values = read_json(reader.path / CONFIG, allow_foreign=trust)
     kind, values = values.pop("model_type"), {**values, "dtype": "float32"}
     values.pop("torch_dtype", None)
     config = transformers.AutoConfig.for_model(kind, **values)
@@ -252,10 +274,11 @@ def their_model(reader: HFReader) -> Any:
     pieces = {"add_pooling_layer": False} if lacks_pooler else {}
     model = getattr(transformers, reader.architecture)(config, **pieces).float()
     family = reader.family
+    files = sorted(set(find_shards(reader.path, allow_foreign=trust).values()))
     state = {
-        name: tensor
-        for file in sorted(set(find_shards(reader.path).values()))
-        for name, tensor in load_file(file).items()
+        name: file.tensor(place)
+        for file in (MappedFile(path, allow_foreign=trust) for path in files)
+        for name, place in file.header().items()
         if not re.fullmatch(family.derived, name)
     }
     if reader.bare_names and reader.architecture != "BertModel":

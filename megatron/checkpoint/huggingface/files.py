@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.huggingface.settings import read_json
-from megatron.checkpoint.trust import check_owner, open_plain
+from megatron.checkpoint.trust import open_trusted
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError
 
@@ -41,13 +41,12 @@ _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder.
+    """Return the path of a file in the folder, without links.
 
     Links from `snapshots/REVISION` into `blobs` of the same model (the hub's cache) are followed.
 
     Raises:
-        CheckpointError: The file is missing, is a link that leads out of the folder, or can have
-            been changed by another user.
+        CheckpointError: The file is missing, or is a link that leads out of the folder.
     """
     path = folder / name
     if not path.is_file():
@@ -58,8 +57,7 @@ def inside(folder: Path, name: str) -> Path:
     target = path.resolve()
     if not any(target.is_relative_to(home) for home in homes):
         raise CheckpointError(f"{path}: a link out of the folder, which is not followed")
-    check_owner(target)
-    return path
+    return target
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -68,8 +66,12 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in names)
 
 
-def find_shards(folder: Path) -> dict[str, Path]:
+def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]:
     """Return every tensor's name with its file, or {"": file} for a single file without an index.
+
+    Args:
+        folder: The folder.
+        allow_foreign: Accept files of other users.
 
     Raises:
         CheckpointError: There are no readable files, or the index names something other than plain
@@ -78,7 +80,8 @@ def find_shards(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder; give a local one (nothing is downloaded)")
     if (folder / INDEX).exists():
-        listed = read_json(inside(folder, INDEX)).get("weight_map")
+        index = read_json(inside(folder, INDEX), allow_foreign=allow_foreign)
+        listed = index.get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise CheckpointError(f"{folder / INDEX}: no weight_map")
         for name in listed.values():
@@ -100,13 +103,21 @@ def find_shards(folder: Path) -> dict[str, Path]:
     raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
 
 
-def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each small file that belongs to the model."""
+def companions(folder: Path, *, allow_foreign: bool = False) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and content of each small file that belongs to the model.
+
+    Args:
+        folder: The model's folder.
+        allow_foreign: Accept files of other users.
+
+    Raises:
+        CheckpointError: A file is too large, leads out of the folder, or cannot be trusted.
+    """
     for name in COMPANIONS:
         if not (folder / name).exists():
             continue
         path = inside(folder, name)
-        with open_plain(path, follows=True) as file:
+        with open_trusted(path, allow_foreign=allow_foreign) as file:
             data = file.read(MAX_COMPANION + 1)
         if len(data) > MAX_COMPANION:
             raise CheckpointError(f"{path}: larger than {MAX_COMPANION:,} bytes")
@@ -118,19 +129,24 @@ def json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def tokenizer_in(folder: Path, architecture: str) -> TokenizerConfig:
+def tokenizer_in(
+    folder: Path, architecture: str, *, allow_foreign: bool = False
+) -> TokenizerConfig:
     """Return the tokenizer settings of a folder, without a type if it has no tokenizer.
 
     Args:
         folder: The folder.
         architecture: The kind of network (`ModelConfig.architecture`).
+        allow_foreign: Accept files of other users.
 
     Raises:
         CheckpointError: The tokenizer's settings cannot be read.
     """
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)
-    said = {} if settings is None else read_json(Path(settings))
+    said: dict[str, Any] = {}
+    if settings is not None:
+        said = read_json(Path(settings), allow_foreign=allow_foreign)
     extra, used = 0, dict[str, Any]()
     if special == WORDPIECES and WORDPIECES in paths:
         lower = said.get("do_lower_case") is not False

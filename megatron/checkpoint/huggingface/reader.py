@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megatron.checkpoint.entries import DTYPES, Box
 from megatron.checkpoint.huggingface.families import family_named
@@ -16,7 +15,9 @@ from megatron.checkpoint.huggingface.files import CONFIG, find_shards, inside
 from megatron.checkpoint.huggingface.rules import Shape, present
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
+from megatron.checkpoint.mapped import MappedFile
 from megatron.checkpoint.reader import SHOWN, HeldTensor, Reader
+from megatron.checkpoint.shard import Placement
 from megatron.config.run import RunOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -28,20 +29,24 @@ _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor in a file: safetensors' name of its type, its shape, and its values on demand."""
+    """A tensor in a file, whose values are read on demand."""
 
-    path: Path
-    name: str
-    dtype: str
-    shape: Shape
+    file: MappedFile
+    place: Placement
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of its type."""
+        return self.place.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return self.place.shape
 
     def load(self) -> torch.Tensor:
         """Return the values, mapped from the file. They are read when they are used."""
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                return file.get_tensor(self.name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.path}: {self.name}: {error}") from error
+        return self.file.tensor(self.place)
 
 
 class HFReader(Reader):
@@ -60,21 +65,25 @@ class HFReader(Reader):
     format = "hf"
     iteration = 0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
         """Check every name, shape and type against config.json. Read no tensor.
+
+        Args:
+            path: The folder.
+            allow_foreign: Accept files of other users.
 
         Raises:
             CheckpointError: A tensor or key is missing, unknown or contradicts config.json.
         """
-        self.path = path
-        shards = find_shards(path)
+        self.path, self.allow_foreign = path, allow_foreign
+        shards = find_shards(path, allow_foreign=allow_foreign)
         config_path = inside(path, CONFIG)
-        values = read_json(config_path)
+        values = read_json(config_path, allow_foreign=allow_foreign)
         self.family = family_named(values.get("model_type"), config_path)
         described = self.family.read(Settings(values, config_path))
         model, head = described.model, self.family.tied_head
         self.vocab, self.notices = described.vocab, described.notices
-        self._files = _open_shards(path, shards)
+        self._files = _open_shards(path, shards, allow_foreign)
         prefix = self.family.prefix
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._files)
         rules = self.family.rules(model, self.vocab)
@@ -159,7 +168,9 @@ class HFReader(Reader):
         return held is None or (words is not None and torch.equal(held.load(), words.load()))
 
 
-def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _FileTensor]:
+def _open_shards(
+    folder: Path, shards: Mapping[str, Path], allow_foreign: bool
+) -> dict[str, _FileTensor]:
     """Return all tensors of the files by their modern names.
 
     Raises:
@@ -167,16 +178,11 @@ def _open_shards(folder: Path, shards: Mapping[str, Path]) -> dict[str, _FileTen
     """
     held: dict[str, _FileTensor] = {}
     for path in sorted(set(shards.values())):
-        try:
-            file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
-        with file:
-            for name in file.keys():  # noqa: SIM118  not a dict
-                if name in held:
-                    raise CheckpointError(f"{path}: {name} is in {held[name].path.name} too")
-                part = file.get_slice(name)
-                held[name] = _FileTensor(path, name, part.get_dtype(), tuple(part.get_shape()))
+        file = MappedFile(path, allow_foreign=allow_foreign)
+        for name, place in file.header().items():
+            if name in held:
+                raise CheckpointError(f"{path}: {name} is in {held[name].file.path.name} too")
+            held[name] = _FileTensor(file, place)
     if "" not in shards:
         missing = sorted(shards.keys() - held.keys()) + sorted(held.keys() - shards.keys())
         if missing:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.trust import open_plain
+from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 1 << 20  # limit of a JSON file that describes a model; real ones have a few thousand
@@ -42,14 +42,19 @@ _HARMLESS = frozenset(
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
     """Return an object from a JSON file of moderate size.
 
+    Args:
+        path: The file, or a link to it.
+        allow_foreign: Accept a file of another user.
+
     Raises:
-        CheckpointError: The file is missing, too large, or does not hold a JSON object.
+        CheckpointError: The file is missing, too large, or does not hold a JSON object; or it
+            belongs to another user, or everybody may write to it.
     """
     try:
-        with open_plain(path, follows=True) as file:
+        with open_trusted(path, allow_foreign=allow_foreign, follows=True) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -56,18 +56,21 @@ class LegacyReader(Reader):
 
     format = "legacy"
 
-    def __init__(self, path: Path, world: Axis, *, verify: bool) -> None:
+    def __init__(
+        self, path: Path, world: Axis, *, verify: bool, allow_foreign: bool = False
+    ) -> None:
         """Open all files.
 
         Args:
             path: The checkpoint's folder.
             world: The ranks that open it, each of which verifies its share.
             verify: Check the CRCs of this rank's share of the files.
+            allow_foreign: Accept files of other users.
 
         Raises:
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
         """
-        self.path = path
+        self.path, self.allow_foreign = path, allow_foreign
         try:
             # While this reader exists, another job's `--keep-latest` keeps the checkpoint.
             if is_as_listed(path):
@@ -75,7 +78,7 @@ class LegacyReader(Reader):
         except OSError as error:
             message = f"{error.filename or path}: cannot be read: {error.strerror}"
             raise CheckpointError(message) from error
-        self._files = torch_file.open_files(path)
+        self._files = torch_file.open_files(path, allow_foreign=allow_foreign)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
@@ -162,7 +165,7 @@ class LegacyReader(Reader):
             optimizer = file.tree.get("optimizer")
             state, holder = read_optimizer(optimizer, parameters), file
             if state is None:
-                beside = torch_file.open_distributed(file)
+                beside = torch_file.open_distributed(file, allow_foreign=self.allow_foreign)
                 if beside is None:
                     return None
                 state, holder = read_distributed(optimizer, beside.tree, chunks), beside

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from megatron.checkpoint.legacy.unpickler import STORAGES, TensorRef, read_pickle, show
 from megatron.checkpoint.shard import memory_of
-from megatron.checkpoint.trust import open_plain
+from megatron.checkpoint.trust import open_trusted
 from megatron.durable import new_file
 from megatron.errors import CheckpointError
 
@@ -73,8 +73,12 @@ class TorchZip:
         buffer: The whole file, mapped into memory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
         """Open a file.
+
+        Args:
+            path: The file.
+            allow_foreign: Accept a file of another user.
 
         Raises:
             CheckpointError: The file is not one of torch.save, is truncated or compressed, or has
@@ -82,7 +86,7 @@ class TorchZip:
         """
         self.path = path
         try:
-            with open_plain(path) as file:
+            with open_trusted(path, allow_foreign=allow_foreign) as file:
                 # Map a private copy-on-write view: writing to its tensors does not change the file.
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 with zipfile.ZipFile(file) as archive:
@@ -265,8 +269,12 @@ class RankFile:
         return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
-def open_files(path: Path) -> list[RankFile]:
+def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
     """Open the files of a checkpoint's folder, ordered by stage and tensor rank.
+
+    Args:
+        path: The folder.
+        allow_foreign: Accept files of other users.
 
     Raises:
         CheckpointError: The grid is incomplete, or a file is damaged or refused, or its kind is not
@@ -283,7 +291,8 @@ def open_files(path: Path) -> list[RankFile]:
         if match is None:
             raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
         rank, stage = int(match[1]), int(match[2] or 0)
-        files.append(RankFile(rank, stage, *_open(old if old.exists() else folder / MODEL_FILE)))
+        opened = _open(old if old.exists() else folder / MODEL_FILE, allow_foreign)
+        files.append(RankFile(rank, stage, *opened))
     files.sort(key=lambda file: (file.stage, file.tensor_rank))
     places = [(file.stage, file.tensor_rank) for file in files]
     grid = itertools.product(*(range(1 + max(axis)) for axis in zip(*places, strict=True)))
@@ -296,14 +305,20 @@ def open_files(path: Path) -> list[RankFile]:
     return files
 
 
-def open_distributed(file: RankFile) -> RankFile | None:
+def open_distributed(file: RankFile, *, allow_foreign: bool = False) -> RankFile | None:
     """Open a rank's file of the distributed optimizer, or return None if it has none.
+
+    Args:
+        file: The rank's other file.
+        allow_foreign: Accept a file of another user.
 
     Raises:
         CheckpointError: The file is damaged or refused.
     """
     path = file.zip.path.parent / DISTRIBUTED_FILE
-    return RankFile(file.tensor_rank, file.stage, *_open(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    return RankFile(file.tensor_rank, file.stage, *_open(path, allow_foreign))
 
 
 def states_beside(path: Path) -> Iterator[Path]:
@@ -311,10 +326,10 @@ def states_beside(path: Path) -> Iterator[Path]:
     return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
 
 
-def _open(path: Path) -> tuple[TorchZip, Mapping[str, Any]]:
+def _open(path: Path, allow_foreign: bool) -> tuple[TorchZip, Mapping[str, Any]]:
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(f"{path}: missing, or not a plain file")
-    archive = TorchZip(path)
+    archive = TorchZip(path, allow_foreign=allow_foreign)
     archive.check("data.pkl")
     tree = read_pickle(bytes(archive.record("data.pkl")), str(path))
     if not isinstance(tree, dict):

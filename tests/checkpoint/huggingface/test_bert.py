@@ -18,6 +18,7 @@ from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import PaddedReader, restore
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
 from megatron.config.stages import parts_of_stage, plan_parts
@@ -263,7 +264,7 @@ def test_real_weights(tmp_path, capsys):
     assert "hidden states differ by at most" in capsys.readouterr().out
     reader = open_checkpoint(tmp_path / "a")
     assert reader.global_shape(_WORDS) == (30592, 384)
-    network = network_of(str(tmp_path / "a"))
+    network = network_of(CheckpointConfig(load=str(tmp_path / "a")))
     assert network["model.onnx_safe"] is True
     assert network["model.apply_residual_connection_post_layernorm"] is True
     assert convert("native", "hf", tmp_path / "a", tmp_path / "b") == 0

@@ -1,0 +1,123 @@
+"""Read a safetensors file through the descriptor by which it was checked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.entries import DTYPES
+from megatron.checkpoint.shard import PIECE, Placement, parse_header
+from megatron.checkpoint.trust import open_plain, open_trusted
+from megatron.errors import CheckpointError
+
+_LENGTH = 8  # bytes at the start of a file that say how long its header is
+_MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+
+
+class MappedFile:
+    """A safetensors file of a checkpoint, mapped into memory.
+
+    The mapping is made through the descriptor that was checked, so tensors come from that file even
+    if its path leads to another one later. No descriptor stays open, because a checkpoint may have
+    more files than a process may hold open; `open` refuses any file but the mapped one.
+
+    Attributes:
+        path: The file.
+        size: Its size in bytes.
+    """
+
+    def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
+        """Open and map a file.
+
+        Args:
+            path: The file.
+            allow_foreign: Accept a file of another user (`open_trusted`).
+
+        Raises:
+            CheckpointError: The file cannot be opened or mapped, or is not a trusted plain file.
+        """
+        self.path = path
+        try:
+            with open_trusted(path, allow_foreign=allow_foreign) as file:
+                status = os.fstat(file.fileno())
+                self.size, self._identity = status.st_size, (status.st_dev, status.st_ino)
+                # A private mapping, as safetensors makes it, but not by path.
+                name = f"/proc/self/fd/{file.fileno()}"
+                self._bytes = torch.from_file(name, size=self.size, dtype=torch.uint8)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        except RuntimeError as error:  # it shrinks, or there is no address space left
+            raise CheckpointError(f"{path}: cannot be mapped: {error}") from error
+
+    def open(self) -> BufferedReader:
+        """Open the mapped file again, to read it without the mapping.
+
+        Reading reports a failing disk as an error, whereas using a mapping ends the process.
+
+        Raises:
+            CheckpointError: The path leads to another file now.
+            OSError: The file cannot be opened.
+        """
+        file = open_plain(self.path)
+        status = os.fstat(file.fileno())
+        if (status.st_dev, status.st_ino) != self._identity:
+            file.close()
+            raise CheckpointError(f"{self.path}: replaced while it was read")
+        return file
+
+    def digest(self, start: int, size: int) -> str:
+        """Return the SHA-256 of `size` bytes from `start`, or of fewer at the file's end.
+
+        Raises:
+            CheckpointError: The path leads to another file now.
+            OSError: The bytes cannot be read.
+        """
+        digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
+        with self.open() as file:
+            file.seek(start)
+            while size and (count := file.readinto(memory[:size])):
+                digest.update(memory[:count])
+                size -= count
+        return digest.hexdigest()
+
+    def header(self) -> dict[str, Placement]:
+        """Return every tensor's position, after checking that the tensors fill the file.
+
+        Raises:
+            CheckpointError: The file is not a sound safetensors file.
+        """
+        length = int.from_bytes(self._part(0, _LENGTH), "little")
+        try:
+            if length > min(_MAX_HEADER, self.size - _LENGTH):
+                raise ValueError(f"a header of {length:,} bytes in a file of {self.size:,}")
+            places = parse_header(self._part(0, _LENGTH + length))
+            end = _LENGTH + length
+            for name, place in sorted(places.items(), key=lambda one: (one[1].start, one[1].size)):
+                if place.dtype not in DTYPES:
+                    raise ValueError(f"{name} has the unknown type {place.dtype!r:.40}")
+                is_whole = place.size == prod(place.shape) * DTYPES[place.dtype].itemsize
+                if place.start != end or not is_whole:
+                    raise ValueError(f"{name} has a wrong position or size")
+                end += place.size
+            if end != self.size:
+                raise ValueError(f"{self.size:,} bytes, but header and tensors have {end:,}")
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: not a safetensors file: {error}") from error
+        return places
+
+    def tensor(self, place: Placement) -> Tensor:
+        """Return the tensor at a position. It is read from the disk when it is used."""
+        data = self._bytes[place.start : place.start + place.size]
+        dtype = DTYPES[place.dtype]
+        if place.start % dtype.itemsize:
+            data = data.clone()  # other programs may write a header of any length
+        return data.view(dtype).view(place.shape)
+
+    def _part(self, start: int, size: int) -> bytes:
+        return self._bytes[start : start + size].numpy().tobytes()
