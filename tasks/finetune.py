@@ -177,7 +177,7 @@ class Evaluated:
 
     @property
     def all_files(self) -> Guesses:
-        """The guesses of all files together."""
+        """The guesses for all files together."""
         return Guesses.joined(self.by_file.values())
 
 

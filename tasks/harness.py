@@ -110,7 +110,7 @@ class Backend:
     """The work of all processes for the harness. Its methods are collective."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int, log_interval: int) -> None:
-        """Prepare scoring; the generator, whose KV cache uses memory, is made when needed."""
+        """Prepare scoring. The generator, whose KV cache uses memory, is created when needed."""
         self._loaded = loaded
         self._device = device
         self._scorer = Scorer(loaded, device, micro_batch)
@@ -334,7 +334,7 @@ _END = "end"
 
 
 class Workers:
-    """Calls from rank 0 to all ranks, for libraries that know only a single process.
+    """Calls from rank 0 to all ranks, for libraries that are written for a single process.
 
     Args:
         world: The axis of all ranks.

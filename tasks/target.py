@@ -68,11 +68,11 @@ class Target:
         return self.scores[0] if len(self.scores) == 1 else f"mean of {' and '.join(self.scores)}"
 
     def score(self, numbers: Numbers) -> float:
-        """Return the task's score in GLUE, which is the mean if there are two measures."""
+        """Return the task's GLUE score, which is the mean if there are two metrics."""
         return sum(float(numbers[name]) for name in self.scores) / len(self.scores)
 
     def numbers(self, found: Guesses) -> Numbers:
-        """Return the measures of all samples together, by name."""
+        """Return the metrics over all samples, by name."""
         if self.span is not None:
             return value_numbers(found.labels, found.guesses)
         return class_numbers(self._matrix(found))
@@ -86,7 +86,7 @@ class Target:
         return format_table(CLASS_TITLES, rows)
 
     def details(self, found: Guesses) -> dict[str, Any]:
-        """Return the confusion matrix, [class][guess]; nothing for values."""
+        """Return the confusion matrix, [class][guess]; an empty dictionary for values."""
         if self.span is not None:
             return {}
         return {"classes": list(self.classes), "counts": self._matrix(found)}
@@ -113,7 +113,7 @@ def accuracy(matrix: Matrix) -> float:
 
 
 def matthews(matrix: Matrix) -> float:
-    """Return Matthews' correlation for any number of classes; 0 is the level of chance."""
+    """Return Matthews' correlation for any number of classes; 0 is chance level."""
     total, right = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
     true = [sum(row) for row in matrix]
     guessed = [sum(column) for column in zip(*matrix, strict=True)]
@@ -123,7 +123,7 @@ def matthews(matrix: Matrix) -> float:
 
 
 def class_numbers(matrix: Matrix) -> Numbers:
-    """Return the measures of all classes together; with two classes, also F1 of the second."""
+    """Return the metrics over all classes; with two classes, also the F1 of the second."""
     numbers: Numbers = {
         "number correct": sum(matrix[i][i] for i in range(len(matrix))),
         "total examples": _total(matrix),
@@ -160,7 +160,10 @@ BAND_TITLES = ("label", "examples", "mean label", "mean guess", "mean squared er
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Return Pearson's correlation of two lists `[n]`: 1 on a rising line, 0 if one is constant."""
+    """Return Pearson's correlation of two lists `[n]`, or 0 if one of them is constant.
+
+    It is 1 if the points lie on a rising line.
+    """
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     a, b = a - a.mean(), b - b.mean()
     below = np.sqrt((a @ a) * (b @ b))
@@ -180,7 +183,7 @@ def ranks(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def value_numbers(labels: Sequence[float], guesses: Sequence[float]) -> Numbers:
-    """Return the measures of all samples together."""
+    """Return the metrics over all samples."""
     return {
         "total examples": len(labels),
         "pearson": pearson(labels, guesses),

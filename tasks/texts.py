@@ -104,7 +104,7 @@ _PTB: tuple[tuple[str, str], ...] = (
 
 
 def wikitext(text: str) -> str:
-    """Undo WikiText's `@-@` and similar, and spaces around punctuation, brackets and quotes."""
+    """Undo WikiText's `@-@` and the like, and spaces around punctuation, brackets and quotes."""
     text = _replace(text.replace("s '", "s'"), _WIKITEXT)
     for opening, closing in _PAIRS:
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
@@ -113,7 +113,7 @@ def wikitext(text: str) -> str:
 
 
 def ptb(text: str) -> str:
-    """Undo Penn Treebank's split contractions, and `N` for numbers."""
+    """Join the contractions that Penn Treebank splits, and undo its `N` for numbers."""
     return _replace(text, _PTB)
 
 

@@ -37,7 +37,7 @@ def build_parser() -> ToolParser:
     add("--model", choices=sorted(models()), help="What to train.")
     add("--layouts", nargs="+", metavar="NAME", help="Layouts to run (default: all that fit).")
     add("--list", action="store_true", help="Print the layouts of --model, or of all models.")
-    add("--processes", type=int, help="Most processes per run (default: number of GPUs).")
+    add("--processes", type=int, help="Maximum processes per run (default: number of GPUs).")
     add("--train-iters", type=int, default=12, help="Iterations per run (default: 12).")
     add("--timeout", type=float, default=300.0, help="Seconds for one run (default: 300).")
     add("--budget", type=float, help="Seconds for all runs together (default: no limit).")

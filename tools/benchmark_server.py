@@ -216,7 +216,7 @@ def _parser() -> ToolParser:
         "--hostile",
         type=int,
         default=0,
-        help="number of further clients that send prompts of 1 MB, which are refused",
+        help="number of additional clients that send prompts of 1 MB, which are refused",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     return parser

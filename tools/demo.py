@@ -118,7 +118,7 @@ def check_input(source: Path) -> None:
 
 
 def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make an empty `out`. An earlier run with the same settings is kept under another name.
+    """Create an empty folder `out`. An earlier run with the same settings is renamed.
 
     Raises:
         ConfigError: `out` holds anything else, and `overwrite` is false.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron.data.text_input import TextBlock
 
 _MOST_WORKERS = 1024
-_WORKERS = "leave it and --workers out: one process per core"
+_WORKERS = "omit it and --workers: one process per core"
 # Flags of today's Megatron-LM that are not supported; all flags of older versions are accepted.
 _GONE = {
     "--find-optimal-num-workers": _WORKERS,

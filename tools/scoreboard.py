@@ -74,7 +74,7 @@ def machine() -> str:
 
 
 def read_page(path: Path) -> str:
-    """Read a page that has a place for results.
+    """Read a page that has a section for results.
 
     Raises:
         ConfigError: The page cannot be read and written, or has no such place.

@@ -60,7 +60,7 @@ def test_values_that_look_like_flags():
         ),
         (
             ["--find-optimal-num-workers"],
-            ["--find-optimal-num-workers: leave it and --workers out: one process per core"],
+            ["--find-optimal-num-workers: omit it and --workers: one process per core"],
         ),
         (["--zzz"], ["unknown flag --zzz: --help lists all flags"]),
         ([], ["the following arguments are required: --input, --output-prefix"]),

@@ -142,7 +142,7 @@ def run_to_end(
 def _process(
     command: Sequence[str], folder: Path | None, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a process, and end its whole group when the block ends."""
+    """Run a process, and end its whole process group when the block ends."""
     process = subprocess.Popen(
         command,
         cwd=folder,

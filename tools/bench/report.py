@@ -124,7 +124,7 @@ def describe(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> s
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows in columns, the first to the left and the others to the right."""
+    """Align rows in columns: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

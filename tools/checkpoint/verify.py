@@ -138,7 +138,7 @@ class Inputs:
 
 
 def random_inputs(positions: int, vocab: int) -> Inputs:
-    """Draw inputs for a model with this context and vocabulary. Every call returns the same."""
+    """Draw inputs for a model with this context and vocabulary. Every call draws the same."""
     import torch
 
     generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
@@ -291,7 +291,7 @@ def their_model(reader: HFReader) -> Any:
     tied = {family.tied_head, *family.word_copies, "cls.predictions.decoder.bias"}
     if unexpected or set(missing) - tied:
         raise CheckpointError(
-            f"--verify: transformers misses {missing} and does not know {unexpected}"
+            f"--verify: transformers lacks {missing} and does not recognize {unexpected}"
         )
     if not own_head:
         model.tie_weights()

@@ -60,12 +60,12 @@ class Kind:
 
     @property
     def training_flags(self) -> list[str]:
-        """The flags for network and optimizer."""
+        """The flags for the network and the optimizer."""
         return [*self.network.split(), *_NETWORK.split(), *_OPTIMIZER.split()]
 
 
 def _bpe(folder: Path) -> list[str]:
-    """Return the flags for GPT-2's files, which give tokenizer.json's ids, but faster in bulk."""
+    """Return the flags for GPT-2's files, with tokenizer.json's ids, but faster in bulk."""
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 

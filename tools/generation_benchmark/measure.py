@@ -1,4 +1,4 @@
-"""Measure our engine on a model with random weights."""
+"""Measurement of our engine on a model with random weights."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def table(result: Result) -> str:
         f"{result.parameters / 1e9:.2f} billion parameters, {result.precision}; "
         f"copy {result.bandwidth / 1e12:.2f} TB/s",
         "",
-        "| batch | mean length | tokens/s | ms a step | floor, ms | of floor | transformers, "
+        "| batch | mean length | tokens/s | ms per step | floor, ms | of floor | transformers, "
         "tokens/s | times |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         *(_row(decoding) for decoding in result.decoding),
@@ -70,4 +70,4 @@ def _row(row: Decoding) -> str:
 
 def line(row: Decoding) -> str:
     """Describe one measurement in a line."""
-    return f"batch {row.batch}: {row.seconds * 1e3:.2f} ms a step, floor {row.floor * 1e3:.2f} ms"
+    return f"batch {row.batch}: {row.seconds * 1e3:.2f} ms per step, floor {row.floor * 1e3:.2f} ms"

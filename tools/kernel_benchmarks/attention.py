@@ -111,7 +111,7 @@ def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
         return attention_reference(query, key, value, AttentionOptions(bias))
 
     plain = _attention(
-        "attention with a bias that learns, T5", device, sizes, pairs=b * s * s, ours=ours
+        "attention with a learned bias, T5", device, sizes, pairs=b * s * s, ours=ours
     )
     return replace(
         plain,
@@ -121,7 +121,7 @@ def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
 
 
 def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: bool) -> Operation:
-    """Return the softmax of scores [b, n, s, s] of --no-masked-softmax-fusion."""
+    """Return the softmax of scores [b, n, s, s] that --no-masked-softmax-fusion uses."""
     b, _, s, _ = sizes
     mask = None if causal else torch.rand(b, 1, s, s, device=device) < 0.9  # True: may attend
     form = partial(masked_softmax, mask=mask, causal=causal, factor=0.5, dtype=BF16)

@@ -26,7 +26,8 @@ class Operation:
     Attributes:
         name: Name of the operation.
         shape: A description of the sizes and types.
-        forward_bytes: Fewest bytes that must move: each input read once, each output written once.
+        forward_bytes: Minimum number of bytes to move: each input read once, each output written
+            once.
         backward_bytes: The same for the backward pass, or 0 if there is none.
         draw: Function that returns fresh random inputs. Floating-point inputs get gradients if
             there is a backward pass.
