@@ -14,9 +14,10 @@ from collections.abc import Mapping
 
 if __name__ == "__main__":
     from megatron.command import guard_imports
-    from megatron.config.parser import help_if_asked
 
     guard_imports()
+    from megatron.config.parser import help_if_asked
+
     help_if_asked("pretrain_bert.py")
     # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
     gc.disable()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import mmap
 import os
+import resource
 import select
 import signal
 import sys
@@ -15,6 +18,7 @@ from typing import NoReturn
 from megatron.errors import (
     EXIT_OK,
     OutputClosedError,
+    ShortageError,
     UserError,
     drop_unwritten,
     say_on_stderr,
@@ -23,6 +27,8 @@ from megatron.errors import (
 )
 
 PanelRow = tuple[str, str]  # a line of a start-up panel: its name and its value
+_SPARE = 16 << 20  # bytes of address space that a rehearsal must leave
+_rehearsal: list[mmap.mmap] = []  # what this process holds if it only rehearses
 _without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_output`
 
 
@@ -87,11 +93,14 @@ def guard_imports() -> None:
     `run_command` and `run_process` restore the normal handling. Scripts call this before they
     import torch. The import takes seconds, during which Python would print a traceback, or some
     import would swallow the interrupt.
+
+    Under `ulimit -v`, the imports are rehearsed first (see `rehearsed`).
     """
     sys.excepthook = _end_without_memory
     # Otherwise SIGINT is ignored or handled already.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    _begin_rehearsal()
 
 
 def _end_without_memory(
@@ -105,14 +114,77 @@ def _end_without_memory(
         os._exit(shortage.exit_code)
 
 
-def take_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, so that temporary files are removed."""
+@contextmanager
+def rehearsed() -> Iterator[None]:
+    """Run the block in a forked process first if `ulimit -v` is set.
+
+    Short of memory, native libraries do not only raise: while they are loaded, they abort, crash,
+    or exit with 1 or 127, each in its own words. Only another process can tell what that was. The
+    block must not start threads or write files.
+
+    Raises:
+        ShortageError: There is too little memory for the block.
+    """
+    _begin_rehearsal()
+    try:
+        yield
+    except Exception as error:
+        if _rehearsal and shortage_of(error) is not None:
+            os._exit(ShortageError.exit_code)
+        _end_rehearsal()
+        raise
+    _end_rehearsal()
+
+
+def _begin_rehearsal() -> None:
+    """Fork a process that goes on from here without output, and wait for its end.
+
+    Raises:
+        ShortageError: It did not end well. What Python itself ends with, such as an exit after
+            --help, counts as well, because it will happen again in this process.
+    """
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        shortage = shortage_of(MemoryError())
+        if status and shortage is not None:
+            raise shortage
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    atexit.register(os._exit, EXIT_OK)
+    try:
+        _rehearsal.append(mmap.mmap(-1, _SPARE))
+    except OSError:
+        os._exit(ShortageError.exit_code)
+
+
+def _end_rehearsal() -> None:
+    if _rehearsal:
+        os._exit(EXIT_OK)
+
+
+def begin_command() -> None:
+    """End what `guard_imports` began: its rehearsal, and its handling of Ctrl-C.
+
+    Ctrl-C raises KeyboardInterrupt again, so that temporary files are removed.
+    """
+    _end_rehearsal()
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: object) -> NoReturn:
     os._exit(128 + number)
+
+
+def _unwind(number: int, frame: object) -> NoReturn:
+    # `timeout` sends SIGTERM twice. The second must not end the removal of temporary files.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def run_command(work: Callable[[], int | None]) -> int:
@@ -130,9 +202,9 @@ def run_command(work: Callable[[], int | None]) -> int:
         has gone.
     """
     prepare_streams()
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous = signal.signal(signal.SIGTERM, _unwind)
     try:
-        take_interrupts()
+        begin_command()
         code = work() or EXIT_OK
         sys.stdout.flush()
         return code

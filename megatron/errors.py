@@ -6,7 +6,6 @@ with its code. Failed assertions and other exceptions are our own bugs.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import resource
@@ -89,7 +88,7 @@ class ShortageError(UserError, exit_code=10):
 # How the system, PyTorch, the loader of shared libraries, Rust and C++ report a lack of memory.
 _SHORTAGE = re.compile(
     "(can't|cannot|unable to|failed to) (allocate|mmap|map)|out of memory|bad_alloc"
-    "|can't start new thread",
+    "|not enough memory|can't start new thread",
     re.IGNORECASE,
 )
 _REMEDY = "Free memory, raise the limit of the process or container, or use a machine with more"
@@ -105,14 +104,13 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
         error: Any exception.
         remedy: A sentence that says what to change.
     """
-    if isinstance(error, UserError):
-        # Code that wraps every OSError of a file does not know that this one is about memory.
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno != errno.ENOMEM:
-            return error if isinstance(error, ShortageError) else None
-    elif not isinstance(error, MemoryError) and not _SHORTAGE.search(str(error)):
+    if isinstance(error, ShortageError):
+        return error
+    # Code that wraps every error of a file or a library does not know that one is about memory.
+    told = next(filter(_is_shortage, _with_causes(error)), None)
+    if told is None:
         return None
-    asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    asked = re.search(r"allocate ([\d.]+ \w+)", str(told))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return ShortageError(
         "out of memory"
@@ -120,6 +118,19 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
         + (f" (`ulimit -v` gives each process {limit / 1e9:.2f} GB)" if limit > 0 else "")
         + f". {remedy}"
     )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then the ones that it was raised for."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_shortage(error: BaseException) -> bool:
+    if isinstance(error, UserError):  # its text may quote a file
+        return isinstance(error, ShortageError)
+    return isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
 
 
 @contextmanager

@@ -171,6 +171,25 @@ sys.exit(run_command(work) if len(sys.argv) > 1 else run_process([], work))
         assert said == ("temporary files go\n", "", 130), more
 
 
+def test_a_second_sigterm_does_not_stop_the_removal_of_temporary_files() -> None:
+    """`timeout` sends two: one to the command and one to its group."""
+    script = """
+import os, signal, sys
+from megatron.command import run_command
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("temporary files go", flush=True)
+sys.exit(run_command(work))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("temporary files go\n", "", 143)
+
+
 def test_other_broken_pipes_are_errors() -> None:
     script = PRINTS.replace(
         'print("line\\n" * {count})', "(_ for _ in ()).throw(BrokenPipeError())"

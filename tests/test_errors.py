@@ -22,6 +22,7 @@ _SAID = [
     RuntimeError("unable to mmap 4194304 bytes from file <x>: Cannot allocate memory (12)"),
     RuntimeError("can't start new thread"),
     RuntimeError("std::bad_alloc"),
+    OSError("ZSTD decompress failed: Allocation error : not enough memory"),
     ImportError("libtorch_cpu.so: failed to map segment from shared object"),
 ]
 
@@ -46,6 +47,24 @@ def test_a_shortage_below_a_file_s_error_is_recognized() -> None:
         read(errno.EIO)
 
 
+def test_a_shortage_below_an_error_of_any_kind_is_recognized() -> None:
+    def load() -> None:
+        try:
+            try:
+                raise ImportError("x.so: failed to map segment from shared object")
+            except ImportError as error:
+                raise DataError("a tokenizer's library fails") from error
+        finally:
+            raise AttributeError("module has no attribute 'x'")
+
+    with pytest.raises(ShortageError), shortage_errors(""):
+        load()
+    hidden = DataError("x")
+    hidden.__context__, hidden.__suppress_context__ = MemoryError(), True  # raised `from None`
+    assert shortage_of(hidden) is None
+    assert shortage_of(DataError("the file says: out of memory")) is None
+
+
 def test_other_errors_stay_themselves() -> None:
     named = ShortageError("more precise")
     assert shortage_of(named) is named
@@ -63,6 +82,101 @@ print(shortage_of(RuntimeError("Tried to allocate 1.20 GiB, out of memory"), "Us
     said = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True)
     limit = "(`ulimit -v` gives each process 4.00 GB)"
     assert said == f"out of memory: cannot allocate 1.20 GiB {limit}. Use less\n"
+
+
+_WAYS_TO_END = [
+    "os.abort()",  # std::bad_alloc, Rust
+    "os._exit(1)",  # OpenBLAS
+    "os._exit(127)",  # glibc's loader
+    "os.kill(os.getpid(), signal.SIGSEGV)",
+    "raise MemoryError",
+    "raise ImportError('x.so: failed to map segment from shared object')",
+    "bytearray(2 << 30)",
+]
+
+
+@pytest.mark.parametrize("end", _WAYS_TO_END)
+@pytest.mark.parametrize("block", ["guard_imports()", "run_command(work)"])
+def test_whatever_ends_an_import_under_a_limit_is_one_line(end: str, block: str) -> None:
+    script = f"""
+import os, resource, signal
+from megatron.command import guard_imports, rehearsed, run_command
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, -1))
+def work():
+    with rehearsed():
+        load()
+def load():
+    print("a library says something", flush=True)
+    {end}
+code = {block}
+if code is not None:
+    raise SystemExit(code)
+load()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == ShortageError.exit_code, done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.stderr.startswith("error: out of memory (`ulimit -v` gives each process 1.07 GB).")
+
+
+@pytest.mark.parametrize("block", ["guard_imports()", "run_command(work)"])
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("raise DataError('damaged')", 6, "DataError: damaged"),
+        ("import nothing_of_this_name", 1, "ModuleNotFoundError"),
+        ("pass", 0, ""),
+    ],
+)
+def test_a_rehearsal_changes_nothing_else(block: str, end: str, code: int, said: str) -> None:
+    script = f"""
+import resource
+from megatron.command import guard_imports, rehearsed, run_command
+from megatron.errors import DataError
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, -1))
+def work():
+    with rehearsed():
+        load()
+def load():
+    print("loads", flush=True)
+    {end}
+if {block} is None:
+    load()
+run_command(lambda: print("begins"))
+"""
+    if "run_command" in block:
+        script = script.replace(
+            "if run_command(work) is None:\n    load()", "code = run_command(work)"
+        )
+        script += "raise SystemExit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=20,
+    )  # fmt: skip
+    if "DataError" in end:  # which only `run_command` turns into a line
+        code, said = (6, "error: damaged") if "run_command" in block else (1, said)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert done.stdout.startswith("loads\n")
+    assert done.stdout.count("loads") == 1
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py"])
+def test_no_limit_of_memory_breaks_the_start_of_a_script(script: str) -> None:
+    """Each library that the script loads is cut off somewhere between the limits."""
+    for limit in range(40, 600, 56):
+        words = ["sh", "-c", f'ulimit -v {limit * 1000} && exec "$@"', "sh", sys.executable, script]
+        words += ["--input", "x", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
+        done = subprocess.run(
+            [*words, "--vocab-size", "9"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (ShortageError.exit_code, DataError.exit_code, 9), limit
+        assert done.stderr.startswith("error: "), limit
+        assert "Traceback" not in done.stderr, limit
 
 
 def test_a_library_that_cannot_be_loaded_for_lack_of_memory_is_one_line() -> None:

@@ -27,7 +27,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import leave, run_command
+from megatron.command import leave, rehearsed, run_command
 from megatron.config.arguments import ToolParser, add_flags, add_max_line_mb, from_given
 from megatron.config.data import TokenizerConfig
 from megatron.durable import expect_no_file
@@ -206,9 +206,15 @@ def run(options: argparse.Namespace) -> None:
     # unsafe. Nothing here multiplies matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     tokenizer_config = from_given(TokenizerConfig, vars(options))
-    tokenizer = build_tokenizer(tokenizer_config)
-    from megatron.data.preprocess import BlockEncoder, EncodingOptions, choose_workers, preprocess
-    from megatron.data.text_input import find_inputs
+    with rehearsed():
+        tokenizer = build_tokenizer(tokenizer_config)
+        from megatron.data.preprocess import (
+            BlockEncoder,
+            EncodingOptions,
+            choose_workers,
+            preprocess,
+        )
+        from megatron.data.text_input import find_inputs
 
     paths = find_inputs(options.input)
     encoder = BlockEncoder(

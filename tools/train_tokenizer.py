@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import rehearsed, run_command
 from megatron.config.arguments import ToolParser, add_max_line_mb
 from megatron.durable import expect_no_file, replace_file
 from megatron.errors import ConfigError, DataError, StorageError
@@ -101,8 +101,9 @@ def run(options: argparse.Namespace) -> None:
     """
     _check(options)
     started = time.monotonic()
-    from megatron.data.preprocess import map_in_order
-    from megatron.data.text_input import find_inputs
+    with rehearsed():
+        from megatron.data.preprocess import map_in_order
+        from megatron.data.text_input import find_inputs
 
     paths = find_inputs(options.input)
     remedy = "To reduce memory, train on less text or with a smaller --max-line-mb"

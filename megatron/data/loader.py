@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import context
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
-from megatron.errors import DataError, ShortageError
+from megatron.errors import DataError, ShortageError, shortage_of
 
 _PREFETCH = 4  # micro-batches that a worker loads in advance
 _LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
@@ -157,6 +158,7 @@ def build_loader(
         collate_fn=_ByValue.collate,
         generator=torch.Generator().manual_seed(seed),
         worker_init_fn=_leave_signals_to_parent if num_workers else None,
+        multiprocessing_context=_LoadingContext() if num_workers else None,
         prefetch_factor=_PREFETCH if num_workers else None,
         pin_memory=pin_memory,
     )
@@ -194,8 +196,12 @@ def lost_workers() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        lost = _LOST.search(str(error))
+    except BaseException as error:
+        # Otherwise PyTorch would raise for each loading process that ends from now on, wherever
+        # this process has got, even in the middle of its exit.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        lost = _LOST.search(str(error)) if isinstance(error, RuntimeError) else None
         if lost is None:
             raise
         raise ShortageError(
@@ -203,6 +209,23 @@ def lost_workers() -> Iterator[None]:
             "cause is a lack of memory (check the system log): use fewer --num-workers, or 0 to "
             "load in the training process itself"
         ) from error
+
+
+class _LoadingProcess(context.ForkProcess):
+    """A data loading process that ends without a traceback if memory is short."""
+
+    def run(self) -> None:
+        """Load until the training process says to end; `lost_workers` reports another end."""
+        try:
+            super().run()
+        except Exception as error:
+            if shortage_of(error) is None:
+                raise
+            os._exit(ShortageError.exit_code)
+
+
+class _LoadingContext(context.ForkContext):
+    Process = _LoadingProcess
 
 
 class _ByValue:

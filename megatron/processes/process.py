@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from megatron.command import prepare_streams, say, take_interrupts
+from megatron.command import begin_command, prepare_streams, say
 from megatron.config import RunConfig, rules_parallel
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
@@ -39,7 +39,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     prepare_streams()
     launch = Launch()
     try:
-        take_interrupts()
+        begin_command()
         launch = Launch(rank=slurm_task())  # so that one of several bare tasks reports errors
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)

@@ -19,7 +19,7 @@ import torch
 
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader, lost_workers
 from megatron.data.mock import MockDataset
-from megatron.errors import DataError
+from megatron.errors import DataError, ShortageError
 
 DATASET = MockDataset(40, seq_length=8, vocab_size=100, seed=1, split=0)
 
@@ -294,3 +294,16 @@ def test_too_little_shared_memory_names_the_flag() -> None:
     said = subprocess.check_output(words, text=True, timeout=60)
     assert said.startswith("there is too little shared memory for the locks of the data loading")
     assert "--num-workers 0" in said
+
+
+def test_a_loading_process_without_memory_ends_without_a_traceback(capfd, monkeypatch) -> None:
+    """Wherever it fails: here in PyTorch's own code, outside what it sends to the parent."""
+
+    def worker_loop(*arguments: object) -> None:
+        raise ImportError("_generator.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_loop", worker_loop)
+    sampler = SingleSampler(total_samples=8, consumed_samples=0, micro_batch=2)
+    with pytest.raises(ShortageError, match="data loading process"), lost_workers():
+        next(build_loader([{}] * 8, sampler, num_workers=2, seed=1))
+    assert capfd.readouterr().err == ""
