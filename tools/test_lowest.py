@@ -22,6 +22,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 # The libraries that read what clients send.
 LIBRARIES = ("starlette", "uvicorn", "h11", "Jinja2", "prometheus-client", "pydantic", "orjson")
 _TESTS = ("tests/inference/server",)
+# The examples find torchrun on the PATH, and the other environment's would run other libraries.
+_TORCHRUN = """#!{python}
+import sys
+from torch.distributed.run import main
+sys.exit(main())
+"""
 
 
 def lowest() -> list[str]:
@@ -46,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     (own,) = folder.glob("lib/python*/site-packages")
     # Packages that are not installed here are found in the other environment.
     (own / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    torchrun = python.with_name("torchrun")
+    torchrun.write_text(_TORCHRUN.format(python=python))
+    torchrun.chmod(0o755)
     install = [str(python), "-m", "pip", "install", "--quiet", "--ignore-installed", *lowest()]
     subprocess.run(install, check=True)
     print(" ".join(lowest()))
