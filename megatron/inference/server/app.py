@@ -20,6 +20,7 @@ from megatron.inference.server.endpoint import (
     Endpoint,
     ErrorBody,
     Handler,
+    Pace,
     error_response,
     json_response,
 )
@@ -69,7 +70,7 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
         metrics: Metrics that count and time the requests.
     """
     settings = service.settings
-    legacy = settings.server.legacy_status_codes
+    legacy, pace = settings.server.legacy_status_codes, Pace(settings.limits)
     openai = OpenAiApi(service, metrics.first_token_seconds.observe)
 
     async def models(_: Request) -> Response:
@@ -101,7 +102,7 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
         return json_response(error.message, status, error.headers)
 
     def endpoint(path: str, handle: Handler, *methods: str) -> Route:
-        return Route(path, Endpoint(handle, settings), methods=methods)
+        return Route(path, Endpoint(handle, settings, pace), methods=methods)
 
     # Routes that need no token: the health check, and the page, which holds no secrets and asks for
     # the token.

@@ -16,11 +16,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
-from megatron.inference.server.settings import FrontSettings
+from megatron.inference.server.settings import FrontSettings, ServerLimits
 
 # A body of up to this many times the limit is still read to the end, because a client that reads
 # only after it has sent everything would miss an answer sent before that.
 _DRAINED = 16
+# Bodies up to this size are read at once. Reading, parsing and refusing a larger one would delay
+# the answers to all other clients.
+_SMALL_BODY = 1 << 16  # bytes
+_BURST = 1.0  # seconds' worth of large bodies that a client may send without waiting
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -115,6 +119,42 @@ class Events:
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
 
 
+class Pace:
+    """The speed at which large bodies are read, which each client's address has of its own.
+
+    Bytes that have to wait stay in the client's socket, where they cost the server nothing.
+    """
+
+    def __init__(self, limits: ServerLimits) -> None:
+        """Start with all speed free.
+
+        Args:
+            limits: The number of bytes per second, and the longest wait.
+        """
+        self._limits = limits
+        # The time up to which each address has used its share. An address that has used nothing
+        # for a while is removed.
+        self._used_until: dict[str, float] = {}
+
+    async def wait(self, address: str, size: int) -> None:
+        """Wait until bytes of a large body may be handled.
+
+        Args:
+            address: Address of the client.
+            size: Number of bytes.
+        """
+        now = asyncio.get_running_loop().time()
+        if address not in self._used_until and len(self._used_until) >= self._limits.connections:
+            ahead = {each: until for each, until in self._used_until.items() if until > now}
+            self._used_until = ahead
+        start = max(self._used_until.get(address, 0.0), now - _BURST)
+        # Requests that time out while they wait must not keep later ones waiting for long.
+        until = min(start + size / self._limits.large_body_speed, now + self._limits.read_seconds)
+        self._used_until[address] = until
+        if until > now:
+            await asyncio.sleep(until - now)
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """An ASGI application that answers one kind of request.
@@ -122,10 +162,12 @@ class Endpoint:
     Attributes:
         handle: Function that turns a body into an answer, or raises `ApiError`.
         settings: Settings of the server.
+        pace: Speed at which large bodies are read, which all endpoints share.
     """
 
     handle: Handler
     settings: FrontSettings
+    pace: Pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request.
@@ -138,7 +180,7 @@ class Endpoint:
         deadline = asyncio.get_running_loop().time() + self.settings.server.request_timeout
         with contextlib.suppress(ClientDisconnect):
             with _logged_faults(request):
-                body = await read_object(request, self.settings)
+                body = await read_object(request, self.settings, self.pace)
                 answer = await _until(deadline, receive, self.handle(body))
             if not isinstance(answer, Events):
                 await json_response(answer)(scope, receive, send)
@@ -190,12 +232,13 @@ def _logged_faults(request: Request) -> Iterator[None]:
         raise ApiError(500, "internal server error; the server's log has the details") from error
 
 
-async def read_object(request: Request, settings: FrontSettings) -> dict[str, Any]:
+async def read_object(request: Request, settings: FrontSettings, pace: Pace) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Args:
         request: The request.
         settings: Settings of the server.
+        pace: Speed at which a large body is read.
 
     Raises:
         ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
@@ -211,7 +254,7 @@ async def read_object(request: Request, settings: FrontSettings) -> dict[str, An
     seconds = settings.limits.read_seconds
     try:
         async with asyncio.timeout(seconds):
-            data = await _read_body(request, settings.server.max_body_bytes)
+            data = await _read_body(request, settings.server.max_body_bytes, pace)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
     try:
@@ -223,7 +266,7 @@ async def read_object(request: Request, settings: FrontSettings) -> dict[str, An
     return value
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+async def _read_body(request: Request, limit: int, pace: Pace) -> bytearray:
     announced = request.headers.get("content-length", "0")
     too_large = ApiError(413, f"the body is larger than {limit:,} bytes")
     if int(announced) > _DRAINED * limit:
@@ -233,11 +276,13 @@ async def _read_body(request: Request, limit: int) -> bytes:
         size += len(part)
         if size > _DRAINED * limit:
             raise too_large
+        if size > _SMALL_BODY:
+            await pace.wait(client_address.get(), len(part))
         if size <= limit:
             data += part
     if size > limit:
         raise too_large
-    return bytes(data)
+    return data
 
 
 async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:

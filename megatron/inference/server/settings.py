@@ -22,6 +22,7 @@ class ServerLimits:
             slower request gets status 408.
         write_seconds: Maximum time for a client to read the bytes sent to it. A slower client is
             disconnected.
+        large_body_speed: Bytes per second that are read of the bodies over 64 KiB from one address.
         connections: Maximum number of open connections. Further ones are closed at once.
         text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
         text_memory: Memory in bytes for this work, in addition to the tokenizer's own.
@@ -32,6 +33,7 @@ class ServerLimits:
 
     read_seconds: float = 10.0
     write_seconds: float = 30.0
+    large_body_speed: int = 16 << 20
     connections: int = 4096
     text_seconds: float = 10.0
     text_memory: int = 1 << 30

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,27 @@ def test_a_chunked_body_has_the_same_limit(strict: Live) -> None:
     headers = {"Content-Type": "application/json"}
     answer = strict.client.post("/api", content=pieces, headers=headers)
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+def test_large_bodies_of_one_address_are_read_slowly(tokenizer_folder: Path, path: str) -> None:
+    engine, limits = FakeEngine(), ServerLimits(large_body_speed=2 << 20)
+    with running(engine, make_settings(tokenizer_folder, engine, limits=limits)) as live:
+        _good(live)
+        started = time.monotonic()
+        with ThreadPoolExecutor(4) as clients:
+            body = {"prompt": "x" * 1_000_000}
+            large = [clients.submit(live.post, path, body) for _ in range(8)]
+            while not all(each.done() for each in large):
+                before = time.monotonic()
+                _good(live)
+                assert time.monotonic() - before < 0.5
+        seconds = time.monotonic() - started
+        if path == "/v1/completions":
+            assert {each.result().status_code for each in large} == {422}
+            # The first second is free, and so are 64 KiB of each.
+            assert seconds > 2.0
+        _good(live)
 
 
 @pytest.mark.parametrize(
