@@ -113,6 +113,16 @@ class Tokenizer(ABC):
         """Return the ids of many parts of a text, without special tokens around each."""
         return self.tokenize_batch(texts)
 
+    def text_growth(self) -> int:
+        """Return a bound for the length of a text, relative to that of its ids' entries.
+
+        The time that `detokenize` takes is in proportion to this length.
+
+        Raises:
+            DataError: There is no bound.
+        """
+        return 2  # an entry and a separator
+
     @property
     def decoder_start(self) -> int:
         """The id that a T5 decoder reads first."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
@@ -103,3 +105,27 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the text of ids, with special tokens spelled out."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
+
+    def text_growth(self) -> int:
+        """Return a bound for the length of a text, relative to that of its ids' entries.
+
+        Raises:
+            DataError: The file's decoder matches a regular expression, which may take any time.
+        """
+        decoder = self._tokenizer.attribute("decoder")
+        return 2 if decoder is None else _growth(json.loads(decoder.__getstate__()))
+
+
+def _growth(decoder: dict[str, Any]) -> int:
+    """Return how many times longer a decoder may make a text, and at least 2 for each part."""
+    if decoder["type"] == "Sequence":
+        return math.prod(map(_growth, decoder["decoders"]))
+    if decoder["type"] != "Replace":
+        return 2
+    if "String" not in decoder["pattern"]:
+        raise DataError(
+            "the decoder in --tokenizer-model replaces a regular expression, which may take any "
+            "time: give a tokenizer.json whose decoder replaces only fixed strings"
+        )
+    # The search for a fixed string takes its length at each position of the text.
+    return 1 + max(len(decoder["content"]), len(decoder["pattern"]["String"]))

@@ -38,6 +38,10 @@ class Library:
             raise AttributeError(name)
         return partial(_call, self._problem, getattr(self._object, name))
 
+    def attribute(self, name: str) -> Any:
+        """Return an attribute of the object that is not a method."""
+        return _call(self._problem, getattr, self._object, name)
+
 
 def _call(problem: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -29,9 +30,11 @@ from megatron.inference.server.endpoint import ApiError, client_address
 from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
 _START_SECONDS = 60.0  # time in which a process must read its tokenizer
 _LONG_TEXT = 4096  # characters
+_MOST_DECODED = 1 << 18  # bytes of a single token's text
 _NICENESS = 10  # for a process that does long work, which must not slow short work or the engine
 
 
@@ -63,6 +66,13 @@ class Setup:
             return "the model's chat template refuses the messages"
         return "the tokenizer refuses the text"
 
+    @property
+    def file(self) -> str:
+        """Source of the tokenizer or the template, for the server's log."""
+        if self.tokenizer is None:
+            return "the chat template"
+        return str(self.tokenizer.tokenizer_model or self.tokenizer.vocab_file)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -92,21 +102,26 @@ class Result:
     Attributes:
         ids: Token ids of each text.
         text: Text of a conversation.
-        error: Why the job failed, or `None` if it succeeded.
+        error: Why the job failed, or `None` if it succeeded. Clients see it.
+        fault: Name of the exception behind the error, for the server's log.
     """
 
     ids: tuple[tuple[int, ...], ...] = ()
     text: str = ""
     error: str | None = None
+    fault: str | None = None
 
 
 def main() -> int:
     """Do jobs until stdin closes, and return the exit code."""
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM ends the process
     setup = next(_received(Setup))
-    with _reported("the server cannot start"):
+    try:
         work = _prepare(setup)
-        _write(Result())
+    except Exception as error:
+        _write(Result(error=str(error) or type(error).__name__))
+        return 1
+    _write(Result())
     signal.setitimer(signal.ITIMER_REAL, 0)
     for job in _received(Job):
         signal.setitimer(signal.ITIMER_REAL, setup.limits.text_seconds)
@@ -129,8 +144,13 @@ def _reported(refusal: str) -> Iterator[None]:
         yield
     except ApiError as error:
         _write(Result(error=error.message))
+    except MemoryError:
+        _write(Result(error=f"{refusal}: it needs too much memory"))
     except Exception as error:
-        _write(Result(error=f"{refusal}: {str(error) or type(error).__name__}"))
+        # The error's own text may name files, which clients must not see, and quote the client's
+        # text, which must not be logged.
+        fault = type(error.__cause__ or error).__name__
+        _write(Result(error=f"{refusal}: the server's log has the reason", fault=fault))
 
 
 def _write(result: Result) -> None:
@@ -194,7 +214,7 @@ class TextProcess:
         result = await self._exchange(pack(Setup, self._setup))
         if result.error is not None:
             await self.close()
-            raise ConfigError(result.error)
+            raise ConfigError(f"the server cannot start: {result.error}")
 
     async def do(self, job: Job) -> Result:
         """Return the result of a job, once the jobs before it are done.
@@ -224,11 +244,14 @@ class TextProcess:
             await process.wait()
 
     async def _do(self, job: Job) -> Result:
+        setup = self._setup
         await self._lock.acquire()
         # Even if the client leaves, the exchange must take its own result from the pipe.
         exchange = asyncio.ensure_future(self._start_and_exchange(pack(Job, job)))
         exchange.add_done_callback(lambda _: self._lock.release())
         result = await asyncio.shield(exchange)
+        if result.fault is not None:
+            logger.warning("%s: %s in %s", setup.refusal, result.fault, setup.file)
         if result.error is not None:
             raise ApiError(400, result.error)
         return result
@@ -268,12 +291,22 @@ class Texts:
             settings: Settings of the server.
             tokenizer: Tokenizer of the model.
             max_length: Maximum number of tokens in a prompt and its answer together.
+
+        Raises:
+            ConfigError: The text of a single token could be very long.
+            DataError: The time to decode a token has no bound.
         """
         self._max_length = max_length
+        longest = max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
+        # Texts are decoded in the web server itself, where the time of each decoding counts.
+        if longest * tokenizer.text_growth() > _MOST_DECODED:
+            raise ConfigError(
+                f"a token of this tokenizer may become a text of more than {_MOST_DECODED:,} bytes "
+                f"(its longest entry has {longest:,}): give another --tokenizer-model"
+            )
         # One more byte may separate two tokens. A larger text could fit only if it had more spaces,
         # or longer words that the tokenizer replaces with a single token.
-        longest = 1 + max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
-        self._most_bytes = max_length * longest
+        self._most_bytes = max_length * (longest + 1)
 
         def process(niceness: int) -> TextProcess:
             return TextProcess(Setup(settings.limits, niceness, tokenizer=settings.tokenizer))

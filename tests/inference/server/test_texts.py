@@ -18,6 +18,7 @@ from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.settings import FrontSettings, ServerLimits
+from megatron.inference.server.texts import Texts
 from megatron.tokenizer import build_tokenizer
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
@@ -96,6 +97,58 @@ def test_a_template_that_python_cannot_compile_is_refused_at_start(source: str) 
         ChatTemplate(source, {})
 
 
+def _replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+HOSTILE_DECODERS = {
+    "a slow pattern": _replace(SLOW_PATTERN, "", "Regex"),
+    "a slow pattern in a sequence": {
+        "type": "Sequence",
+        "decoders": [{"type": "Fuse"}, {"type": "Sequence", "decoders": [_replace("a", "")]}]
+        + [_replace("a*", "b", "Regex")],
+    },
+    "doubling": {"type": "Sequence", "decoders": [_replace("a", "aa")] * 40},
+    "a large replacement": _replace("a", "a" * 1_000_000),
+    "a large search": {"type": "Sequence", "decoders": [_replace("a" * 500_000 + "b", "")]},
+    "many parts": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 100_000},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_DECODERS)
+def test_a_decoder_without_a_bound_is_refused(
+    name: str, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    settings = _with_parts(tmp_path, tokenizer_folder, decoder=HOSTILE_DECODERS[name])
+    with pytest.raises((ConfigError, DataError), match="--tokenizer-model"):
+        Texts(settings, build_tokenizer(settings.tokenizer), 256)
+
+
+def test_a_very_long_entry_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": 400, "content": "a" * 200_000, "special": True, **special}]
+    settings = _with_parts(tmp_path, tokenizer_folder, added_tokens=added)
+    with pytest.raises(ConfigError, match="--tokenizer-model"):
+        Texts(settings, build_tokenizer(settings.tokenizer), 256)
+
+
+def test_the_decoders_of_real_tokenizers_are_served(tmp_path: Path, tokenizer_folder: Path) -> None:
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    others = [{"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    llama = {"type": "Sequence", "decoders": [_replace("\u2581", " "), *others]}
+    changes: tuple[dict[str, Any], ...] = ({"decoder": llama}, {"decoder": None}, {})
+    for parts in changes:
+        settings = _with_parts(tmp_path, tokenizer_folder, **parts)
+        Texts(settings, build_tokenizer(settings.tokenizer), 256)
+
+
+def _with_parts(folder: Path, tokenizer_folder: Path, **parts: Any) -> FrontSettings:
+    """Settings of a server whose tokenizer.json has other parts."""
+    value = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**value, **parts}))
+    return _settings(folder, FakeEngine())
+
+
 def _write_slow_tokenizer(folder: Path, tokenizer_folder: Path) -> Path:
     """A tokenizer that fails on `EVIL_TEXT` after a while, during which it holds Python's lock."""
     value = json.loads((tokenizer_folder / "tokenizer.json").read_text())
@@ -107,7 +160,9 @@ def _write_slow_tokenizer(folder: Path, tokenizer_folder: Path) -> Path:
     return folder
 
 
-def test_a_tokenizers_panic_is_a_refusal(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_a_tokenizers_panic_is_a_refusal(
+    tmp_path: Path, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
     engine = FakeEngine()
     with running(engine, _settings(folder, engine, chat_template=None)) as live:
@@ -119,8 +174,11 @@ def test_a_tokenizers_panic_is_a_refusal(tmp_path: Path, tokenizer_folder: Path)
                 answer = live.post("/v1/completions", body)
                 assert answer.status_code == 400
                 assert "the tokenizer refuses the text: " in answer.text
+                assert str(folder) not in answer.text
         assert live.put({"prompts": [EVIL_TEXT], "tokens_to_generate": 1}).status_code == 400
         assert live.post("/v1/completions", GOOD).status_code == 200
+    assert f"PanicException in {folder}" in caplog.text
+    assert EVIL_TEXT not in caplog.text
 
 
 def test_a_tokenizer_that_takes_too_long_is_ended(tmp_path: Path, tokenizer_folder: Path) -> None:
