@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,6 @@ from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.config.tasks import TaskConfig
-from megatron.durable import storage_errors
 from megatron.inference.load import open_existing
 from megatron.models.bert import BertChooser
 from megatron.models.build import build_model
@@ -43,6 +42,7 @@ from tasks.results import (
     Numbers,
     Progress,
     format_number,
+    read_results,
     report_results,
     results_path,
     write_results,
@@ -311,9 +311,8 @@ class Finetuning(Extras):
             "pretrained_checkpoint": self._pretrained,
             "layout": run.layout.describe(),
         }
-        if save is not None and (Path(save) / BEST / _RECORD).is_file():
-            with storage_errors(Path(save)):
-                content["best"] = json.loads((Path(save) / BEST / _RECORD).read_text())
+        if save is not None and (best := read_results(Path(save) / BEST / _RECORD)):
+            content["best"] = best
         if save is not None:  # a later run that continues this one may replace the file
             content["save"] = str(Path(save).resolve())
         report_results(path, content)
@@ -396,12 +395,10 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
     """Return the score of the weights in `root`, or one below all others if there are none."""
-    try:
-        record = json.loads((root / _RECORD).read_text())
-        if record["of"] == list(scores):
-            return float(record["score"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    record = read_results(root / _RECORD)
+    score = record.get("score")
+    if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):
+        return score
     return -2.0
 
 

@@ -91,11 +91,16 @@ def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None
 
 def _writer_of(path: Path) -> str | None:
     """Return the --save folder that a file of results names, or `None` if it names none."""
+    return read_results(path).get("save")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Return what a file of results holds, or an empty dict if it holds none or is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content.get("save") if isinstance(content, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def report_results(path: Path, content: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 from base64 import b64encode
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from megatron.inference.server import run as server
 from megatron.inference.server.chat import find_template, special_tokens
 from megatron.tokenizer import build_tokenizer, fast_bpe
 from megatron.tokenizer.files import digest
+from tasks.finetune import _best_score
+from tasks.results import _writer_of
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.fuzz.harness import Target, made
 from tests.tokenizer.test_gpt2 import GOOD
@@ -172,6 +175,16 @@ def _read_compiled(data: bytes, folder: Path) -> None:
     build_tokenizer(config).tokenize("a b ab")
 
 
+def _read_results(data: bytes, folder: Path) -> None:
+    (folder / "results.json").write_bytes(data)
+    _writer_of(folder / "results.json")
+
+
+def _read_best(data: bytes, folder: Path) -> None:
+    (folder / "evaluation.json").write_bytes(data)
+    assert math.isfinite(_best_score(folder, ("accuracy",)))
+
+
 TARGETS = (
     Target("JSONL file", lambda: [_LINES], _corpus("x.jsonl"), (DataError,)),
     Target("gzip", lambda: [gzip.compress(_LINES, mtime=0)], _corpus("x.jsonl.gz"), (DataError,)),
@@ -214,6 +227,13 @@ TARGETS = (
         lambda: [b'{"iteration": 1, "lm loss": 2.5}\n{"iteration": 1, "lm loss validation": 2}\n'],
         _read_metrics,
         (DataError,),
+    ),
+    Target("results", lambda: [b'{"task": "x", "save": "out", "score": 0.5}'], _read_results, ()),
+    Target(
+        "best weights",
+        lambda: [b'{"iteration": 3, "score": 0.5, "of": ["accuracy"]}'],
+        _read_best,
+        (),
     ),
     Target("demo settings", lambda: [b'{"model": "gpt"}\n'], _read_marker, ()),
     Target(

@@ -20,6 +20,7 @@ from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
 from tasks import finetune_command, target
 from tasks.classify import read_glue, read_race
+from tasks.finetune import _best_score
 from tasks.main import main
 from tasks.target import Guesses
 from tests.distributed import run_distributed
@@ -545,3 +546,17 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
         saved = reader.read(f"model.{name}", Box.whole(shape), global_shape=shape)
         assert torch.equal(parameter.detach(), saved), name
     assert new == {"classification_head.weight", "classification_head.bias"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *("[" * 100_000, "", "5", '{"score": NaN, "of": ["accuracy"]}', '{"of": ["accuracy"]}'),
+        *('{"score": 1e999, "of": ["accuracy"]}', '{"score": "1", "of": ["accuracy"]}'),
+    ],
+    ids=["deep", "empty", "a number", "NaN", "none", "infinity", "text"],
+)
+def test_a_damaged_record_of_the_best_weights_is_no_score(tmp_path, record):
+    """No score beats NaN or infinity, so the best weights would never be kept again."""
+    (tmp_path / "evaluation.json").write_text(record)
+    assert _best_score(tmp_path, ("accuracy",)) == -2.0

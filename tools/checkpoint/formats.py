@@ -229,7 +229,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check) -> 
         data = _read(given.vocab_file, "vocab_file")
         try:  # count keys of a JSON object, or lines, as Megatron's tool does
             entries = len(json.loads(data))
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             entries = len(data.splitlines())
     else:
         given = _given_tokenizer(source, options)
