@@ -6,6 +6,7 @@
 # make serve             serve the model that make demo has trained: a web page and an API
 # make test              run the test suite
 # make test-lowest       test the server with the oldest network libraries that are allowed
+# make test-sanitizers   run a part of the kernel tests with AddressSanitizer and UBSan
 # make lint              run ruff and mypy
 # Each command sets up .venv first and needs no root. PYTHON=python3.12 chooses the interpreter.
 
@@ -24,7 +25,7 @@ PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
 PY = $(VENV)/bin/python
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo serve test test-lowest lint clean
+.PHONY: help setup demo serve test test-lowest test-sanitizers lint clean
 
 help:
 	@sed -n '/^# /s/^# //p;/^$$/q' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +45,9 @@ test: setup
 
 test-lowest: setup
 	OMP_NUM_THREADS=1 $(PY) tools/test_lowest.py
+
+test-sanitizers: setup
+	$(PY) -m tests.kernels.sanitize --quick
 
 lint: setup
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \

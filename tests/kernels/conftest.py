@@ -6,29 +6,58 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.device import Device
 from megatron.kernels.build import keep, source_files
-from megatron.kernels.library import KernelLibrary, find_library
+from megatron.kernels.library import Argument, Kernel, KernelLibrary, find_library
 from tests.kernels.emulation import build
 
-# For `python -m tests.kernels.sanitize`, which then runs only tests of emulated kernels.
-SANITIZERS = os.environ.get("MEGATRON_TEST_SANITIZERS", "")
+# What `python -m tests.kernels.sanitize` says: the library to test, a file for the names of the
+# kernels that are launched, and whether one variant of each test is enough.
+SANITIZED = os.environ.get("MEGATRON_TEST_SANITIZED", "")
+CALLS = os.environ.get("MEGATRON_TEST_CALLS", "")
+QUICK = os.environ.get("MEGATRON_TEST_QUICK", "")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests without emulated kernels where sanitizers are asked for."""
-    if not SANITIZERS:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests without emulated kernels where a library with sanitizers is tested."""
+    if not SANITIZED:
         return
+    seen = set()
 
-    def is_emulated(item: pytest.Item) -> bool:
+    def is_wanted(item: pytest.Item) -> bool:
         needs = getattr(item, "fixturenames", ())
-        return "emulated" in needs or ("kernels" in needs and "[gpu" not in item.name)
+        chosen = item.callspec.params if hasattr(item, "callspec") else {}
+        if "emulated" not in needs and chosen.get("kernels") != "emulated":
+            return False
+        test = item.nodeid.partition("[")[0]
+        is_first = test not in seen
+        seen.add(test)
+        return is_first or not QUICK
 
-    items[:] = filter(is_emulated, items)
+    wanted = [item for item in items if is_wanted(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = wanted
+
+
+class NotingLibrary(KernelLibrary):
+    """A library that notes the names of the kernels that it launches."""
+
+    def __init__(self, path: Path, notes: Path) -> None:
+        super().__init__(path)
+        self._notes = notes
+        self._noted: set[str] = set()
+
+    def launch(self, kernel: Kernel, *arguments: Argument) -> None:
+        if kernel.name not in self._noted:
+            self._noted.add(kernel.name)
+            with self._notes.open("a") as file:
+                print(kernel.name, file=file)
+        super().launch(kernel, *arguments)
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +68,15 @@ def emulated(tmp_path_factory) -> KernelLibrary:
     """
     if shutil.which("nvcc") is None or shutil.which("g++") is None:
         pytest.skip("needs nvcc (for its headers) and g++")
+    if SANITIZED:
+        return NotingLibrary(Path(SANITIZED), Path(CALLS))
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not [*folder.glob("emulated-*.so")]:
-            keep(build(folder, source_files(), SANITIZERS), folder / "emulated")
+            keep(build(folder, source_files()), folder / "emulated")
     (library,) = folder.glob("emulated-*.so")
     return KernelLibrary(library)
 

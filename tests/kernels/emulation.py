@@ -26,7 +26,8 @@ def build(folder: Path, sources: Sequence[Path], sanitizers: str = "") -> Path:
     flags = ["-x", "c++", "-O1", "-std=c++17", "-U_FORTIFY_SOURCE", "-Xcompiler", "-fPIC,-w"]
     sanitize = [f"-fsanitize={name}" for name in sanitizers.split(",") if name]
     if sanitize:
-        flags += ["-Xcompiler", ",".join(["-g", "-fno-sanitize-recover=all", *sanitize])]
+        options = ["-g", "-fsanitize-recover=all", "-fsanitize-sections=emulated_shared"]
+        flags += ["-Xcompiler", ",".join([*options, *sanitize])]
     header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
     # Compilers do not need the sanitizers that this process may run with.
     plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}

@@ -4,7 +4,12 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <memory>
 #include <vector>
+
+// Where the linker puts the kernels' static shared memory, if they have any.
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_emulated_shared[];
+extern "C" __attribute__((weak, visibility("hidden"))) char __stop_emulated_shared[];
 
 dim3 gridDim, blockDim;
 uint3 blockIdx, threadIdx;
@@ -26,11 +31,20 @@ struct Fiber {
   int turn;
 };
 constexpr size_t kStack = 128 * 1024;
-std::vector<char> stacks;
+std::unique_ptr<char[]> stacks;
+int stack_count;
 std::vector<Fiber> fibers;
 std::vector<Barrier> warps, rows;
 std::vector<uint64_t> slots;  // [warp][2][32]
-std::vector<char> shared;
+std::unique_ptr<char[]> shared;  // exactly what was asked for, which AddressSanitizer surrounds
+size_t shared_bytes;
+uint64_t launches;
+
+// What a launch chooses.
+struct Choice {
+  bool threads_backward, blocks_backward;
+  unsigned char uninitialized;  // NaN, or else a large number
+} choice;
 Barrier whole;
 jmp_buf scheduler;
 Fiber* current;
@@ -68,9 +82,28 @@ void wait(Barrier& barrier) {
   }
 }
 
+Choice choose() {
+  uint64_t x = ++launches * 0x9e3779b97f4a7c15;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return {(x >> 40 & 1) != 0, (x >> 41 & 1) != 0, static_cast<unsigned char>(x >> 42 & 1 ? 0xff : 0x7f)};
+}
+
+// Overwrites shared memory, and the room that AddressSanitizer leaves between its variables.
+__attribute__((no_sanitize("address", "undefined"))) void forget_shared() {
+  for (volatile char* at = __start_emulated_shared; at != __stop_emulated_shared; at++) {
+    *at = choice.uninitialized;
+  }
+  memset(shared.get(), choice.uninitialized, shared_bytes);
+}
+
 void run_block() {
   const int threads = blockDim.x * blockDim.y * blockDim.z;
-  stacks.resize(threads * kStack);
+  forget_shared();
+  if (stack_count < threads) {
+    stack_count = threads;
+    stacks.reset(new char[threads * kStack]);
+  }
   fibers.assign(threads, Fiber{});
   warps.assign((threads + 31) / 32, Barrier{});
   slots.assign(warps.size() * 64, 0);
@@ -88,7 +121,8 @@ void run_block() {
   }
   for (bool alive = true; alive;) {
     alive = false;
-    for (Fiber& fiber : fibers) {
+    for (int i = 0; i < threads; i++) {
+      Fiber& fiber = fibers[choice.threads_backward ? threads - 1 - i : i];
       if (fiber.done) continue;
       alive = true;
       resume(fiber);
@@ -100,7 +134,7 @@ void run_block() {
 void block_barrier() { wait(whole); threadIdx = current->place; }
 void row_barrier() { wait(rows[current->place.y]); threadIdx = current->place; }
 void warp_barrier() { wait(warps[current->warp]); threadIdx = current->place; }
-void* shared_memory() { return shared.data(); }
+void* shared_memory() { return shared.get(); }
 uint64_t* slot(unsigned lane) { return &slots[(current->warp * 2 + current->turn) * 32 + lane]; }
 void next_slots() { current->turn ^= 1; }
 
@@ -108,11 +142,16 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
   gridDim = grid;
   blockDim = block;
   kernel = &body;
-  shared.assign(bytes, char(0xff));  // NaN
-  for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++) {
-    for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++) {
-      for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block();
-    }
+  shared.reset(new char[bytes]);
+  shared_bytes = bytes;
+  choice = choose();
+  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  for (uint64_t i = 0; i < blocks; i++) {
+    const uint64_t block = choice.blocks_backward ? blocks - 1 - i : i;
+    blockIdx.x = block % grid.x;
+    blockIdx.y = block / grid.x % grid.y;
+    blockIdx.z = block / grid.x / grid.y;
+    run_block();
   }
 }
 }  // namespace emulator

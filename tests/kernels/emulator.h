@@ -1,6 +1,8 @@
 // Runs CUDA kernels on a CPU, so that tests need no GPU: included before every .cu file, which then
 // compiles as C++. Threads of a block are fibers that take turns at barriers and shuffles; blocks
-// run one after another. Slow, and blind to races between blocks: for small sizes.
+// run one after another. The order of threads, the order of blocks and the bytes in uninitialized
+// shared memory change from launch to launch, so that a kernel that depends on them gives other
+// results when it runs again. Slow: for small sizes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,8 +15,12 @@
 #include <cmath>
 #include <functional>
 
+// A section of its own, so that every block finds shared memory uninitialized. Kernels are static,
+// because AddressSanitizer leaves no room between the variables of functions that are not.
 #undef __shared__
-#define __shared__ static
+#define __shared__ static __attribute__((section("emulated_shared")))
+#undef __global__
+#define __global__ static
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define EMULATED 1
@@ -105,7 +111,9 @@ void __stcg(T* to, T x) { *to = x; }
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                    cudaStream_t, Arguments... arguments) {
-  if (block.x * block.y * block.z > 1024 || shared > 227 * 1024 || grid.y > 65535) {
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > 1024 || block.z > 64 || shared > 227 * 1024 || grid.x == 0 ||
+      grid.x > 0x7fffffff || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535) {
     return cudaErrorInvalidConfiguration;
   }
   emulator::run(grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });

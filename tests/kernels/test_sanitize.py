@@ -1,4 +1,4 @@
-"""Planted faults, which the build of `python -m tests.kernels.sanitize` must find."""
+"""Planted faults that `python -m tests.kernels.sanitize` must find, and the table it prints."""
 
 from __future__ import annotations
 
@@ -9,18 +9,52 @@ from pathlib import Path
 
 import pytest
 
+from megatron.kernels.build import source_files
 from tests.kernels.emulation import HERE, build
-from tests.kernels.sanitize import SANITIZERS, environment
+from tests.kernels.sanitize import SANITIZERS, Outcome, environment, row, summary
+from tests.repository import name, tracked_files
 
 # Eight floats from malloc, whose surroundings AddressSanitizer watches.
 PROGRAM = """
 import ctypes, sys
 malloc = ctypes.CDLL(None).malloc
 malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-planted = getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])
-planted.argtypes = [ctypes.c_void_p, ctypes.c_int]
-print("returned", planted(malloc(32), int(sys.argv[3])))
+loaded = ctypes.CDLL(sys.argv[1])
+for function, number in zip(sys.argv[2::2], sys.argv[3::2]):
+    planted = getattr(loaded, "planted_" + function)
+    planted.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    at, results = malloc(32), set()
+    for _ in range(40):
+        error = planted(at, int(number))
+        results.add(ctypes.c_float.from_address(at).value)
+    print(function, error, len(results))
 """
+
+# A function of planted.cu, a number with which it is sound, a number with which it is not, and what
+# the sanitizer reports.
+REPORTED = [
+    ("write", 7, 8, "heap-buffer-overflow"),
+    ("write", 0, -1, "heap-buffer-overflow"),
+    ("read", 7, 8, "heap-buffer-overflow"),
+    ("shift", 30, 32, "shift exponent 32 is too large"),
+    ("shift", 0, -1, "shift exponent -1 is negative"),
+    ("multiply", 32767, 32768, "signed integer overflow: 32768 * 65536"),
+    ("convert", 30, 31, "outside the range of representable values"),
+    ("load_vector", 4, 1, "misaligned address"),
+    ("copy_vector", 4, 2, "misaligned address"),
+    ("write_static", 32, 33, "global-buffer-overflow"),
+    ("write_static", 0, -1, "global-buffer-overflow"),
+    ("write_dynamic", 32, 33, "heap-buffer-overflow"),
+    ("write_registers", 3, 4, "stack-buffer-overflow"),
+]
+
+# The same for faults that no sanitizer sees: results differ between launches with the same inputs.
+UNSTEADY = [
+    ("sum_static", 32, 31),
+    ("largest_dynamic", 32, 31),
+    ("read_neighbor", 1, 0),
+    ("write_from_blocks", 1, 4),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +64,80 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("planted"), [HERE / "planted.cu"], SANITIZERS)
 
 
-@pytest.mark.parametrize(
-    ("function", "number", "report"),
-    [
-        ("planted_write", 7, ""),
-        ("planted_write", 8, "heap-buffer-overflow"),
-        ("planted_write", -1, "heap-buffer-overflow"),
-        ("planted_shift", 30, ""),
-        ("planted_shift", 32, "shift exponent 32 is too large"),
-        ("planted_shift", -1, "shift exponent -1 is negative"),
-    ],
-)
+def run(planted: Path, *calls: str | int) -> subprocess.CompletedProcess[str]:
+    """Call functions with numbers in a process that ends at the first report."""
+    command = [sys.executable, "-c", PROGRAM, str(planted), *map(str, calls)]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+@pytest.mark.parametrize(("function", "number", "report"), [(f, n, r) for f, _, n, r in REPORTED])
 def test_a_planted_fault_ends_the_process(
     planted: Path, function: str, number: int, report: str
 ) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(planted), function, str(number)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, check=False, timeout=200
-    )
-    assert (done.stdout == "returned 0\n") == (done.returncode == 0) == (report == "")
+    done = run(planted, function, number)
+    assert done.returncode != 0
+    assert done.stdout == ""
     assert report in done.stderr
-    if report:
-        assert "planted.cu" in done.stderr
+    assert "planted.cu" in done.stderr
+
+
+def test_the_same_functions_without_a_fault_end_well(planted: Path) -> None:
+    calls = [x for function, sound, *_ in [*REPORTED, *UNSTEADY] for x in (function, sound)]
+    done = run(planted, *calls)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [f"{function} 0 1" for function in calls[::2]]
+
+
+@pytest.mark.parametrize(("function", "number"), [(f, n) for f, _, n in UNSTEADY])
+def test_a_result_that_depends_on_chance_changes(planted: Path, function: str, number: int) -> None:
+    done = run(planted, function, number)
+    assert done.returncode == 0
+    assert done.stdout in {f"{function} 0 {count}\n" for count in range(2, 41)}
+
+
+def test_an_empty_grid_is_refused_as_cuda_refuses_it(planted: Path) -> None:
+    assert run(planted, "grid", 1).stdout == "grid 0 1\n"
+    assert run(planted, "grid", 0).stdout.startswith("grid 9 ")  # cudaErrorInvalidConfiguration
+
+
+def test_every_compiled_source_is_checked() -> None:
+    """A new C++ file of the package must join the build with sanitizers."""
+    suffixes = {".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".hip", ".pyx", ".rs"}
+    compiled = {path for path in tracked_files() if path.suffix in suffixes}
+    compiled = {name(path) for path in compiled if not name(path).startswith("tests/")}
+    headers = {path for path in compiled if path.endswith(".cuh")}
+    assert compiled - headers == {name(path) for path in source_files()}
+    included = "".join(path.read_text() for path in source_files()[0].parent.iterdir())
+    for header in headers:
+        assert f'#include "{Path(header).name}"' in included
+
+
+def outcome(findings: list[str], failure: str, *calls: str, **counts: int) -> Outcome:
+    return Outcome(counts, findings, frozenset(calls), ["SKIPPED [1] a.py:1"], 3.4, failure)
+
+
+def test_the_table_shows_what_was_run_and_found() -> None:
+    clean = outcome([], "", passed=5, skipped=1, deselected=29)
+    assert row("a.py", clean).split() == ["a.py", "5", "0", "1", "29", "0", "3"]
+    failed = outcome(["a.cu:3: runtime error: b"], "said", passed=5, failed=2, error=1)
+    assert row("b.py", failed).split() == ["b.py", "5", "3", "0", "0", "1", "3"]
+    died = outcome([], "said")
+    assert row("c.py", died).split() == ["c.py", "0", "0", "0", "0", "0", "3", "died"]
+
+
+def test_the_summary_is_red_after_a_finding_a_failure_or_a_kernel_that_nothing_calls() -> None:
+    kernels = {"x", "y"}
+    sound = [outcome([], "", "x", passed=1), outcome([], "", "y", passed=1)]
+    skipped = 2 * ["SKIPPED [1] a.py:1"]
+    assert summary(sound, kernels) == ([*skipped, "kernels called: 2 of 2"], True)
+    lines, is_clean = summary([*sound, outcome(["a.cu:3: runtime error: b"], "")], kernels)
+    assert lines[0] == "a.cu:3: runtime error: b"
+    assert not is_clean
+    lines, is_clean = summary([*sound, outcome([], "said")], kernels)
+    assert lines[0] == "said"
+    assert not is_clean
+    lines, is_clean = summary(sound[:1], kernels)
+    assert lines == [skipped[0], "kernels called: 1 of 2", "no test calls y"]
+    assert not is_clean

@@ -44,6 +44,8 @@ __device__ __forceinline__ void raise_by_warp(unsigned* amax, unsigned largest) 
   if (threadIdx.x % 32 == 0) atomicMax(amax, largest);
 }
 
+namespace {
+
 // The same of a block, whose threads all come here, once; the last warp may have fewer than 32.
 __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest) {
   __shared__ unsigned of_warps[32];
@@ -57,3 +59,5 @@ __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest)
   // A stale value read here is too small, never too large: most of many blocks need no atomic.
   if (largest > *static_cast<volatile unsigned*>(amax)) atomicMax(amax, largest);
 }
+
+}  // namespace
