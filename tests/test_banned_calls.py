@@ -14,11 +14,22 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+_IMPORTS = {
+    "import of importlib.import_module",
+    "importlib.import_module executes the module that a text names",
+}
 ALLOWED = {
+    # These name modules of ours, or one package, in the source.
+    "megatron/kernels/attention.py": _IMPORTS,
+    "megatron/tokenizer/build.py": {
+        "importlib.import_module executes the module that a text names"
+    },
+    "tools/benchmark_kernels.py": _IMPORTS,
     "megatron/checkpoint/legacy/torch_file.py": {
         "import of pickle",
         "pickle.Pickler",
@@ -32,12 +43,16 @@ ALLOWED = {
 
 BANNED_MODULES = {
     "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal",
-    "shelve",
+    "shelve", "_ctypes", "cffi", "code", "codeop", "imp", "pdb", "pty", "runpy", "zipimport",
 }  # fmt: skip
-BANNED_NAMES = {"eval", "exec", "compile", "__import__", "execfile"}
+BANNED_NAMES = {"eval", "exec", "compile", "__import__", "execfile", "breakpoint", "__builtins__"}
+YAML_LOADERS = ("Loader", "CLoader", "FullLoader", "CFullLoader", "UnsafeLoader", "CUnsafeLoader")
+YAML_LOADERS += ("unsafe_load_all", "full_load_all")
 BANNED_CALLS = {
     "torch.load": "executes what it reads",
     "torch.save": "writes pickles",
+    "torch.serialization.load": "executes what it reads",
+    "torch.serialization.save": "writes pickles",
     "torch.jit.load": "executes what it reads",
     "torch.hub.load": "downloads and executes",
     "torch.package.PackageImporter": "executes what it reads",
@@ -45,6 +60,7 @@ BANNED_CALLS = {
     "yaml.load_all": "builds any object: use safe_load_all",
     "yaml.unsafe_load": "builds any object",
     "yaml.full_load": "builds objects",
+    **{f"yaml.{name}": "builds objects" for name in YAML_LOADERS},
     "os.system": "goes through a shell",
     "os.popen": "goes through a shell",
     "subprocess.getoutput": "goes through a shell",
@@ -53,8 +69,14 @@ BANNED_CALLS = {
     "pandas.read_pickle": "executes what it reads",
     "builtins.eval": "executes text",
     "builtins.exec": "executes text",
-    "runpy.run_path": "executes a file",
+    "importlib.import_module": "executes the module that a text names",
+    "importlib.machinery.SourceFileLoader": "executes a file",
+    "importlib.machinery.ExtensionFileLoader": "loads a library",
     "importlib.util.spec_from_file_location": "executes a file",
+    "types.CodeType": "executes bytes",
+    "types.FunctionType": "executes bytes",
+    "asyncio.create_subprocess_shell": "goes through a shell",
+    "logging.config.listen": "executes what it receives",
     "torch.ops.load_library": "loads a library",
     "torch.classes.load_library": "loads a library",
     "torch.utils.cpp_extension.load": "loads a library",
@@ -127,17 +149,19 @@ def _complaints(node: ast.AST, aliases: dict[str, str], file: str) -> Iterator[s
         yield from _check_import(node)
     elif isinstance(node, ast.Name) and node.id in BANNED_NAMES:
         yield node.id
-    elif isinstance(node, ast.Name | ast.Attribute):
+    elif isinstance(node, ast.Name | ast.Attribute) or _is_getattr(node):
         full = _full_name(node, aliases)
         if full in BANNED_CALLS:
             yield f"{full} {BANNED_CALLS[full]}"
+        if re.match(r"os\.(exec|spawn|posix_spawn)", full):
+            yield f"{full} starts a program: use subprocess"
         if full.rpartition(".")[2] in BANNED_ATTRIBUTES:
             yield f"{full} carries pickles"
         if full.startswith("pickle."):
             yield full
         if full.startswith(BANNED_PACKAGES):
             yield full
-    elif isinstance(node, ast.Call):
+    if isinstance(node, ast.Call):
         yield from _check_keywords(node)
         if file.startswith("megatron/") and file != "megatron/durable.py":
             yield from _check_write(node)
@@ -169,22 +193,39 @@ def _check_import(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def _check_keywords(node: ast.Call) -> Iterator[str]:
+    given: list[tuple[object, ast.expr]] = [(word.arg, word.value) for word in node.keywords]
     for keyword in node.keywords:
-        if keyword.arg not in BANNED_KEYWORDS:
+        if keyword.arg is None and isinstance(keyword.value, ast.Dict):  # f(**{"shell": True})
+            names = [getattr(key, "value", None) for key in keyword.value.keys]
+            given += zip(names, keyword.value.values, strict=True)
+    for name, value in given:
+        if not isinstance(name, str) or name not in BANNED_KEYWORDS:
             continue
         # A value that is computed could be anything, so only the harmless constant passes.
-        harmless = not BANNED_KEYWORDS[keyword.arg]
-        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        if value is not harmless:
-            yield f"{keyword.arg}={ast.unparse(keyword.value)}"
+        harmless = not BANNED_KEYWORDS[name]
+        if (value.value if isinstance(value, ast.Constant) else None) is not harmless:
+            yield f"{name}={ast.unparse(value)}"
+
+
+def _is_getattr(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether this is `getattr` with a name that is written there."""
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "getattr":
+        return False
+    return len(node.args) > 1 and isinstance(getattr(node.args[1], "value", None), str)
 
 
 def _full_name(node: ast.expr, aliases: dict[str, str]) -> str:
-    """Dotted name with import aliases resolved; "" where it is no plain name."""
+    """Return a dotted name with import aliases resolved, or parts of one if it is no plain name."""
     parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
+    while isinstance(node, ast.Attribute | ast.Call):
+        if isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        elif _is_getattr(node):
+            parts.append(ast.literal_eval(node.args[1]))  # getattr(os, "system")
+            node = node.args[0]
+        else:
+            break
     if isinstance(node, ast.Name):
         parts.append(aliases.get(node.id, node.id))
     return ".".join(reversed(parts))
@@ -238,6 +279,18 @@ def test_every_exception_is_needed():
         "import torch\ntorch.ops.load_library('x.so')",
         "from torch.utils.cpp_extension import load_inline",
         "import runpy\nrunpy.run_path('x.py')",
+        "import torch.serialization as s\ns.load(f)",
+        "from torch import serialization\nserialization.load(f)",
+        "import yaml\nyaml.UnsafeLoader(f)",
+        "import os\ngetattr(os, 'system')('ls')",
+        "import os as o\no.execvp('ls', ['ls'])",
+        "import os\nos.posix_spawn('ls', ['ls'], {})",
+        "run('ls', **{'shell': True})",
+        "__builtins__['eval']('1')",
+        "import importlib\nimportlib.import_module(name)",
+        "from asyncio import create_subprocess_shell",
+        "from types import FunctionType",
+        "import torch\ngetattr(torch.ops, 'load_library')('x.so')",
     ],
 )
 def test_the_gate_sees_what_is_banned(source):

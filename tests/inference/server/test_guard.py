@@ -19,6 +19,7 @@ from megatron.inference.server.middleware import Guard
 from megatron.inference.server.run import find_token, take_address, url_of
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
+from tests.inference.server.smuggling import smuggle
 from tests.inference.server.strangers import try_to_enter
 
 TOKEN = "0123456789abcdef0123"
@@ -122,6 +123,13 @@ def test_two_lengths_of_one_body_are_refused(closed: Live, live: Live) -> None:
             answer = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_no_spelling_of_two_lengths_is_taken(closed: Live, live: Live) -> None:
+    for server in (closed, live):
+        smuggled = smuggle("127.0.0.1", server.port, 500)
+        assert not smuggled.faults, "\n".join(smuggled.faults[:5])
+        assert smuggled.statuses[400] > 400
 
 
 @pytest.mark.parametrize("host", ["localhost:5000", "127.0.0.1", "[::1]:5000", "LOCALHOST"])

@@ -149,10 +149,10 @@ def _with_parts(folder: Path, tokenizer_folder: Path, **parts: Any) -> FrontSett
     return _settings(folder, FakeEngine())
 
 
-def _write_slow_tokenizer(folder: Path, tokenizer_folder: Path) -> Path:
+def write_slow_tokenizer(folder: Path, tokenizer_folder: Path, pattern: str = SLOW_PATTERN) -> Path:
     """A tokenizer that fails on `EVIL_TEXT` after a while, during which it holds Python's lock."""
     value = json.loads((tokenizer_folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": SLOW_PATTERN}, "behavior": "Isolated"}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     both = [{**split, "invert": False}, {**byte_level, "trim_offsets": True}]
     value["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
@@ -163,7 +163,7 @@ def _write_slow_tokenizer(folder: Path, tokenizer_folder: Path) -> Path:
 def test_a_tokenizers_panic_is_a_refusal(
     tmp_path: Path, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
+    folder = write_slow_tokenizer(tmp_path, tokenizer_folder)
     engine = FakeEngine()
     with running(engine, _settings(folder, engine, chat_template=None)) as live:
         with _health_answers(live):
@@ -182,7 +182,7 @@ def test_a_tokenizers_panic_is_a_refusal(
 
 
 def test_a_tokenizer_that_takes_too_long_is_ended(tmp_path: Path, tokenizer_folder: Path) -> None:
-    folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
+    folder = write_slow_tokenizer(tmp_path, tokenizer_folder)
     engine = FakeEngine(max_length=10_000)
     settings = _settings(folder, engine, limits=ServerLimits(text_seconds=0.05))
     with running(engine, settings) as live:
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_takes_too_long_is_ended(tmp_path: Path, tokenizer_fold
 
 
 def test_a_panic_is_an_error_of_the_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> None:
-    folder = _write_slow_tokenizer(tmp_path, tokenizer_folder)
+    folder = write_slow_tokenizer(tmp_path, tokenizer_folder)
     config = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")
     )

@@ -1,4 +1,4 @@
-"""Rows 29 and 30: files that want to run code or to reach outside, and our own source."""
+"""Row 29: files that want to run code or to reach outside."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ from tests.reliability.scoreboard import payloads
 from tests.reliability.scoreboard.commands import Command, run_training, run_words
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.repository import ROOT
-from tests.repository import name as repository_name
-from tests.test_banned_calls import _shipped, find_banned
 from tests.training.toy import TOY
 from tools.checkpoint import util
 
@@ -423,15 +421,3 @@ def _expect_a_sound_library_runs(folder: Path) -> None:
             _load_library(folder)
         expect((folder / MARK).exists(), "the planted library does not work")
         shutil.rmtree(folder)
-
-
-def banned_calls(folder: Path, count: int) -> Trials:
-    """Try row 30: no shipped file can execute what it reads."""
-    trials = Trials()
-    for file in _shipped()[:count]:
-        where = repository_name(file)
-        with trials.trial(where):
-            expect(
-                not find_banned(file.read_text(), where), str(find_banned(file.read_text(), where))
-            )
-    return trials

@@ -15,7 +15,7 @@ from tests.reliability.scoreboard.kills import (
 )
 from tests.reliability.scoreboard.layouts import all_layouts
 from tests.reliability.scoreboard.limits import merely_large
-from tests.reliability.scoreboard.malice import banned_calls, malicious_files
+from tests.reliability.scoreboard.malice import malicious_files
 from tests.reliability.scoreboard.mute import mute_store
 from tests.reliability.scoreboard.runs import (
     fresh_runs,
@@ -32,9 +32,8 @@ from tests.reliability.scoreboard.serving import (
     guarded_server,
     hostile_texts,
 )
+from tests.reliability.scoreboard.source import banned_calls
 from tests.reliability.scoreboard.untrusted import hostile_checkpoints
-
-_ALL = 100_000
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -188,16 +187,19 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         30,
-        "no shipped file can execute what it reads (`tests/test_banned_calls.py`)",
+        "no shipped Python file names a function that executes what it reads, goes through a shell "
+        "or loads a library, but for the exceptions that `tests/test_banned_calls.py` lists; and "
+        "each such call planted at a random place of the source, under a random name, is found",
         banned_calls,
-        full=_ALL,
-        quick=0,
+        full=1100,
+        quick=20,
     ),
     Row(
         31,
         "fuzzed requests to the text generation server on two ranks (types, sizes, Unicode, "
         "values that are not numbers, depth, broken HTTP): no 5xx, no crash, and valid requests"
-        " in between are answered",
+        " in between are answered; requests with Content-Length and Transfer-Encoding, or one of "
+        "them twice, in any spelling: 400 or nothing, once, and the connection is closed",
         fuzzed_requests,
         full=50,
         quick=0,  # tests/inference/server/test_fuzz.py and test_processes.py try it
@@ -261,9 +263,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         40,
-        "random hostile prompts and conversations, under random hostile chat templates, sent to "
-        "the text generation server: each is answered without a 5xx, and the health check "
-        "answers in between",
+        "random hostile prompts and conversations, under random hostile chat templates and "
+        "tokenizers whose patterns take exponential time or panic, sent to the text generation "
+        "server: each is answered without a 5xx, and the health check answers within 5 s in "
+        "between",
         hostile_texts,
         full=1000,
         quick=0,  # tests/inference/server/test_texts.py tries it

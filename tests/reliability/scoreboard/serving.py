@@ -19,12 +19,14 @@ from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.fuzz import GOOD, fuzz
 from tests.inference.server.live import Live, make_settings, running, write_tokenizer
 from tests.inference.server.processes import TOOL, server_process, write_checkpoint
+from tests.inference.server.smuggling import smuggle
 from tests.inference.server.strangers import try_to_enter
-from tests.inference.server.test_texts import HOSTILE_TEMPLATES
+from tests.inference.server.test_texts import HOSTILE_TEMPLATES, write_slow_tokenizer
 from tests.reliability.scoreboard.commands import run_words
 from tests.reliability.scoreboard.score import Trials, expect
 
 _FUZZED = 100  # requests of a trial
+_SMUGGLED = 20  # of them, requests with two lengths
 _GOOD = 100  # requests whose time is measured
 _CROWD = 50  # clients that send slowly
 _SLOW = b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Ty"
@@ -49,11 +51,18 @@ _HOSTILE_TEXTS = (
     "\U0001f469\u200d",
     "<|user|>",
     "{{ 1 }}",
+    "a" * 40 + "b",
+    "aaaa ",
 )
+# Their matches take time that doubles with each letter, or fail after a while with a panic.
+_HOSTILE_PATTERNS = ("(a+)+$", "(a|a)*$", "(a*)*c", "([a-z]+)*[0-9]", "(a|aa)+$", "(.*a){12}$")
 
 
 def fuzzed_requests(folder: Path, count: int) -> Trials:
-    """Try row 31: a hundred requests at a time, to two ranks that keep running."""
+    """Try row 31: a hundred requests at a time, to two ranks that keep running.
+
+    Requests with two lengths follow them.
+    """
     write_tokenizer(folder)
     trials = Trials.with_seeds(count)
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL]
@@ -64,6 +73,9 @@ def fuzzed_requests(folder: Path, count: int) -> Trials:
             with trials.trial(f"seed {seed}"):
                 outcome = fuzz("127.0.0.1", port, _FUZZED, seed=seed)
                 expect(not outcome.faults, "; ".join(outcome.faults[:3]))
+                smuggled = smuggle("127.0.0.1", port, _SMUGGLED, seed=seed)
+                expect(not smuggled.faults, "; ".join(smuggled.faults[:3]))
+                trials.note("with two lengths, refused", smuggled.statuses.total())
                 trials.note("requests", outcome.statuses.total())
                 trials.note("answered 200", outcome.statuses[200])
                 trials.note("good ones in between", outcome.good)
@@ -170,7 +182,14 @@ def hostile_texts(folder: Path, count: int) -> Trials:
     for seed in seeds:
         chance = random.Random(seed)
         template = "".join(chance.choice(_TEMPLATE_PARTS) for _ in range(chance.randint(1, 3)))
-        settings = make_settings(folder, engine, limits=limits, chat_template=template)
+        hostile = folder / f"tokenizer{seed}"
+        hostile.mkdir()
+        if chance.random() < 0.5:
+            write_slow_tokenizer(hostile, folder, chance.choice(_HOSTILE_PATTERNS))
+            trials.note("tokenizers with a hostile pattern")
+        else:
+            write_tokenizer(hostile)
+        settings = make_settings(hostile, engine, limits=limits, chat_template=template)
         with running(engine, settings) as live, ThreadPoolExecutor(4) as clients:
             bodies = [_hostile_body(chance) for _ in range(_HOSTILE)]
             sent = clients.map(lambda body: _send_hostile(live, body), bodies)
