@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
 _START_SECONDS = 60.0  # time in which a process must read its tokenizer
 _LONG_TEXT = 4096  # characters
-_MOST_DECODED = 1 << 18  # bytes of a single token's text
+_MOST_DECODED = 1 << 16  # bytes of a single token's text
 _NICENESS = 10  # for a process that does long work, which must not slow short work or the engine
 
 

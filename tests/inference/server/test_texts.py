@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +124,48 @@ def test_a_decoder_without_a_bound_is_refused(
     settings = _with_parts(tmp_path, tokenizer_folder, decoder=HOSTILE_DECODERS[name])
     with pytest.raises((ConfigError, DataError), match="--tokenizer-model"):
         Texts(settings, build_tokenizer(settings.tokenizer), 256)
+
+
+def _random_decoder(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    if depth < 3 and chance.random() < 0.5:
+        parts = [_random_decoder(chance, depth + 1) for _ in range(chance.choice((0, 1, 3, 20)))]
+        return {"type": "Sequence", "decoders": parts}
+    sizes, letters = (0, 1, 2, 50, 5000), ("a", "b", "ab", " ")
+    pattern, content = (chance.choice(letters) * chance.choice(sizes) for _ in range(2))
+    strip = {"type": "Strip", "content": "a", "start": 10**9, "stop": chance.choice((0, 10**9))}
+    ctc = {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": True}
+    others: list[dict[str, Any]] = [
+        *({"type": "Fuse"}, {"type": "ByteFallback"}, strip, ctc),
+        {"type": "WordPiece", "prefix": pattern, "cleanup": True},
+        {"type": "BPEDecoder", "suffix": pattern},
+        {"type": "Metaspace", "replacement": "a", "prepend_scheme": "always", "split": True},
+    ]
+    return chance.choice([*others, *[_replace(pattern or "a", content)] * 10])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_decoders_that_are_served_are_fast(
+    seed: int, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    chance, served = random.Random(seed), 0
+    for number in range(100):
+        decoder = _random_decoder(chance)
+        settings = _with_parts(tmp_path, tokenizer_folder, decoder=decoder)
+        tokenizer = build_tokenizer(settings.tokenizer)
+        try:
+            Texts(settings, tokenizer, 256)
+        except ConfigError:
+            continue
+        served += 1
+        longest = tokenizer.vocab[max(tokenizer.vocab, key=len)]
+        few = [tokenizer.vocab["a"], tokenizer.vocab["b"], longest]
+        ids, text = chance.choices(few, k=13), ""  # as many as a new token is decoded with
+        started = time.process_time()
+        with contextlib.suppress(DataError):  # some parts panic
+            text = tokenizer.detokenize(ids)
+        assert time.process_time() - started < 0.1, f"number {number}: {decoder}"
+        assert len(text.encode()) <= 13 << 16
+    assert 10 < served < 100
 
 
 def test_a_very_long_entry_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
