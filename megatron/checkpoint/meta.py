@@ -17,14 +17,22 @@ from typing_extensions import TypedDict
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.manifest import ManifestError, Size, validate
 from megatron.checkpoint.reader import Reader
+from megatron.config.run import field_at
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, ConfigError
 
 _WORDS = "model.embedding.word.weight"
+_STYLES = {  # the flags that list the valid values
+    "lr_decay_style": "schedule.lr_decay_style",
+    "decay_style": "schedule.lr_decay_style",
+    "lr_wsd_decay_style": "schedule.lr_wsd_decay_style",
+    "wd_incr_style": "optimizer.weight_decay_incr_style",
+}
 
 _Seed = Annotated[int, Ge(0), Le((1 << 32) - 1)]
 # Megatron's schedules may hold None for values that a style does not need.
-_Samples = Annotated[float, Ge(0), Le(float(1 << 63))] | None
+_Position = Annotated[float, Ge(0), Le(float(1 << 63))]
+_Samples = _Position | None
 _Nothing = Annotated[dict[str, Json], MaxLen(0)]
 
 
@@ -46,8 +54,8 @@ class OptimizerScalars(TypedDict):
 class SavedSchedule(TypedDict, total=False):
     """The values of schedules under Megatron's names (`Schedules.to_dict`), old ones included."""
 
-    num_steps: _Samples
-    num_iters: _Samples
+    num_steps: _Position
+    num_iters: _Position
     max_lr: float | None
     start_lr: float | None
     min_lr: float | None
@@ -123,8 +131,7 @@ def check_meta(reader: Reader) -> None:
         from_dict(known, "meta.config")
     except (ManifestError, ConfigError) as error:
         raise CheckpointError(str(error)) from None
-    if meta.get("optimizer") and not meta.get("schedule"):
-        raise CheckpointError("meta.schedule is missing, but there is an optimizer's state")
+    _check_schedule(meta, reader.format)
     told = {"iteration": reader.iteration}
     if _WORDS in reader.held:
         told["padded_vocab_size"] = reader.held[_WORDS].shape[0]
@@ -133,3 +140,16 @@ def check_meta(reader: Reader) -> None:
             raise CheckpointError(
                 f"meta.{key} is {reader.meta[key]}, but the checkpoint's is {value}"
             )
+
+
+def _check_schedule(meta: Meta, written_as: str) -> None:
+    schedule = meta.get("schedule") or {}
+    if meta.get("optimizer") and not schedule.keys() & {"num_steps", "num_iters"}:
+        what = "meta.schedule is missing or has no num_steps"
+        raise CheckpointError(f"{what}, but there is an optimizer's state")
+    # Forks of Megatron-LM have styles of their own, which --override-opt_param-scheduler replaces.
+    for key, field in _STYLES.items() if written_as == "native" else ():
+        style, known = schedule.get(key), field_at(field).info.choices or ()
+        if style is not None and style not in known:
+            what = f"meta.schedule.{key} is {style!r:.80}"
+            raise CheckpointError(f"{what}, which is none of {', '.join(known)}")

@@ -248,6 +248,19 @@ def test_a_header_gives_each_tensor_one_place():
         (lambda m: m.update(schedule={"num_steps": 1 << 70}), "meta.schedule.num_steps: .* less"),
         (lambda m: m.update(optimizer={"step": 1}), "meta.optimizer.loss_scale: Field required"),
         (lambda m: m.update(optimizer={"step": 1, "loss_scale": {}}), "meta.schedule is missing"),
+        (lambda m: m.update(schedule={"num_steps": None}), "meta.schedule.num_steps: .* number"),
+        (
+            lambda m: m.update(schedule={"max_lr": 0.1}, optimizer={"step": 1, "loss_scale": {}}),
+            "meta.schedule .*no num_steps",
+        ),
+        (
+            lambda m: m.update(schedule={"num_steps": 4, "lr_decay_style": "polynomial"}),
+            "meta.schedule.lr_decay_style is 'polynomial', which is none of constant, linear",
+        ),
+        (
+            lambda m: m.update(schedule={"num_steps": 4, "wd_incr_style": "x"}),
+            "meta.schedule.wd_incr_style is 'x', which is none of ",
+        ),
         (lambda m: m.update(notices="x"), "meta.notices: "),
         (lambda m: m.update(legacy_args={"data_path": 1}), "meta.legacy_args.data_path"),
     ],

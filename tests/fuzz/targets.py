@@ -47,7 +47,7 @@ from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS as PICKLES
 from tests.checkpoint.states import save_state
-from tests.fuzz import files
+from tests.fuzz import files, folders
 from tests.fuzz.harness import Target, made
 from tests.inference.server import fuzz as fuzz_requests
 from tests.tokenizer.t5 import write_t5_tokenizer
@@ -344,4 +344,5 @@ TARGETS = (
     Target("engine messages", _messages, _read_messages, (MessageError, RequestError)),
     Target("answers", _answers, _read_answers, (UserError, HTTPException)),
     *files.TARGETS,
+    *folders.TARGETS,
 )
