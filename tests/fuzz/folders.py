@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.checkpoint.manifest import MANIFEST, _sign
 from megatron.checkpoint.trust import open_plain
 from megatron.config.parser import parse_config
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
 from megatron.training.checkpointing import network_of, open_for_loading, restore_run
@@ -43,6 +43,7 @@ _TRAIN = "--save-interval 2 --exit-interval 4 --eval-iters 0 --untie-embeddings-
 _VALUES = (None, True, -1, 0, 1.5, 1 << 40, 1 << 64, 1e300, "", "x", "../x", [], {}, [[]], "cosine")
 _OF_LLAMA = ("--vocab-size", str(CASES["llama"].config["vocab_size"] - 1))
 _SOUND = b"no mutation"
+_ERRORS = (CheckpointError, ConfigError)  # a folder may no longer look like a checkpoint
 _UNTOUCHED = 7.0  # what the run's tensors hold before they are loaded
 
 
@@ -130,7 +131,7 @@ def _read(kind: str, data: bytes, folder: Path) -> None:
         tensor.fill_(_UNTOUCHED)
     try:
         iteration = _load(run, root)
-    except CheckpointError:
+    except _ERRORS:
         for name, tensor in _tensors(run).items():
             assert bool((tensor == _UNTOUCHED).all()), f"{name} has changed"
         raise
@@ -294,6 +295,6 @@ def _seeds(kind: str) -> list[bytes]:
 
 
 TARGETS = tuple(
-    Target(f"{kind} folder", partial(_seeds, kind), partial(_read, kind), (CheckpointError,))
+    Target(f"{kind} folder", partial(_seeds, kind), partial(_read, kind), _ERRORS)
     for kind in _MUTATIONS
 )

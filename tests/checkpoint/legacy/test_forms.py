@@ -112,7 +112,10 @@ def _rewrite(path, change):
         (lambda t: t.update(args={}), "not an argparse.Namespace"),
         (lambda t: t["model"].update({1: 2}), "not a Megatron-LM checkpoint"),
         (lambda t: t["model"]["language_model"]["encoder"].update({1: 2}), "not a string"),
-        (lambda t: t["model"]["language_model"].update(embedding={"a": {"b": {}}}), "more than"),
+        (
+            lambda t: t["model"]["language_model"].update(embedding={"a": {"b": {}}}),
+            "more entries than",
+        ),
         (lambda t: t["optimizer"]["state"].update({0: [1]}), "not a Megatron-LM checkpoint"),
         (lambda t: t["optimizer"].update(param_groups={}), "groups with their own learning rate"),
         (lambda t: t.update(opt_param_scheduler=[1]), "not a Megatron-LM checkpoint"),
