@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -35,6 +36,8 @@ _SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
 # The files that the two kinds write.
 _NAMES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+# The library takes time quadratic in the length of a word: minutes for one of a few megabytes.
+_LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 _LARGEST_ALPHABET = 1000  # characters in a WordPiece vocabulary; words with others are unknown
 
 Files = dict[str, bytes]
@@ -165,9 +168,18 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
         for value in (value for values in documents.values for value in values):
             for text in [value] if isinstance(value, str) else value:
                 empty = empty and not text
-                yield text
+                yield from _cut(text)
     if empty:
         raise DataError(f"--input {' '.join(paths)}: there is no text to learn from")
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Yield a text in pieces that end within long words, and nowhere else."""
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    yield text[start:]
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:

@@ -125,6 +125,11 @@ def _body(path):
         (lambda b: b["tensors"]["random"]["pieces"][0].update(file="y"), "does not list"),
         (lambda b: b.update(iteration="1"), "iteration: .* valid integer"),
         (lambda b: b.pop("iteration"), "iteration: .* valid integer"),
+        (lambda b: b.update(iteration=1.0), "iteration: .* valid integer"),
+        (lambda b: b.update(iteration=10**400), "iteration: "),
+        (lambda b: b["tensors"]["random"]["pieces"][0].update(start=True), "start: .* integer"),
+        (lambda b: b["tensors"]["random"]["pieces"][0].update(bytes=1e3), "bytes: .* integer"),
+        (lambda b: b["files"][SHARD].update(bytes="9"), "bytes: .* valid integer"),
         (lambda b: b.update(iteration=True), "iteration: .* valid integer"),
         (lambda b: b.update(meta=[]), "meta: Input should be an object"),
         (lambda b: b["layout"].update(world=1.5), "layout.world: .* valid integer"),
@@ -143,8 +148,12 @@ def test_a_well_signed_manifest_must_still_make_sense(tmp_path, change, message)
         parse(_sign(body))
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000])
-def test_a_number_that_json_lacks_does_not_stop_the_fallback(tmp_path, capsys, number):
+@pytest.mark.parametrize(
+    "number",
+    ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000, "[" * 50_000 + "]" * 50_000],
+    ids=lambda text: text[:9],
+)
+def test_a_value_that_json_lacks_does_not_stop_the_fallback(tmp_path, capsys, number):
     save_state(tmp_path, 1)
     manifest = save_state(tmp_path, 2) / MANIFEST
     manifest.write_text(manifest.read_text().replace('"meta": {', f'"meta": {{"x": {number}, '))

@@ -285,6 +285,47 @@ def test_tekken_vocabulary(tmp_path):
         build("TikTokenizer", vocab_size=10, **flags)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"rank": 256.5},
+        {"rank": float("nan")},
+        {"rank": 10**400},
+        {"rank": -1},
+        {"rank": "256"},
+        {"rank": 256, "token_bytes": True},
+        {"rank": 256, "token_bytes": 1.5},
+        [[[[]]]],
+        True,
+        "[" * 100_000,
+    ],
+    ids=range(10),
+)
+def test_damaged_tekken_vocabulary(tmp_path, entry):
+    model = Path(write_tekken(tmp_path / "x.json", byte_ranks(b"he")))
+    entries = json.loads(model.read_text())
+    text = json.dumps([*entries[:-1], entry])
+    if isinstance(entry, str):
+        text = text.replace(json.dumps(entry), entry)
+    model.write_text(text)
+    with pytest.raises(DataError, match=r"x.json"):
+        build(
+            "TikTokenizer",
+            vocab_size=267,
+            tokenizer_model=str(model),
+            tiktoken_num_special_tokens=10,
+        )
+
+
+@pytest.mark.parametrize("rank", ["-1", "256.0", "nan", "True", str(1 << 64), "1" * 5000])
+def test_a_rank_that_is_no_id(tmp_path, rank):
+    path = tmp_path / "x.tiktoken"
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    path.write_text("".join(lines) + f"YWI= {rank}\n")
+    with pytest.raises(DataError, match=r"x.tiktoken"):
+        build("TikTokenizer", tokenizer_model=str(path))
+
+
 @pytest.mark.parametrize("content", ["%%% 0\n", "YQ== x\n", "YQ== 0\n", ""])
 def test_damaged_rank_file(tmp_path, content):
     path = tmp_path / "x.tiktoken"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,23 @@ def test_output_folder_that_is_a_file(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", TEXT)
     assert train(source, Path(source)) == 8
     assert "choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("character", ["x", " ", "1", ".", "\u00e9"])
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_a_word_of_megabytes_is_learnt_from_in_seconds(tmp_path, character, kind):
+    """Uncut, the library would take time quadratic in its length."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"text": "some words " + character * (4 << 20)}) + "\n")
+    words = ["--input", str(path), "--output-dir", str(tmp_path / "out"), "--kind", kind]
+    done = subprocess.run(
+        [sys.executable, train_tokenizer.__file__, *words, "--vocab-size", "300"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_long_words_are_cut():
+    texts = ["", "a few words " * 1000, "x" * 999 + " " + "y" * 999, "a " + "x" * 2500 + " b"]
+    assert ["".join(train_tokenizer._cut(text)) for text in texts] == texts
+    assert [len(list(train_tokenizer._cut(text))) for text in texts] == [1, 1, 1, 3]
