@@ -249,7 +249,9 @@ def _pickle_anew(folder: Path, rng: random.Random) -> None:
     """Change values of one of Megatron-LM's files, with sound CRCs."""
     path = rng.choice([path for path in _files(folder) if path.suffix == ".pt"])
     with contextlib.suppress(Exception):  # another mutation came first
-        tree = torch.load(path, weights_only=False)
+        # Nothing can tell bytes that were changed before the CRCs are computed from sound ones.
+        sound = _original("legacy").newest / path.relative_to(folder)
+        tree = torch.load(sound, weights_only=False)
         own = [value for value in tree.values() if isinstance(value, dict | argparse.Namespace)]
         _edit(rng.choice((tree, *own)), rng)
         torch.save(tree, path)
