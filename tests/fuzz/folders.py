@@ -8,6 +8,7 @@ changes, or hold exactly what a sound checkpoint of the folder holds.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import copy
 import io
@@ -94,6 +95,7 @@ def _train(layout: Layout, root: str, kind: str) -> None:
 @cache
 def _original(kind: str) -> _Original:
     root = Path(tempfile.mkdtemp(prefix="fuzz-folders-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     if kind == "hf":
         words = ["--load", str(root), "--finetune", "--use-checkpoint-args", *_OF_LLAMA]
         write_folder(root, CASES["llama"].config, tensors_of(CASES["llama"]), shards=2)
