@@ -318,7 +318,7 @@ def _check_extent(tree: Any) -> None:
             waiting.pop()
             continue
         inner = [child for child in _children(node) if type(child) in _CONTAINERS]
-        if id(node) not in entered:
+        if inner and id(node) not in entered:
             entered.add(id(node))
             waiting += inner
         elif not all(id(child) in extents for child in inner):
