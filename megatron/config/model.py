@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 
 ARCHITECTURES = ("gpt", "bert", "t5")
@@ -34,8 +35,8 @@ _HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Network.
+class DenseOptions:
+    """Network, apart from its experts.
 
     Attributes:
         architecture: Network architecture, set by the script that trains it.
@@ -201,6 +202,11 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOptions(ExpertOptions, DenseOptions):
+    """Network."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
     """Network options after `resolve`, when every size is known."""
 
@@ -242,6 +248,14 @@ _NOT_OF_THE_NETWORK = {
     "apply_rope_fusion",
     "bias_dropout_fusion",
     "no_persist_layer_norm",
+    # How a mixture is trained, not what it computes.
+    "moe_router_bias_update_rate",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
 }
 # Fields that give the weights their shape and meaning: other values mean a different network.
 NETWORK_FIELDS = tuple(

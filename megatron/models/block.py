@@ -17,6 +17,7 @@ from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
+from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LayerPlan, MicroBatch, SublayerPlan, Work
@@ -51,7 +52,7 @@ class Sublayer(Protocol):
 # normalizations before and after it leave there the amaxes of x and of its result's gradient.
 MIXERS: dict[str, Any] = {"attention": SelfAttention, "cross_attention": CrossAttention}
 # An MLP is constructed with (plan, context) and called with x; the rest is as for a mixer.
-MLPS: dict[str, Any] = {"dense": MLP}
+MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
 
 
 def class_of(plan: SublayerPlan) -> Sublayer:

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart
 from megatron.parallel.parameter import Init
@@ -245,6 +246,65 @@ class MLPPlan(SublayerPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterPlan:
+    """The choice of experts for each token.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        init: Distribution of the initial weights.
+        experts: Number of experts to choose from.
+        chosen: Number of experts of each token.
+        score: "softmax" or "sigmoid", the function that turns logits into scores.
+        scores_all: Whether softmax runs over all experts, and not only over the chosen ones.
+        groups: Number of groups of experts; 1 if there are none.
+        groups_chosen: Number of groups that a token's experts may come from.
+        scale: Factor applied to the scores of the chosen experts.
+        bias_rate: Step by which the biases of the experts' scores change in an iteration; `None` if
+            there are no biases.
+        balancing: Load-balancing losses ("aux_loss", "seq_aux_loss") with their coefficients.
+        z_loss: Coefficient of the z-loss; `None` if there is none.
+        jitter: Largest relative noise of the input in training; 0 for none.
+        capacity: Multiple of an even share of the tokens beyond which an expert drops them; `None`
+            keeps all.
+        drops_last: Whether the last tokens are dropped, and not those with the lowest scores.
+    """
+
+    hidden: int
+    init: InitPlan
+    experts: int
+    chosen: int
+    score: str = "softmax"
+    scores_all: bool = False
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+    bias_rate: float | None = None
+    balancing: tuple[tuple[str, float], ...] = ()
+    z_loss: float | None = None
+    jitter: float = 0.0
+    capacity: float | None = None
+    drops_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePlan(SublayerPlan):
+    """A mixture of experts: each token passes through a few of many MLPs.
+
+    Attributes:
+        router: The choice of experts for each token.
+        expert: The record of one expert.
+        shared: The record of the experts that every token passes through; `None` for none.
+        gates_shared: Whether a learned gate multiplies the output of `shared`.
+    """
+
+    kind: str = "mixture"
+    router: RouterPlan
+    expert: MLPPlan
+    shared: MLPPlan | None = None
+    gates_shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """A transformer layer: mixer, cross-attention and MLP, each with a normalization before it.
 
@@ -453,13 +513,16 @@ class ModelPlan:
         return decoder, encoder
 
 
-def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> LayerPlan:
-    """Return the record of a layer as the flags describe it. The flags make all layers alike.
+def layer_plan(
+    model: ModelConfig, *, causal: bool, crosses: bool = False, is_mixture: bool = False
+) -> LayerPlan:
+    """Return the record of a layer as the flags describe it.
 
     Args:
         model: Resolved network flags.
         causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
+        is_mixture: Whether the layer's MLP is a mixture of experts.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
@@ -507,11 +570,52 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
     )
     return LayerPlan(
         mixer=attention,
-        mlp=mlp,
+        mlp=mixture_plan(model, mlp) if is_mixture else mlp,
         norm=norm,
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,
+    )
+
+
+def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
+    """Return the record of a mixture of experts.
+
+    Args:
+        model: Resolved network flags.
+        dense: The record of the MLP of dense layers.
+    """
+    assert model.num_experts is not None
+    expert = replace(
+        dense, inner=model.moe_ffn_hidden_size or model.ffn_hidden_size, defers_bias=False
+    )
+    shared_size = model.moe_shared_expert_intermediate_size
+    return MixturePlan(
+        hidden=dense.hidden,
+        init=dense.init,
+        bias=dense.bias,
+        router=RouterPlan(
+            hidden=dense.hidden,
+            init=dense.init,
+            experts=model.num_experts,
+            chosen=model.moe_router_topk,
+            score=model.moe_router_score_function,
+            scores_all=model.moe_router_pre_softmax,
+            groups=model.moe_router_num_groups or 1,
+            groups_chosen=model.moe_router_group_topk or 1,
+            scale=model.moe_router_topk_scaling_factor or 1.0,
+            bias_rate=model.moe_router_bias_update_rate
+            if model.moe_router_enable_expert_bias
+            else None,
+            balancing=model.balancing,
+            z_loss=model.moe_z_loss_coeff,
+            jitter=model.moe_input_jitter_eps or 0.0,
+            capacity=model.moe_expert_capacity_factor,
+            drops_last=model.moe_token_drop_policy == "position",
+        ),
+        expert=expert,
+        shared=replace(expert, inner=shared_size) if shared_size else None,
+        gates_shared=model.moe_shared_expert_gate,
     )
 
 
@@ -568,11 +672,15 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT, whose layers are all alike."""
+    """Return the plan of a GPT, whose layers differ at most in their MLPs."""
     assert head.is_language_model, "only a BERT takes a task's head"
+    kinds = {
+        is_mixture: layer_plan(model, causal=True, is_mixture=is_mixture)
+        for is_mixture in ({False, True} if model.num_experts else {False})
+    }
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
-        layers=(layer_plan(model, causal=True),) * model.num_layers,
+        layers=tuple(kinds[kind] for kind in mixture_layers(model, model.num_layers)),
         final_norm=norm_plan(model),
         heads=(output_plan(model, vocabulary),),
         positions=model.max_position_embeddings,

@@ -62,6 +62,16 @@ class SavedTensors(NamedTuple):
     kept: Kept
 
 
+class WeightWork(Protocol):
+    """The gradient of a weight, still to be computed."""
+
+    def start(self) -> None:
+        """Start to gather what is missing."""
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        """Write the gradient to `into` [rows, columns], or add it."""
+
+
 class WeightProduct:
     """The product that gives the weight's gradient, grad^T x, still to be computed.
 
@@ -115,7 +125,7 @@ class Owner:
         """Whether the product that computes the gradient is deferred."""
         return self.queue is not None and self.queue.is_collecting
 
-    def take(self, product: WeightProduct) -> None:
+    def take(self, product: WeightWork) -> None:
         """Compute the gradient, or leave it to the queue."""
         if self.waits:
             assert self.queue is not None
@@ -124,7 +134,7 @@ class Owner:
             self._compute(product)
 
     @torch.no_grad()
-    def _compute(self, product: WeightProduct, *, starts: bool = False) -> None:
+    def _compute(self, product: WeightWork, *, starts: bool = False) -> None:
         """Add to the gradient: in the slot if there is one, otherwise as autograd does."""
         if starts:
             product.start()

@@ -17,6 +17,7 @@ from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import WeightSlot
 from megatron.parallel.products import Products
+from megatron.parallel.routing import Routers
 
 
 class ReservedSlot:
@@ -38,6 +39,7 @@ class LayerRegistry:
 
     Attributes:
         deferrable_weights: The weights whose gradients are deferred if their layers have a queue.
+        routers: The losses, counts and biases of the routers of experts.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class LayerRegistry:
         self._products: list[Products] = []
         self.deferrable_weights: list[nn.Parameter] = []
         self._fp8: dict[nn.Parameter, Fp8Products] = {}
+        self.routers = Routers()
 
     def reserve_slot(self, weight: nn.Parameter, *, uses: int = 1) -> ReservedSlot:
         """Return a slot that `bind_slots` fills.

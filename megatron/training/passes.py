@@ -104,6 +104,7 @@ class Passes:
                     clock.before(operation)
                 if operation.kind not in _BACKWARD:
                     return
+                self._scale_router_losses(operation.micro_batch)
                 around.enter_context(self._run.timers.measure("backward-compute", level=2))
                 around.enter_context(
                     self._run.gradients.micro_batch(
@@ -152,6 +153,16 @@ class Passes:
         if self.counted:
             loss = loss * (self.counted[micro_batch] / self.labels).float()
         return self._scale(loss / self._count)
+
+    def _scale_router_losses(self, micro_batch: int) -> None:
+        """Let backward scale the losses of routers as it scales this micro-batch's loss."""
+        routers = self._run.layers.routers
+        if routers.loss_scale is None:
+            return
+        weight = torch.ones_like(routers.loss_scale)
+        if self.counted:
+            weight = (self.counted[micro_batch] / self.labels).float()
+        routers.loss_scale.copy_(self._scale(weight / self._count))
 
     @property
     def weights(self) -> Tensor | None:

@@ -91,6 +91,8 @@ class Updates:
             # and forward needs the scales before it needs the weights.
             journal.enter("update of the fp8 scales")
             run.amax_history.update(progress.iteration + 1)
+        journal.enter("update of the routers' biases")
+        run.layers.routers.update_biases(run.layout)
         journal.enter("optimizer step")
         with run.timers.measure("optimizer"):
             ended = run.optimizer.begin_step(
@@ -187,7 +189,8 @@ class _Reading:
 
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
-        packed = pack_losses(passes, (run.exit.wanted, run.save_clock.is_due), run)
+        flags = (run.exit.wanted, run.save_clock.is_due)
+        packed = pack_losses(passes, flags, run, router_losses(run, len(passes.sample_ids)))
         parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
         self._reading = Reading(torch.cat([part.double() for part in parts]))
@@ -200,7 +203,10 @@ class _Reading:
         """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
-        losses, _, flags = unpack_losses(packed, self._run)
+        names = self._run.config.model.auxiliary_losses
+        shared = len(packed) - len(names)
+        losses, _, flags = unpack_losses(packed[:shared], self._run)
+        losses |= zip(names, packed[shared:], strict=True)
         return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite]
 
 
@@ -253,13 +259,27 @@ def reduce_losses(
     return unpack_losses(pack_losses(passes, flags, run).tolist(), run)
 
 
-def pack_losses(passes: Passes | None, flags: Sequence[bool], run: Run) -> Tensor:
+def router_losses(run: Run, micro_batches: int) -> Tensor:
+    """Return this rank's part of each loss of the routers of experts, and forget the losses.
+
+    The parts of all ranks add up to means over micro-batches and mixture layers, as Megatron Core
+    logs them, in the order of `ExpertOptions.auxiliary_losses`.
+    """
+    names = run.config.model.auxiliary_losses
+    mixtures = sum(layer.mlp.kind == "mixture" for layer in run.plan.layers)
+    sums = run.layers.routers.take_losses(len(names), run.device.torch_device)
+    return sums / (max(mixtures, 1) * micro_batches * run.layout.data.size)
+
+
+def pack_losses(
+    passes: Passes | None, flags: Sequence[bool], run: Run, others: Tensor | None = None
+) -> Tensor:
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
     With --calculate-per-token-loss, losses are multiplied by their weights, and the weights follow
     them. This takes a single all-reduce over the world: the ranks that hold the end of the model
     know the losses, and one tensor rank contributes for all. Each data and context rank contributes
-    its mean over micro-batches.
+    its mean over micro-batches. `others`, of which each rank has a part, come last.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
     numbers = len(names) + run.config.training.calculate_per_token_loss
@@ -274,6 +294,8 @@ def pack_losses(passes: Passes | None, flags: Sequence[bool], run: Run) -> Tenso
     for place, flag in enumerate(flags, numbers):
         if flag:
             packed[place].fill_(1.0)  # an assignment would wait for the device
+    if others is not None:
+        packed = torch.cat((packed, others))
     return all_reduce(packed, layout.world)
 
 

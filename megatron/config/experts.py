@@ -1,0 +1,139 @@
+"""Options of mixtures of experts, under Megatron Core's names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.config.fields import MAX_LAYERS, MOST_WIDTH, Need, flag
+
+MOST_EXPERTS = 2**16
+# Load-balancing losses by Megatron Core's names, with the names under which it logs them.
+BALANCING_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+}
+Z_LOSS = "z_loss"
+_PATTERN_PART = re.compile(r"\(?\[([01](?:,[01])*)\]\)?(?:\*(\d{1,5}))?")
+
+_MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
+_BALANCED = Need(
+    lambda run: set(run.model.moe_router_load_balancing_type) - {"none"},
+    "--moe-router-load-balancing-type",
+)
+_BIASED = Need(
+    lambda run: run.model.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"
+)
+_SHARED = Need(
+    lambda run: run.model.moe_shared_expert_intermediate_size,
+    "--moe-shared-expert-intermediate-size",
+)
+_DROPS = Need(
+    lambda run: run.model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Mixture of experts.
+
+    Attributes:
+        num_experts: Number of experts in each mixture layer. Default: all layers are dense.
+        moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, from the
+            first on; a pattern of ones and zeros such as ([0]*1+[1]*3) names them.
+        moe_ffn_hidden_size: Inner width of an expert. Default: --ffn-hidden-size.
+        moe_shared_expert_intermediate_size: Inner width of the shared experts, which every token
+            passes through, in all. Default: no shared experts.
+        moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
+        moe_router_topk: Number of experts that each token is sent to.
+        moe_router_score_function: Function that turns the router's logits into scores.
+        moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
+            over the chosen ones.
+        moe_router_num_groups: Number of groups of experts, of which each token may use
+            --moe-router-group-topk. Default: no groups.
+        moe_router_group_topk: Number of groups that a token may use.
+        moe_router_topk_scaling_factor: Factor applied to the scores of the chosen experts. Default:
+            1.
+        moe_router_enable_expert_bias: Choose experts by score plus a bias, which is raised for
+            experts with few tokens and lowered for those with many (DeepSeek-V3).
+        moe_router_bias_update_rate: Change of each expert's bias in an iteration.
+        moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
+            a micro-batch, seq_aux_loss over each sequence.
+        moe_aux_loss_coeff: Coefficient of each load-balancing loss.
+        moe_z_loss_coeff: Coefficient of the z-loss, which keeps the router's logits small. Default:
+            no z-loss.
+        moe_input_jitter_eps: Multiply the router's input in training by random numbers that differ
+            from 1 by at most this. Default: no noise.
+        moe_expert_capacity_factor: Drop the tokens of an expert beyond this multiple of an even
+            share. Default: no token is dropped.
+        moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
+    """
+
+    num_experts: int | None = flag(None, unit="experts", at_least=1, at_most=MOST_EXPERTS)
+    moe_layer_freq: str = flag("1", needs=_MIXTURE)
+    moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, needs=_MIXTURE)
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, at_least=1, at_most=MOST_WIDTH, requires=_MIXTURE
+    )
+    moe_shared_expert_gate: bool = flag(False, requires=_SHARED)
+    moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
+    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), needs=_MIXTURE)
+    moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
+    moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
+    moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
+    moe_router_topk_scaling_factor: float | None = flag(None, above=0, requires=_MIXTURE)
+    moe_router_enable_expert_bias: bool = flag(False, requires=_MIXTURE)
+    moe_router_bias_update_rate: float = flag(1e-3, at_least=0, needs=_BIASED)
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",), choices=(*BALANCING_LOSSES, "none"), needs=_MIXTURE
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), at_least=0, needs=_BALANCED)
+    moe_z_loss_coeff: float | None = flag(None, at_least=0, requires=_MIXTURE)
+    moe_input_jitter_eps: float | None = flag(None, at_least=0, below=1, requires=_MIXTURE)
+    moe_expert_capacity_factor: float | None = flag(None, above=0, requires=_MIXTURE)
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), needs=_DROPS)
+
+    @property
+    def balancing(self) -> tuple[tuple[str, float], ...]:
+        """The load-balancing losses in use, each with its coefficient."""
+        kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        pairs = zip(kinds, coefficients, strict=False)
+        return tuple((kind, weight) for kind, weight in pairs if kind != "none" and weight > 0)
+
+    @property
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """The names of the routers' losses, in the order of Megatron Core's log."""
+        if not self.num_experts:
+            return ()
+        z_loss = (Z_LOSS,) if self.moe_z_loss_coeff is not None else ()
+        return (*z_loss, *(BALANCING_LOSSES[kind] for kind, _ in self.balancing))
+
+
+def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
+    """Return which layers are mixtures of experts.
+
+    Args:
+        options: The flags.
+        layers: The number of layers of the model.
+
+    Raises:
+        ValueError: `moe_layer_freq` is neither a number nor a pattern of as many entries as layers.
+    """
+    if not options.num_experts:
+        return (False,) * layers
+    text = "".join(options.moe_layer_freq.split())
+    if re.fullmatch(r"[1-9]\d{0,4}", text):
+        return tuple(index % int(text) == 0 for index in range(layers))
+    inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    entries: list[bool] = []
+    for part in inner.split("+"):
+        match = _PATTERN_PART.fullmatch(part)
+        if match is None:
+            raise ValueError("expected a number, or a pattern such as ([0]*1+[1]*3)")
+        bits = [bit == "1" for bit in match[1].split(",")]
+        if len(entries) + len(bits) * int(match[2] or 1) > MAX_LAYERS:
+            raise ValueError(f"expected at most {MAX_LAYERS} layers")
+        entries += bits * int(match[2] or 1)
+    if len(entries) != layers:
+        raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")
+    return tuple(entries)

@@ -1,0 +1,218 @@
+"""Mixtures of experts (Shazeer et al., 2017): each token passes through a few of many MLPs.
+
+Shapes: s sequence, b micro-batch, h hidden, T = s b tokens, k experts of a token, f inner width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.kernels.grouped import (
+    GroupedProduct,
+    Grouping,
+    choose_grouped_product,
+    collect,
+    spread,
+)
+from megatron.models.mlp import MLP
+from megatron.models.plan import MicroBatch, MixturePlan, MLPPlan, Work
+from megatron.models.router import Router, Routing
+from megatron.parallel.build import BuildContext
+from megatron.parallel.linear import Owner
+from megatron.parallel.parameter import ZEROS, Init
+
+
+class Mixture(nn.Module):
+    """A mixture of experts in place of a layer's MLP.
+
+    Args:
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+    """
+
+    bias_to_add = None
+
+    def __init__(self, plan: MixturePlan, context: BuildContext) -> None:
+        """Build the router, the experts and the shared experts."""
+        super().__init__()
+        self.router = Router(plan.router, context)
+        self.experts = Experts(plan.expert, plan.router.experts, context)
+        self.shared = None if plan.shared is None else MLP(plan.shared, context)
+        self.shared_gate = None
+        if plan.gates_shared:
+            self.shared_gate = context.new_parameter(
+                (1, plan.hidden),
+                init=plan.init.weight(plan.hidden, 1),
+                partial_gradient=context.layout.sequence.size > 1,
+            )
+
+    @staticmethod
+    def matrices(plan: MixturePlan) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix."""
+        each = MLP.matrices(plan.expert) * plan.router.experts
+        return each + ([] if plan.shared is None else MLP.matrices(plan.shared))
+
+    @staticmethod
+    def vectors(plan: MixturePlan, tensor: int) -> int:
+        """Count the parameters of router, gate and biases on one of `tensor` ranks."""
+        count = plan.router.experts * (plan.hidden + MLP.vectors(plan.expert, tensor))
+        if plan.shared is not None:
+            count += MLP.vectors(plan.shared, tensor) + plan.hidden * plan.gates_shared
+        return count
+
+    @staticmethod
+    def work(plan: MixturePlan, length: int, encoder_length: int) -> Work:
+        """Count the operations: those of the experts that a token passes through, not of all."""
+        router, gate = plan.router, int(plan.gates_shared)
+        products = 6 * length * plan.hidden * (router.experts + gate)
+        products += router.chosen * MLP.work(plan.expert, length, encoder_length).products
+        if plan.shared is not None:
+            products += MLP.work(plan.shared, length, encoder_length).products
+        return Work(products)
+
+    @staticmethod
+    def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
+        """Count the bytes of the scores, and of each row's input, activation and output."""
+        router = plan.router
+        scores = 4 * batch.tokens * 3 * router.experts
+        each = MLP.activation_bytes(plan.expert, batch)
+        each += 2 * batch.width * batch.tokens * plan.hidden
+        shared = 0 if plan.shared is None else MLP.activation_bytes(plan.shared, batch)
+        return scores + router.chosen * each + shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, h] to [s, b, h]."""
+        routing: Routing = self.router(x)
+        out: Tensor = self.experts(x.flatten(0, 1), routing).view_as(x)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
+            out = out + shared
+        return out
+
+
+class Experts(nn.Module):
+    """Many MLPs of one shape, each of which sees its own tokens.
+
+    Args:
+        plan: The record of one expert.
+        experts: Number of experts.
+        context: Device, kernels and number formats.
+    """
+
+    def __init__(self, plan: MLPPlan, experts: int, context: BuildContext) -> None:
+        """Allocate the matrices of all experts."""
+        super().__init__()
+        up = (2, plan.inner) if plan.gated else (plan.inner,)
+        self.up = ExpertLinear(
+            experts, up, plan.hidden, context, plan.init.weight(plan.hidden, plan.up), plan.bias
+        )
+        into_residual = plan.init.weight(plan.inner, plan.hidden, into_residual=True)
+        self.down = ExpertLinear(
+            experts, (plan.hidden,), plan.inner, context, into_residual, plan.bias
+        )
+        self.activation = context.kernels.activation(plan.activation)
+        self.experts = experts
+
+    def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return the weighted sum of each token's experts: [T, h] -> [T, h]."""
+        grouping = Grouping.of(routing.choices, self.experts)
+        rows = spread(tokens, grouping)  # [T k, h]
+        inner = self.activation(self.up(rows, grouping))  # [T k, f]
+        return collect(self.down(inner, grouping), routing.weights, grouping)
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert, y = x W^T + b on the expert's rows.
+
+    Args:
+        experts: Number of experts.
+        out_features: Shape of an output: its features, or parts x features.
+        in_features: Number of input features.
+        context: Device, kernels and number formats.
+        init: Distribution of the initial weights.
+        bias: Whether each expert has a bias.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: tuple[int, ...],
+        in_features: int,
+        context: BuildContext,
+        init: Init,
+        bias: bool,
+    ) -> None:
+        """Allocate the weights and reserve their gradient's slot."""
+        super().__init__()
+        self.weight = context.new_parameter((experts, *out_features, in_features), init=init)
+        self.bias = context.new_parameter((experts, *out_features), init=ZEROS) if bias else None
+        self._form = choose_grouped_product(context.device, self.weight.dtype)
+        context.registry.deferrable_weights.append(self.weight)
+        self._gradient = context.registry.reserve_slot(self.weight)
+        self._queue = context.weight_gradients
+
+    def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
+        """Multiply each expert's rows: [n, in] -> [n, out]."""
+        weight, owner = self.weight.flatten(1, -2), None  # [experts, out, in]
+        if self._queue is not None or self._gradient.slot is not None:
+            owner = Owner(self.weight, self._queue, self._gradient.slot)
+            weight = weight.detach()
+            if not rows.requires_grad and torch.is_grad_enabled():
+                rows = rows.detach().requires_grad_()  # backward must reach the product
+        out: Tensor = _Product.apply(rows, weight, grouping, self._form, owner)
+        if self.bias is None:
+            return out
+        return out + self.bias.flatten(1)[grouping.expert_of_row()]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        grouping: Grouping,
+        form: GroupedProduct,
+        owner: Owner | None,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, grouping.ends)
+        ctx.form, ctx.owner = form, owner
+        return form.forward(rows, weight, grouping.ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, ends = ctx.saved_tensors
+        form: GroupedProduct = ctx.form
+        owner: Owner | None = ctx.owner
+        grad = grad.contiguous()
+        input_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            input_grad = form.input_gradient(grad, weight, ends)
+        if owner is not None and owner.weight.requires_grad:
+            owner.take(_WeightGradient(form, grad, rows, ends, weight.shape))
+        elif ctx.needs_input_grad[1]:
+            weight_grad = torch.empty_like(weight)
+            form.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
+        return input_grad, weight_grad, None, None, None
+
+
+class _WeightGradient:
+    """The product that gives all experts' weight gradients, still to be computed."""
+
+    def __init__(
+        self, form: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
+    ) -> None:
+        self._form, self._factors, self._shape = form, (grad, rows, ends), shape
+
+    def start(self) -> None:
+        """Do nothing: both factors are here."""
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        """Write the gradient to `into` [experts out, in], or add it."""
+        self._form.weight_gradient(*self._factors, into.view(self._shape), accumulate=accumulate)

@@ -1,0 +1,144 @@
+"""What routers of experts leave behind in a pass: losses, token counts, and biases for the next.
+
+A router's losses belong to the middle of a model, where no loss is returned. `attach` adds them to
+the graph of a tensor that passes through; backward then starts from them too, scaled as the model's
+loss is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Layout
+
+
+def attach(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    """Return x. Its backward also differentiates a loss.
+
+    Args:
+        x: Any tensor that reaches the model's loss.
+        loss: A scalar.
+        scale: The factor of the loss when backward runs, fp32 [].
+    """
+    same: Tensor = _Attach.apply(x, loss, scale)
+    return same
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.scale.to(ctx.dtype), None
+
+
+class RouterState:
+    """One router's record of the passes of an update, in memory that stays where it is.
+
+    Args:
+        number: Number of the router on this process, from 0.
+        experts: Number of experts.
+        losses: Kinds of the router's losses.
+        bias_rate: Step by which biases change in an iteration; `None` if there are none.
+        loss_scale: The factor of the losses in backward, shared by all routers.
+
+    Attributes:
+        bias: What is added to each expert's score when experts are chosen, fp32 [experts]; `None`
+            if nothing is.
+        counts: Tokens sent to each expert on this rank since the last update, fp32 [experts].
+        losses: Sums of each loss since the last update, fp32.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        experts: int,
+        losses: Sequence[str],
+        bias_rate: float | None,
+        loss_scale: Tensor,
+    ) -> None:
+        """Create a state in which no token has passed."""
+        self.number, self.loss_scale = number, loss_scale
+        self._kinds = {kind: i for i, kind in enumerate(losses)}
+        self._rate = bias_rate
+        self.counts = loss_scale.new_zeros(experts)
+        self.losses = loss_scale.new_zeros(len(losses))
+        self.bias = None if bias_rate is None else loss_scale.new_zeros(experts)
+
+    def add_loss(self, kind: str, value: Tensor) -> None:
+        """Add a micro-batch's loss, without its coefficient."""
+        self.losses[self._kinds[kind]].add_(value)
+
+    @torch.no_grad()
+    def count(self, choices: Tensor) -> None:
+        """Count the tokens of each expert: int64 [T, k], -1 for no expert."""
+        flat = choices.flatten()
+        self.counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(self.counts.dtype))
+
+    def update_bias(self, counts: Tensor) -> None:
+        """Raise the biases of experts with few tokens and lower those of experts with many.
+
+        Args:
+            counts: Tokens of each expert in the whole batch.
+        """
+        if self.bias is not None and self._rate is not None:
+            self.bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
+
+    def reset(self) -> None:
+        """Forget the passes of an update."""
+        self.counts.zero_()
+        self.losses.zero_()
+
+
+class Routers:
+    """The states of all routers on this process, in the order of their layers.
+
+    Attributes:
+        states: The states.
+        loss_scale: The factor of their losses in backward, fp32 []; 1 until it is set.
+    """
+
+    def __init__(self) -> None:
+        """Create a record without routers."""
+        self.states: list[RouterState] = []
+        self.loss_scale: Tensor | None = None
+
+    def add(
+        self,
+        experts: int,
+        losses: Sequence[str],
+        bias_rate: float | None,
+        device: torch.device,
+    ) -> RouterState:
+        """Add a router."""
+        if self.loss_scale is None:
+            self.loss_scale = torch.ones((), device=device)
+        state = RouterState(len(self.states), experts, losses, bias_rate, self.loss_scale)
+        self.states.append(state)
+        return state
+
+    def update_biases(self, layout: Layout) -> None:
+        """Move the biases towards an even load. Collective over the ranks with other tokens."""
+        states = [state for state in self.states if state.bias is not None]
+        if not states:
+            return
+        counts = torch.stack([state.counts for state in states])
+        counts = all_reduce(all_reduce(counts, layout.replica), layout.sequence)
+        for state, each in zip(states, counts, strict=True):
+            state.update_bias(each)
+
+    def take_losses(self, kinds: int, device: torch.device) -> Tensor:
+        """Return the sum over layers of each loss, fp32 [kinds], and reset all states."""
+        total = torch.zeros(kinds, device=device)
+        for state in self.states:
+            total += state.losses
+            state.reset()
+        return total
