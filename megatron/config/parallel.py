@@ -14,6 +14,7 @@ _SHARES_SEQUENCES = Need(
 _FULL = Need(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
 )
+_MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
 _SHARDED = Need(lambda run: run.parallel.zero_stage, "--use-distributed-optimizer or --zero-stage")
 
 
@@ -25,6 +26,9 @@ class ParallelOptions:
         tensor_model_parallel_size: Number of processes that split each layer.
         pipeline_model_parallel_size: Number of processes that split the layers into stages.
         context_parallel_size: Number of processes that split each sequence.
+        expert_model_parallel_size: Number of processes that divide the experts of a mixture layer.
+        expert_tensor_parallel_size: Number of processes that split each expert: 1, or
+            --tensor-model-parallel-size. Default: --tensor-model-parallel-size.
         num_layers_per_virtual_pipeline_stage: Split each stage into virtual stages of this many
             layers (interleaved schedule). Default: one virtual stage.
         num_virtual_stages_per_pipeline_rank: Number of virtual stages per pipeline rank. Default:
@@ -81,6 +85,16 @@ class ParallelOptions:
         1, unit="processes", is_common=True, at_least=1, at_most=MAX_LAYERS
     )
     context_parallel_size: int = flag(1, unit="processes", at_least=1)
+    expert_model_parallel_size: int = flag(
+        1,
+        unit="processes",
+        names="--expert-model-parallel-size --moe-expert-parallel-size",
+        at_least=1,
+        requires=_MIXTURE,
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        None, unit="processes", at_least=1, requires=_MIXTURE
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, unit="layers", at_least=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="parts", at_least=1)
     pipeline_schedule: str | None = flag(
@@ -131,4 +145,6 @@ class ParallelConfig(ParallelOptions):
             "tensor": self.tensor_model_parallel_size,
             "context": self.context_parallel_size,
             "pipeline": self.pipeline_model_parallel_size,
+            "expert": self.expert_model_parallel_size,
+            "expert_tensor": self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
         }

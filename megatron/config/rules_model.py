@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.experts import mixture_layers
 from megatron.config.fields import divisors
 from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
@@ -85,6 +86,67 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
     chosen = [field_at(f"model.{name}").spell(True) for name, on in values.items() if on]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)}: an MLP has a single activation function: use one of them"
+
+
+def experts(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the experts and their router."""
+    model = config.model
+    count, chosen = model.num_experts, model.moe_router_topk
+    if not count:
+        return
+    if model.architecture != "gpt":
+        yield (
+            f"--num-experts {count}: only a GPT has mixture layers, and this model is a "
+            f"{model.architecture.upper()}: drop the flag"
+        )
+    try:
+        mixture_layers(model, model.num_layers or 1)
+    except ValueError as error:
+        if model.num_layers or "layers" not in str(error):
+            yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+    if chosen > count:
+        yield f"--moe-router-topk {chosen} is above --num-experts {count}: lower it"
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield (
+            "--moe-router-enable-expert-bias requires --moe-router-score-function sigmoid, whose "
+            "scores do not depend on each other: change one of them"
+        )
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if len(kinds) != len(weights):
+        yield (
+            f"--moe-aux-loss-coeff has {len(weights)} values for {len(kinds)} losses of "
+            "--moe-router-load-balancing-type: give one for each"
+        )
+    elif len(set(kinds)) < len(kinds):
+        yield "--moe-router-load-balancing-type names a loss twice: name each once"
+
+
+def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each mistake in groups of experts."""
+    model = config.model
+    count, chosen = model.num_experts, model.moe_router_topk
+    if not count:
+        return
+    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    if (groups is None) != (best is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
+    if groups is not None and best is not None:
+        if count % groups:
+            yield (
+                f"--num-experts {count} is not divisible by --moe-router-num-groups {groups}: "
+                f"use {divisors(count)}"
+            )
+        elif best > groups:
+            yield (
+                f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}: "
+                "lower it"
+            )
+        elif chosen % best or chosen // best > count // groups:
+            yield (
+                f"--moe-router-topk {chosen}: every one of --moe-router-group-topk {best} groups "
+                f"of {count // groups} experts gives equally many: use a multiple of {best} up to "
+                f"{best * (count // groups)}"
+            )
 
 
 def normalization(config: RunOptions, world_size: int) -> Iterator[str]:

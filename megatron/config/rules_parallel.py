@@ -71,6 +71,18 @@ _NOT_RECORDED: Exclusions = {
 }
 
 
+_NOT_WITH_EXPERTS: Exclusions = {
+    "precision.fp8_format": ((None,), "experts multiply in 16 bits or fp32"),
+    "parallel.zero_stage": ((None, 0, 1, 2), "experts' weights are not gathered layer by layer"),
+    "parallel.ddp_impl": (
+        ("local",),
+        "experts are averaged over other processes than other layers",
+    ),
+    "training.cuda_graph_impl": (("none",), "the number of an expert's tokens differs"),
+    "checkpoint.ckpt_format": (("native",), "Megatron-LM 23.08 has no such experts"),
+}
+
+
 def _excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator[str]:
     """Yield an error for each value that cannot be combined with the flag `shown`."""
     values = flatten(config)
@@ -164,6 +176,51 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor} x "
             f"--context-parallel-size {context} = {part}, as --sequence-parallel requires: use "
             f"{near_multiples(length, part)}"
+        )
+
+
+def experts(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in how processes divide experts."""
+    model, parallel = config.model, config.parallel
+    count, ranks = model.num_experts, parallel.expert_model_parallel_size
+    if not count:
+        return
+    tensor = parallel.tensor_model_parallel_size
+    parts = parallel.expert_tensor_parallel_size or tensor
+    yield from _excluded(config, f"--num-experts {count}", _NOT_WITH_EXPERTS)
+    if count % ranks:
+        yield (
+            f"--num-experts {count} is not divisible by --expert-model-parallel-size {ranks}: use "
+            f"{divisors(count)}"
+        )
+    if parts not in (1, tensor):
+        yield (
+            f"--expert-tensor-parallel-size {parts} is neither 1 nor --tensor-model-parallel-size "
+            f"{tensor}: use one of the two"
+        )
+    elif parts != tensor and not parallel.sequence_parallel:
+        yield (
+            f"--expert-tensor-parallel-size {parts} with --tensor-model-parallel-size {tensor} "
+            "requires --sequence-parallel, with which tensor ranks have different tokens: add it"
+        )
+    inner = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    if inner and inner % parts:
+        name = "--ffn-hidden-size" if model.moe_ffn_hidden_size is None else "--moe-ffn-hidden-size"
+        yield (
+            f"{name} {inner} is not divisible by {parts} tensor-parallel parts of an expert: use "
+            f"{near_multiples(inner, parts)}"
+        )
+    shared = model.moe_shared_expert_intermediate_size
+    if shared and shared % tensor:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}: use {near_multiples(shared, tensor)}"
+        )
+    stage = world_size // parallel.pipeline_model_parallel_size
+    if stage % (ranks * parts):
+        yield (
+            f"--expert-model-parallel-size {ranks} x {parts} parts of an expert do not divide the "
+            f"{stage} processes of a pipeline stage: use a divisor of {stage // parts or 1}"
         )
 
 

@@ -2,8 +2,8 @@
 
 A router chooses k experts for each of T tokens. Each choice becomes a row; rows are sorted by
 expert, so that an expert multiplies neighboring rows. No function here waits for the device unless
-it says so: the number of rows is T k, whether every choice is kept or not, and the number of each
-expert's rows stays on the device.
+it says so: the number of each expert's rows stays on the device. Rows that are sent to other
+processes are grouped in the same way, by process.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Grouping(NamedTuple):
-    """The rows of each expert, n = T k of them.
+    """The n rows of all experts.
 
     Attributes:
         order: The choice that each row stands for, int64 [n]: choice c is that of token c // k.
-            Choices of no expert come last.
-        place: The row of each choice, int64 [T, k].
+            Choices of no expert come last, if they have rows.
+        place: The row of each choice, int64 [T, k]; any row for a choice of no expert.
         kept: Whether a choice has an expert, bool [T, k].
         ends: The end of each expert's rows, int32 [experts].
     """
@@ -32,8 +32,15 @@ class Grouping(NamedTuple):
     ends: Tensor
 
     @classmethod
-    def of(cls, choices: Tensor, experts: int) -> Grouping:
-        """Group choices int64 [T, k]; a negative one stands for no expert."""
+    def of(cls, choices: Tensor, experts: int, rows: int | None = None) -> Grouping:
+        """Group the choices of tokens.
+
+        Args:
+            choices: Experts, int64 [T, k]; a negative one stands for no expert.
+            experts: Number of experts.
+            rows: Number of choices that are not negative, if it is known. `None` gives every choice
+                a row.
+        """
         kept = choices >= 0
         keys = torch.where(kept, choices, experts).flatten()
         keys, order = keys.sort(stable=True)
@@ -41,7 +48,15 @@ class Grouping(NamedTuple):
             0, order, torch.arange(len(order), device=order.device)
         )
         ends = torch.searchsorted(keys, torch.arange(experts, device=keys.device), right=True)
+        order = order[:rows]
+        place = place.clamp(max=max(len(order) - 1, 0))
         return cls(order, place.view_as(choices), kept, ends.int())
+
+    def per_choice(self, rows: Tensor) -> Tensor:
+        """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices of no expert."""
+        if not len(rows):
+            return rows.new_zeros(*self.place.shape, rows.shape[1])
+        return rows[self.place].masked_fill(~self.kept.unsqueeze(-1), 0)
 
     def expert_of_row(self) -> Tensor:
         """Return the expert of each row, int64 [n]; rows without one have the last expert's."""
@@ -50,7 +65,7 @@ class Grouping(NamedTuple):
 
 
 def spread(x: Tensor, grouping: Grouping) -> Tensor:
-    """Copy tokens to the rows of their experts: [T, h] -> [T k, h]."""
+    """Copy tokens to the rows of their experts: [T, h] -> [n, h]."""
     rows: Tensor = _Spread.apply(x, grouping)
     return rows
 
@@ -64,12 +79,11 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grouping: Grouping = ctx.grouping
-        rows = grad[grouping.place]  # [T, k, h]
-        return rows.masked_fill(~grouping.kept.unsqueeze(-1), 0).sum(1), None
+        return grouping.per_choice(grad).sum(1), None
 
 
 def collect(rows: Tensor, weights: Tensor, grouping: Grouping) -> Tensor:
-    """Add up each token's rows by weight: [T k, h], fp32 [T, k] -> [T, h] in the rows' type."""
+    """Add up each token's rows by weight: [n, h], fp32 [T, k] -> [T, h] in the rows' type."""
     result: Tensor = _Collect.apply(rows, weights, grouping)
     return result
 
@@ -79,7 +93,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, grouping: Grouping) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.grouping = grouping
-        each = rows[grouping.place].masked_fill(~grouping.kept.unsqueeze(-1), 0)  # [T, k, h]
+        each = grouping.per_choice(rows)
         return torch.einsum("tk,tkh->th", weights, each.float()).to(rows.dtype)
 
     @staticmethod
@@ -87,7 +101,7 @@ class _Collect(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         grouping: Grouping = ctx.grouping
         chosen = weights.shape[1]
-        each = rows[grouping.place].masked_fill(~grouping.kept.unsqueeze(-1), 0)
+        each = grouping.per_choice(rows)
         weights_grad = torch.einsum("th,tkh->tk", grad.float(), each.float())
         kept = torch.where(grouping.kept, weights, 0).flatten()[grouping.order]
         rows_grad = grad[grouping.order // chosen].float() * kept.unsqueeze(-1)

@@ -220,6 +220,7 @@ class LayerStack(nn.ModuleDict):
         layout = context.layout
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
         self.saved_by = layout.tensor if splits else Axis()
+        self.routers = context.registry.routers
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
         """Run the layers on [s, b, h], passing `inputs` to each of them after the stream."""
@@ -227,7 +228,14 @@ class LayerStack(nn.ModuleDict):
             if group.recomputed and torch.is_grad_enabled():
                 # The stream is joined so that a group keeps a single tensor.
                 x = stream.join()
-                x = recompute(self._joined, group.layers, x, *inputs, split_over=self.saved_by)
+                x = recompute(
+                    self._joined,
+                    group.layers,
+                    x,
+                    *inputs,
+                    split_over=self.saved_by,
+                    again=self.routers.paused,
+                )
                 stream = Stream(x)
             else:
                 stream = self._run(group.layers, stream, *inputs)

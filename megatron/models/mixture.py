@@ -22,6 +22,7 @@ from megatron.models.mlp import MLP
 from megatron.models.plan import MicroBatch, MixturePlan, MLPPlan, Work
 from megatron.models.router import Router, Routing
 from megatron.parallel.build import BuildContext
+from megatron.parallel.expert_exchange import ExpertExchange
 from megatron.parallel.linear import Owner
 from megatron.parallel.parameter import ZEROS, Init
 
@@ -110,48 +111,71 @@ class Experts(nn.Module):
         super().__init__()
         up = (2, plan.inner) if plan.gated else (plan.inner,)
         self.up = ExpertLinear(
-            experts, up, plan.hidden, context, plan.init.weight(plan.hidden, plan.up), plan.bias
+            (experts, *up, plan.hidden),
+            context,
+            split_dim=len(up),
+            init=plan.init.weight(plan.hidden, plan.up),
+            bias=plan.bias,
         )
-        into_residual = plan.init.weight(plan.inner, plan.hidden, into_residual=True)
         self.down = ExpertLinear(
-            experts, (plan.hidden,), plan.inner, context, into_residual, plan.bias
+            (experts, plan.hidden, plan.inner),
+            context,
+            split_dim=2,
+            init=plan.init.weight(plan.inner, plan.hidden, into_residual=True),
+            bias=plan.bias,
         )
         self.activation = context.kernels.activation(plan.activation)
-        self.experts = experts
+        self._exchange = ExpertExchange(context.layout, experts)
 
     def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum of each token's experts: [T, h] -> [T, h]."""
-        grouping = Grouping.of(routing.choices, self.experts)
-        rows = spread(tokens, grouping)  # [T k, h]
-        inner = self.activation(self.up(rows, grouping))  # [T k, f]
-        return collect(self.down(inner, grouping), routing.weights, grouping)
+        """Return the weighted sum of each token's experts: [T, h] -> [T, h].
+
+        Collective over the processes that divide the experts.
+        """
+        arrived = self._exchange.send(tokens, *routing)
+        grouping = Grouping.of(arrived.choices, self._exchange.local, arrived.rows)
+        rows = spread(arrived.tokens, grouping)  # [n, h]
+        inner = self.activation(self.up(rows, grouping))  # [n, f]
+        outputs = collect(self.down(inner, grouping), arrived.weights, grouping)  # [R, h]
+        return self._exchange.bring_back(outputs, arrived)
 
 
 class ExpertLinear(nn.Module):
     """A linear layer for each expert, y = x W^T + b on the expert's rows.
 
+    A bias of outputs that expert tensor ranks add up is added by the first of them.
+
     Args:
-        experts: Number of experts.
-        out_features: Shape of an output: its features, or parts x features.
-        in_features: Number of input features.
-        context: Device, kernels and number formats.
+        shape: Shape of all weights: experts, outputs (or parts and outputs of a part), inputs.
+        context: Layout, device, kernels and number formats.
+        split_dim: The dimension that expert tensor ranks share.
         init: Distribution of the initial weights.
         bias: Whether each expert has a bias.
     """
 
     def __init__(
         self,
-        experts: int,
-        out_features: tuple[int, ...],
-        in_features: int,
+        shape: tuple[int, ...],
         context: BuildContext,
+        *,
+        split_dim: int,
         init: Init,
         bias: bool,
     ) -> None:
         """Allocate the weights and reserve their gradient's slot."""
         super().__init__()
-        self.weight = context.new_parameter((experts, *out_features, in_features), init=init)
-        self.bias = context.new_parameter((experts, *out_features), init=ZEROS) if bias else None
+        sums = split_dim == len(shape) - 1
+        self.weight = context.new_parameter(shape, init=init, split_dim=split_dim, is_expert=True)
+        self.bias = None
+        if bias:
+            self.bias = context.new_parameter(
+                shape[:-1],
+                init=ZEROS,
+                split_dim=None if sums else split_dim,
+                partial_gradient=sums and context.layout.expert_tensor.size > 1,
+                is_expert=True,
+            )
+        self._adds_bias = not sums or context.layout.expert_tensor.is_first
         self._form = choose_grouped_product(context.device, self.weight.dtype)
         context.registry.deferrable_weights.append(self.weight)
         self._gradient = context.registry.reserve_slot(self.weight)
@@ -166,7 +190,7 @@ class ExpertLinear(nn.Module):
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
         out: Tensor = _Product.apply(rows, weight, grouping, self._form, owner)
-        if self.bias is None:
+        if self.bias is None or not self._adds_bias:
             return out
         return out + self.bias.flatten(1)[grouping.expert_of_row()]
 

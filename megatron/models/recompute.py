@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,12 @@ def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
 
 
 def recompute(
-    function: Callable[..., Tensor], layers: range, x: Tensor, *others: Any, split_over: Axis
+    function: Callable[..., Tensor],
+    layers: range,
+    x: Tensor,
+    *others: Any,
+    split_over: Axis,
+    again: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """Return function(layers, x, *others), keeping only the arguments for backward.
 
@@ -96,9 +102,17 @@ def recompute(
         *others: The other arguments of the function.
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
+        again: Returns the context in which the function is recomputed.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
-        return checkpoint(function, layers, x, *others, use_reentrant=False)
+        return checkpoint(
+            function,
+            layers,
+            x,
+            *others,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), again()),
+        )
     shape, has_gradient = x.shape, x.requires_grad
     # It is a copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
@@ -110,4 +124,6 @@ def recompute(
         joined = all_gather(part, split_over).view(shape)
         return function(layers, joined.requires_grad_(has_gradient), *others)
 
-    return checkpoint(run, *others, use_reentrant=False)
+    return checkpoint(
+        run, *others, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
+    )

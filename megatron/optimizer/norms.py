@@ -7,6 +7,9 @@ one tensor with one gradient and counts once. After the reduction, data and cont
 gradients, and nothing is added over them. If gradients are sharded, each rank holds its own part,
 and the sums are added over these ranks too.
 
+If processes divide the experts, the weights of experts are replicated over other ranks than all
+other weights. Then the first replica of each counts it, and the sums are added over all processes.
+
 Everything stays on the device: only `parameters_norm` waits for it.
 """
 
@@ -22,19 +25,31 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
 
-def is_counted_here(parameter: nn.Parameter, layout: Layout) -> bool:
-    """Return whether this process counts the parameter in sums over the whole model."""
+def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool = False) -> bool:
+    """Return whether this process counts the parameter in sums over the whole model.
+
+    Args:
+        parameter: A parameter of this process.
+        layout: This process's place among the others.
+        is_sharded: Whether each replica counts its own part of the parameter.
+    """
     spec = getattr(parameter, "spec", None)
     if spec is None:
         return layout.tensor.is_first
+    is_expert = spec.is_expert and layout.divides_experts
+    if layout.divides_experts and not is_sharded:
+        replicas = layout.expert_replica if is_expert else layout.replica
+        if not replicas.is_first:
+            return False
+    parts = layout.expert_tensor if is_expert else layout.tensor
     is_split = spec.split_dim is not None
-    return not spec.is_copy and (is_split or layout.tensor.is_first)
+    return not spec.is_copy and (is_split or parts.is_first)
 
 
 def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:
     """Add `values` over the processes that hold different parts of the model, in place.
 
-    Collective over the tensor and pipeline axes.
+    Collective over the tensor and pipeline axes, or over the world if processes divide the experts.
 
     Args:
         values: Sums of this process.
@@ -42,6 +57,8 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
         over_replicas: Whether to add over the replica axis too, because tensors are sharded.
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
+    if layout.divides_experts:
+        axes = [layout.world]
     for axis in axes:
         all_reduce(values, axis)
     return values
@@ -63,6 +80,10 @@ def parameters_norm(
             whole.
     """
     held = list(parameters)
-    counted = [p if shard is None else shard(p) for p in held if is_counted_here(p, layout)]
+    counted = [
+        p if shard is None else shard(p)
+        for p in held
+        if is_counted_here(p, layout, is_sharded=shard is not None)
+    ]
     square = sum_of_squares(counted, held[0].device)
     return sum_over_model(square, layout, over_replicas=shard is not None).sqrt().item()

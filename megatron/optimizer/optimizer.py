@@ -169,7 +169,12 @@ class Optimizer:
         self._shared_weights = weights
         self._offload = config.optimizer_cpu_offload
         self._owned = [_OwnPart.allocate(g, gradients, offload=self._offload) for g in groups]
-        counted = [p for g in groups for p in g.parameters if is_counted_here(p, layout)]
+        counted = [
+            p
+            for g in groups
+            for p in g.parameters
+            if is_counted_here(p, layout, is_sharded=gradients.is_sharded)
+        ]
         self._counted_elements = sum(gradients.owned(p).size for p in counted)
         counted_ids = {id(p) for p in counted}
         self._device = groups[0].parameters[0].device

@@ -103,6 +103,7 @@ class BuildContext:
         init: Init,
         split_dim: int | None = None,
         partial_gradient: bool = False,
+        is_expert: bool = False,
         is_vocabulary: bool = False,
     ) -> nn.Parameter:
         """Allocate a parameter, or this tensor rank's equal share of it along `split_dim`.
@@ -114,24 +115,34 @@ class BuildContext:
                 each rank.
             partial_gradient: Whether each tensor rank computes only a part of its gradient. See
                 `ParameterSpec`.
+            is_expert: Whether the parameter has an entry for each expert along dimension 0. It is
+                then split over expert ranks, and along `split_dim` over expert tensor ranks.
             is_vocabulary: Whether the parameter has a row for each vocabulary entry.
 
         Raises:
-            ValueError: The dimension does not divide evenly over the tensor ranks.
+            ValueError: A dimension does not divide evenly over its ranks.
         """
         part, offset = list(shape), [0] * len(shape)
-        if split_dim is not None:
-            axis = self.layout.tensor
-            if shape[split_dim] % axis.size:
+        splits = {} if split_dim is None else {split_dim: self.layout.tensor}
+        if is_expert:
+            splits = dict.fromkeys(splits, self.layout.expert_tensor) | {0: self.layout.expert}
+        for dim, axis in splits.items():
+            if shape[dim] % axis.size:
                 raise ValueError(
-                    f"dimension {split_dim} of {shape} does not divide over {axis.size} ranks"
+                    f"dimension {dim} of {shape} does not divide over {axis.size} ranks"
                 )
-            part[split_dim] //= axis.size
-            offset[split_dim] = axis.rank * part[split_dim]
+            part[dim] //= axis.size
+            offset[dim] = axis.rank * part[dim]
         device = self.parameter_device or self.device
         parameter = nn.Parameter(torch.empty(part, dtype=self.dtype, device=device))
         spec = ParameterSpec(
-            shape, tuple(offset), init, split_dim, partial_gradient, is_vocabulary=is_vocabulary
+            shape,
+            tuple(offset),
+            init,
+            split_dim,
+            partial_gradient,
+            is_expert=is_expert,
+            is_vocabulary=is_vocabulary,
         )
         parameter.spec = spec  # type: ignore[attr-defined]
         return parameter

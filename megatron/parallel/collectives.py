@@ -37,6 +37,22 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return _Communicate.apply(x, axis, add_up, lambda grad, _: grad)
 
 
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Give x to a computation that is split over the axis: identity, backward an all-reduce."""
+    if axis.size == 1:
+        return x
+
+    def add_up(grad: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
+
+    return _Communicate.apply(x, axis, lambda x, _: x.view_as(x), add_up)
+
+
+def gather_rows_to(x: Tensor, axis: Axis) -> Tensor:
+    """Join parts along dimension 0: all-gather in forward, reduce-scatter in backward."""
+    return x if axis.size == 1 else _Communicate.apply(x, axis, all_gather, reduce_scatter)
+
+
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results and keep this rank's part of dimension 0.
 
@@ -77,6 +93,34 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
         return received
 
     return _Communicate.apply(x, axis, exchange, exchange)
+
+
+def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    """Send consecutive rows to each rank: [sum of sent, ...] -> [sum of received, ...].
+
+    Backward sends the gradients back.
+
+    Args:
+        x: The rows for rank 0, then those for rank 1, and so on.
+        axis: The ranks.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+    """
+
+    def exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+        into = x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(
+            into, x.contiguous(), received, sent, group=axis.group, async_op=True
+        )
+        axis.transfer("all-to-all", work).wait()
+        return into
+
+    return _Communicate.apply(
+        x,
+        axis,
+        lambda x, axis: exchange(x, axis, sent, received),
+        lambda grad, axis: exchange(grad, axis, received, sent),
+    )
 
 
 @dataclass(frozen=True)

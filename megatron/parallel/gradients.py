@@ -217,7 +217,9 @@ def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
     """Return the traits that a parameter itself defines: its name, shape, dtype and spec."""
     spec: ParameterSpec | None = getattr(parameter, "spec", None)
     is_partial = spec is not None and spec.partial_gradient
-    return ParameterTraits(name, tuple(parameter.shape), parameter.dtype, is_partial=is_partial)
+    axis = "expert_data" if spec is not None and spec.is_expert else "data"
+    shape = tuple(parameter.shape)
+    return ParameterTraits(name, shape, parameter.dtype, axis, is_partial=is_partial)
 
 
 class GradientBuffer:

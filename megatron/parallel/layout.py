@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest
+_EXPERT_AXES = ("expert_replica", "expert", "expert_tensor")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,14 @@ class Layout:
     `replica` is data x context, with context varying fastest: the processes that hold the same
     weights.
 
+    For experts the ranks of a pipeline stage form another grid, in which expert tensor ranks are
+    numbered fastest, then expert ranks, then expert replicas (Megatron Core's parallel folding).
+
     Attributes:
+        expert: The ranks among which experts are divided.
+        expert_tensor: The ranks that split each expert. They are the tensor ranks, or this rank
+            alone.
+        expert_replica: The ranks that hold the same experts, or the same parts of them.
         sequence_parallel: Whether tensor ranks also split the activations between tensor-parallel
             layers along the sequence.
     """
@@ -84,7 +92,15 @@ class Layout:
     embedding: Axis = Axis()
     """The first and the last pipeline stage, which both hold tied word embeddings. For the
     stages in between, and without a pipeline, this is an axis of one."""
+    expert: Axis = Axis()
+    expert_tensor: Axis = Axis()
+    expert_replica: Axis = Axis()
     sequence_parallel: bool = False
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether the weights of experts are replicated over other ranks than all others."""
+        return self.expert.size > 1 or self.expert_tensor.size != self.tensor.size
 
     @property
     def sequence(self) -> Axis:
@@ -98,7 +114,15 @@ class Layout:
 
     @classmethod
     def at(
-        cls, rank: int, world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1
+        cls,
+        rank: int,
+        world_size: int,
+        *,
+        tensor: int = 1,
+        context: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
+        expert_tensor: int | None = None,
     ) -> Layout:
         """Return the grid as process `rank` of `world_size` sees it, without communication."""
 
@@ -117,6 +141,14 @@ class Layout:
         axes["replica"] = axis(*(d + c - rank for d in data for c in contexts))
         ends = sorted({stages[0], stages[-1]})
         axes["embedding"] = axis(*(ends if rank in ends else [rank]))
+        stage = world_size // pipeline
+        first, stride = rank // stage * stage, 1
+        parts = tensor if expert_tensor is None else expert_tensor
+        each = {"expert_tensor": parts, "expert": expert}
+        for name, size in {**each, "expert_replica": stage // (parts * expert)}.items():
+            start = first + (rank - first) // (size * stride) * size * stride + rank % stride
+            axes[name] = axis(*range(start, start + size * stride, stride))
+            stride *= size
         return cls(**axes)
 
     @classmethod
@@ -129,18 +161,28 @@ class Layout:
         tensor: int = 1,
         context: int = 1,
         pipeline: int = 1,
+        expert: int = 1,
+        expert_tensor: int | None = None,
         journal: Journal | None = None,
     ) -> Layout:
         """Return the grid with process groups. Collective: `init_process_group` must have run.
 
         A world of one has no groups and needs no initialization.
         """
-        layout = cls.at(rank, world_size, tensor=tensor, context=context, pipeline=pipeline)
+        layout = cls.at(
+            rank,
+            world_size,
+            tensor=tensor,
+            context=context,
+            pipeline=pipeline,
+            expert=expert,
+            expert_tensor=expert_tensor,
+        )
         groups = _new_groups(layout, device_type) if world_size > 1 else {}
         journal = journal or Journal()
         axes = {
             name: replace(getattr(layout, name), group=groups.get(name), journal=journal)
-            for name in (*AXES, "world", "replica", "embedding")
+            for name in (*AXES, "world", "replica", "embedding", *_EXPERT_AXES)
         }
         return replace(layout, **axes)
 
@@ -202,4 +244,24 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
         alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
         flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
         groups["replica"] = flat.get_group()
+    known = {
+        getattr(layout, name).ranks: groups[name]
+        for name in (*AXES, "replica", "world")
+        if name in groups
+    }
+    for name in _EXPERT_AXES:
+        axis: Axis = getattr(layout, name)
+        if axis.size > 1 and axis.ranks not in known:
+            # The axes of all ranks look alike, so every rank lacks the same ones.
+            size = {"expert": layout.expert.size, "expert_tensor": layout.expert_tensor.size}
+            grid = {**size, "tensor": layout.tensor.size, "context": layout.context.size}
+            for rank in range(layout.world.size):
+                other = Layout.at(rank, layout.world.size, pipeline=layout.pipeline.size, **grid)
+                ranks = getattr(other, name).ranks
+                if ranks[0] == rank:
+                    group = dist.new_group(list(ranks))
+                    if axis.ranks == ranks:
+                        known[ranks] = group
+        if axis.size > 1:
+            groups[name] = known[axis.ranks]
     return groups

@@ -51,6 +51,8 @@ class ParameterSpec:
         partial_gradient: Every tensor rank holds all of the tensor but sees only a part of the
             sequence, or some heads, so its gradients must be added over the ranks.
         is_copy: Another pipeline stage holds the original; see `tied`.
+        is_expert: The tensor holds the weights of experts, which are replicated, and split, over
+            other ranks than those of all other layers (`Layout.expert`).
         is_vocabulary: The tensor has a row for each vocabulary entry, at the start (word
             embeddings) or the end (output layer) of a model. --decoupled-lr applies to these
             parameters.
@@ -62,6 +64,7 @@ class ParameterSpec:
     split_dim: int | None = None
     partial_gradient: bool = False
     is_copy: bool = False
+    is_expert: bool = False
     is_vocabulary: bool = False
 
 
@@ -74,6 +77,8 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
 def part_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of this rank's part in the whole tensor's dimensions."""
     spec = spec_of(parameter)
+    if spec.is_expert:
+        return tuple(parameter.shape)  # never flattened
     if spec.split_dim is None:
         return spec.global_shape
     shape = list(spec.global_shape)

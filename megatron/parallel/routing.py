@@ -7,7 +7,8 @@ loss is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ class RouterState:
         experts: Number of experts.
         losses: Kinds of the router's losses.
         bias_rate: Step by which biases change in an iteration; `None` if there are none.
-        loss_scale: The factor of the losses in backward, shared by all routers.
+        routers: All routers of the process.
 
     Attributes:
+        loss_scale: The factor of the losses in backward, shared by all routers.
         bias: What is added to each expert's score when experts are chosen, fp32 [experts]; `None`
             if nothing is.
         counts: Tokens sent to each expert on this rank since the last update, fp32 [experts].
@@ -63,10 +65,12 @@ class RouterState:
         experts: int,
         losses: Sequence[str],
         bias_rate: float | None,
-        loss_scale: Tensor,
+        routers: Routers,
     ) -> None:
         """Create a state in which no token has passed."""
-        self.number, self.loss_scale = number, loss_scale
+        assert routers.loss_scale is not None
+        self.number, self._routers = number, routers
+        self.loss_scale = loss_scale = routers.loss_scale
         self._kinds = {kind: i for i, kind in enumerate(losses)}
         self._rate = bias_rate
         self.counts = loss_scale.new_zeros(experts)
@@ -75,11 +79,15 @@ class RouterState:
 
     def add_loss(self, kind: str, value: Tensor) -> None:
         """Add a micro-batch's loss, without its coefficient."""
+        if self._routers.is_paused:
+            return
         self.losses[self._kinds[kind]].add_(value)
 
     @torch.no_grad()
     def count(self, choices: Tensor) -> None:
         """Count the tokens of each expert: int64 [T, k], -1 for no expert."""
+        if self._routers.is_paused:
+            return
         flat = choices.flatten()
         self.counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(self.counts.dtype))
 
@@ -104,12 +112,23 @@ class Routers:
     Attributes:
         states: The states.
         loss_scale: The factor of their losses in backward, fp32 []; 1 until it is set.
+        is_paused: Whether nothing is recorded, because layers are computed a second time.
     """
 
     def __init__(self) -> None:
         """Create a record without routers."""
         self.states: list[RouterState] = []
         self.loss_scale: Tensor | None = None
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing while layers are recomputed."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def add(
         self,
@@ -121,7 +140,7 @@ class Routers:
         """Add a router."""
         if self.loss_scale is None:
             self.loss_scale = torch.ones((), device=device)
-        state = RouterState(len(self.states), experts, losses, bias_rate, self.loss_scale)
+        state = RouterState(len(self.states), experts, losses, bias_rate, self)
         self.states.append(state)
         return state
 

@@ -133,10 +133,12 @@ def new_gradient_buffer(
         if parameter.requires_grad
     ]
     # The buffer works alone if PyTorch's data parallelism averages the gradients in place.
-    replicas = Axis() if is_torch else layout.replica
+    replicas = {"data": layout.replica, "expert_data": layout.expert_replica}
+    if is_torch:
+        replicas = dict.fromkeys(replicas, Axis())
     buckets = plan_buckets(
         traits,
-        replicas={"data": replicas.size},
+        replicas={name: axis.size for name, axis in replicas.items()},
         zero_stage=config.parallel.zero_stage,
         gradients_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         bucket_bytes=BUCKET_BYTES,
@@ -144,7 +146,7 @@ def new_gradient_buffer(
     gradients = GradientBuffer(
         named_parameters,
         buckets,
-        {"data": replicas},
+        replicas,
         tensor=layout.tensor,
         overlap=config.parallel.overlap_grad_reduce,
     )

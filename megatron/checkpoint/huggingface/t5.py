@@ -63,7 +63,7 @@ class T5(rules.Family):
         settings.must_be("dense_act_fn", {"gated-gelu": "gelu_new"}.get(name, name.split("-")[-1]))
         model = ModelConfig(
             **flags,
-            **{_ACTIVATIONS[name][0]: True},
+            **dict[str, Any]({_ACTIVATIONS[name][0]: True}),
             architecture="t5",
             decoder_num_layers=decoder,
             position_embedding_type="relative",
