@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"config", "parallel", "kernels"},
     "data": {"config", "tokenizer", "parallel"},
     "optimizer": {"config", "parallel", "kernels"},
-    "checkpoint": {"config", "parallel", "models.plan"},  # one module of a room: its records only
+    "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
     "processes": {"config", "parallel", "kernels"},
 }
 BASE = {"device", "durable", "environment", "errors"}  # modules that every room may use

@@ -17,10 +17,6 @@ Z_LOSS = "z_loss"
 _PATTERN_PART = re.compile(r"\(?\[([01](?:,[01])*)\]\)?(?:\*(\d{1,5}))?")
 
 _MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
-_BALANCED = Need(
-    lambda run: set(run.model.moe_router_load_balancing_type) - {"none"},
-    "--moe-router-load-balancing-type",
-)
 _BIASED = Need(
     lambda run: run.model.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"
 )
@@ -87,7 +83,7 @@ class ExpertOptions:
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",), choices=(*BALANCING_LOSSES, "none"), needs=_MIXTURE
     )
-    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), at_least=0, needs=_BALANCED)
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), at_least=0, needs=_MIXTURE)
     moe_z_loss_coeff: float | None = flag(None, at_least=0, requires=_MIXTURE)
     moe_input_jitter_eps: float | None = flag(None, at_least=0, below=1, requires=_MIXTURE)
     moe_expert_capacity_factor: float | None = flag(None, above=0, requires=_MIXTURE)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.device import Device
+
 
 class Grouping(NamedTuple):
     """The n rows of all experts.
@@ -128,7 +130,7 @@ class GroupedProduct(NamedTuple):
 
 def choose_grouped_product(device: torch.device, dtype: torch.dtype) -> GroupedProduct:
     """Choose the form of an expert's products: PyTorch's grouped product, or one after another."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if Device(device).is_gpu and dtype == torch.bfloat16:
         return GroupedProduct(
             "grouped",
             lambda x, weight, ends: torch._grouped_mm(x, weight.transpose(1, 2), offs=ends),

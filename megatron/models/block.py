@@ -20,7 +20,12 @@ from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCac
 from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm, Stream, new_norm
-from megatron.models.plan import LayerPlan, MicroBatch, SublayerPlan, Work
+from megatron.models.plan import (
+    LayerPlan,
+    MicroBatch,
+    SublayerPlan,
+    Work,
+)
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Axis

@@ -11,7 +11,8 @@ from torch import nn
 from megatron.config.run import ModelRun
 from megatron.config.stages import ModelPart
 from megatron.device import Device
-from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, model_plan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
+from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.exchange import Exchange

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
-from megatron.models.plan import EmbeddingPlan, InitPlan, ModelPlan, RotaryPlan
+from megatron.models.plan import (
+    EmbeddingPlan,
+    InitPlan,
+    ModelPlan,
+    RotaryPlan,
+)
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import VocabularyEmbedding
 from megatron.parallel.parameter import spec_of

@@ -19,7 +19,12 @@ from megatron.kernels.grouped import (
     spread,
 )
 from megatron.models.mlp import MLP
-from megatron.models.plan import MicroBatch, MixturePlan, MLPPlan, Work
+from megatron.models.plan import (
+    MicroBatch,
+    MixturePlan,
+    MLPPlan,
+    Work,
+)
 from megatron.models.router import Router, Routing
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_exchange import ExpertExchange
@@ -189,13 +194,13 @@ class ExpertLinear(nn.Module):
             weight = weight.detach()
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
-        out: Tensor = _Product.apply(rows, weight, grouping, self._form, owner)
+        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._form, owner)
         if self.bias is None or not self._adds_bias:
             return out
         return out + self.bias.flatten(1)[grouping.expert_of_row()]
 
 
-class _Product(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -14,7 +14,7 @@ from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.models.build import run_context
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.rules import rules_of

@@ -17,7 +17,7 @@ from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.durable import replace_file, writing_to
 from megatron.errors import EXIT_OK, StorageError, shortage_errors
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary

@@ -47,8 +47,7 @@ _DEVIATIONS = {
         "--pipeline-model-parallel-comm-backend": "unset means nccl there, too",
         "--data-parallel-sharding-strategy": "what it was before 0.17",
         "--moe-layer-freq": "as it is written",
-        "--moe-router-load-balancing-type": "refused in any case",
-        "--moe-token-dispatcher-type": "refused in any case",
+        "--moe-token-dispatcher-type": "changes nothing",
         "--fp4-recipe": "refused in any case",
         "--inference-grouped-gemm-backend": "refused in any case",
         "--one-logger-project": "refused in any case",
@@ -191,10 +190,10 @@ def test_a_misspelt_flag_is_one_of_ours_rather_than_one_that_is_refused(
 
 
 def test_a_misspelt_flag_that_is_refused_anyway_says_so_at_once() -> None:
-    (line,) = problems("--moe-routr-topk 2")
+    (line,) = problems("--mtp-num-layrs 2")
     assert line == (
-        "unknown flag --moe-routr-topk: did you mean --moe-router-topk? "
-        "(mixtures of experts are not supported: drop the flag)"
+        "unknown flag --mtp-num-layrs: did you mean --mtp-num-layers? "
+        "(multi-token prediction is not supported: drop the flag)"
     )
 
 
@@ -261,8 +260,8 @@ _LATER_REFUSED = {
     "--fp4-format e2m1": "--fp8-format",
     "--optimizer-offload-fraction 0.5": "--optimizer-cpu-offload",
     "--recompute-modules core_attn mlp": "--recompute-granularity selective",
-    "--expert-model-parallel-size 8": "mixtures of experts",
-    "--moe-router-load-balancing-type aux_loss": "mixtures of experts",
+    "--moe-latent-size 8": "this kind of expert",
+    "--moe-expert-rank-capacity-factor 2": "this kind of expert",
 }
 _LATER_HONOURED = (
     "--overlap-p2p-communication-warmup-flush",

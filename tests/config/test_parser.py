@@ -91,7 +91,7 @@ def test_a_mistake_is_one_line_that_names_the_flag(words: str, line: str) -> Non
 
 def test_all_mistakes_are_reported_at_once() -> None:
     lines = problems(
-        "--hiden-size 64 --lr abc --seed x --num-experts 2 --epochs 3 --fp16 --bf16",
+        "--hiden-size 64 --lr abc --seed x --mtp-num-layers 2 --epochs 3 --fp16 --bf16",
         without=["--hidden-size", "--lr"],
     )
     assert [re.findall(r"--[\w-]+", line)[0] for line in lines] == [
@@ -99,7 +99,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "--hiden-size",
         "--lr",
         "--seed",
-        "--num-experts",
+        "--mtp-num-layers",
         "--fp16",
     ]
 

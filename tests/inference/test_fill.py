@@ -16,7 +16,7 @@ from megatron.data.t5 import take_out
 from megatron.errors import UserError
 from megatron.inference.fill import Filler
 from megatron.models.bert import BertModel, BertResult
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from megatron.models.t5 import T5Model
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout

@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan, model_plan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan
+from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.layout import Layout

@@ -5,7 +5,7 @@ import pytest
 from megatron.config.model import ModelConfig
 from megatron.models.arithmetic import count_parameters, flops_per_token
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from tests.models.small import LLAMA, VOCAB, config, new_context
 from tests.models.test_gpt import KNOBS
 

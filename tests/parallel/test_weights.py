@@ -5,7 +5,7 @@ from torch import nn
 
 from megatron.config.stages import ModelPart
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from megatron.parallel import weights
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset
 from megatron.models.arithmetic import flops_per_token
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from megatron.tokenizer import padded_vocabulary
 from tests.repository import ROOT
 from tools import benchmark

@@ -14,7 +14,8 @@ import pytest
 
 from megatron.device import Device
 from megatron.errors import ConfigError, StorageError
-from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, model_plan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
+from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import small

@@ -10,7 +10,8 @@ from megatron.config.parser import parse_config
 from megatron.config.stages import whole_model
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters, count_part_matrices
-from megatron.models.plan import HeadSpec, model_plan
+from megatron.models.plan import HeadSpec
+from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.training.memory import estimate_memory, largest_process
 from tests.training.toy import OF_KIND, TOY, build_toy

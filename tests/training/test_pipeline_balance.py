@@ -6,7 +6,8 @@ import pytest
 
 from megatron.config import parse_config
 from megatron.config.stages import LAYOUT_FLAG, parse_layout
-from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, model_plan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
+from megatron.models.plans import model_plan
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.memory import largest_process

@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
-from megatron.models.plan import AttentionPlan, MLPPlan, ModelPlan, model_plan
+from megatron.models.plan import AttentionPlan, MLPPlan, ModelPlan
+from megatron.models.plans import model_plan
 
 _BURST_SECONDS = 0.2  # seconds of work to queue at a time
 # Bytes per parameter and update: gradient, master weight and two moments are read; the last three

@@ -54,7 +54,7 @@ class Facts:
     def of(cls, config: RunConfig, precision: str, gpus: int, ceilings: Mapping[str, Any]) -> Facts:
         """Return the facts for runs of `config`."""
         from megatron.models.arithmetic import flops_per_token
-        from megatron.models.plan import model_plan
+        from megatron.models.plans import model_plan
         from megatron.tokenizer import padded_vocabulary
 
         assert config.data.seq_length is not None

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.errors import UserError
-from megatron.models.plan import model_plan
+from megatron.models.plans import model_plan
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.memory import largest_process
 from tools.bench.launch import entry_command, run_to_end

@@ -21,6 +21,7 @@ from torch import Tensor
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.plans import model_plan
 
 Shape = tuple[int, ...]
 Names = Iterator[tuple[str, Sequence[str]]]
@@ -234,7 +235,7 @@ class Family(ABC):
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return the rule that makes each parameter from tensors, in the order of the files."""
-        plan = plans.model_plan(model, vocab)
+        plan = model_plan(model, vocab)
         shapes, layers = parameter_shapes(plan), layers_of(plan)
         rules = []
         for ours, theirs in self.names(model):

@@ -1,0 +1,274 @@
+"""The plan of the network that flags describe: one function for each architecture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.config.experts import mixture_layers
+from megatron.config.model import ModelConfig
+from megatron.models.plan import (
+    LANGUAGE_MODEL_HEAD,
+    AttentionPlan,
+    ClassifierPlan,
+    EmbeddingPlan,
+    HeadPlan,
+    HeadSpec,
+    InitPlan,
+    LayerPlan,
+    MaskedTokenPlan,
+    MixturePlan,
+    MLPPlan,
+    ModelPlan,
+    NormPlan,
+    OutputPlan,
+    PositionBiasPlan,
+    RotaryPlan,
+    RouterPlan,
+)
+
+_SEGMENTS = 2  # segments per sample of a BERT: token types, and classes of the binary head
+
+
+def layer_plan(
+    model: ModelConfig, *, causal: bool, crosses: bool = False, is_mixture: bool = False
+) -> LayerPlan:
+    """Return the record of a layer as the flags describe it.
+
+    Args:
+        model: Resolved network flags.
+        causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
+        crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
+        is_mixture: Whether the layer's MLP is a mixture of experts.
+    """
+    heads, head_size = model.num_attention_heads, model.kv_channels
+    init, norm = init_plan(model), norm_plan(model)
+    rotary = None
+    if model.position_embedding_type == "rope":
+        rotary = RotaryPlan(
+            positions=model.max_position_embeddings,
+            channels=int(head_size * model.rotary_percent),
+            base=model.rotary_base,
+            interpolation=model.rotary_seq_len_interpolation_factor,
+            scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
+        )
+    attention = AttentionPlan(
+        hidden=model.hidden_size,
+        init=init,
+        bias=model.add_bias_linear,
+        defers_bias=model.hidden_dropout > 0,
+        causal=causal,
+        heads=heads,
+        kv_heads=model.kv_heads,
+        head_size=head_size,
+        dropout=model.attention_dropout,
+        scale=model.softmax_scale,
+        qkv_bias=model.add_qkv_bias,
+        head_norm=norm if model.qk_layernorm else None,
+        rotary=rotary,
+    )
+    crossing = replace(
+        attention,
+        kind="cross_attention",
+        causal=False,
+        kv_heads=heads,
+        qkv_bias=False,
+        head_norm=None,
+        rotary=None,
+    )
+    mlp = MLPPlan(
+        hidden=attention.hidden,
+        init=init,
+        bias=model.add_bias_linear,
+        defers_bias=attention.defers_bias,
+        inner=model.ffn_hidden_size,
+        activation=model.activation,
+        gated=model.is_gated,
+    )
+    return LayerPlan(
+        mixer=attention,
+        mlp=mixture_plan(model, mlp) if is_mixture else mlp,
+        norm=norm,
+        cross_attention=crossing if crosses else None,
+        residual_after_norm=model.apply_residual_connection_post_layernorm,
+        dropout=model.hidden_dropout,
+    )
+
+
+def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
+    """Return the record of a mixture of experts.
+
+    Args:
+        model: Resolved network flags.
+        dense: The record of the MLP of dense layers.
+    """
+    assert model.num_experts is not None
+    expert = replace(
+        dense, inner=model.moe_ffn_hidden_size or model.ffn_hidden_size, defers_bias=False
+    )
+    shared_size = model.moe_shared_expert_intermediate_size
+    return MixturePlan(
+        hidden=dense.hidden,
+        init=dense.init,
+        bias=dense.bias,
+        router=RouterPlan(
+            hidden=dense.hidden,
+            init=dense.init,
+            experts=model.num_experts,
+            chosen=model.moe_router_topk,
+            score=model.moe_router_score_function,
+            scores_all=model.moe_router_pre_softmax,
+            groups=model.moe_router_num_groups or 1,
+            groups_chosen=model.moe_router_group_topk or 1,
+            scale=model.moe_router_topk_scaling_factor or 1.0,
+            bias_rate=model.moe_router_bias_update_rate
+            if model.moe_router_enable_expert_bias
+            else None,
+            balancing=model.balancing,
+            z_loss=model.moe_z_loss_coeff,
+            jitter=model.moe_input_jitter_eps or 0.0,
+            capacity=model.moe_expert_capacity_factor,
+            drops_last=model.moe_token_drop_policy == "position",
+        ),
+        expert=expert,
+        shared=replace(expert, inner=shared_size) if shared_size else None,
+        gates_shared=model.moe_shared_expert_gate,
+    )
+
+
+def init_plan(model: ModelConfig) -> InitPlan:
+    """Return the distribution of initial weights."""
+    return InitPlan(model.init_method_std, model.num_layers, model.init_method_xavier_uniform)
+
+
+def norm_plan(model: ModelConfig) -> NormPlan:
+    """Return the record that all normalizations share."""
+    return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
+
+
+def embedding_plan(
+    model: ModelConfig, vocabulary: int, *, token_types: int = 0, calls: int = 1
+) -> EmbeddingPlan:
+    """Return the record of the embedding.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Entries of the vocabulary, padding included.
+        token_types: Number of token types; 0 for a model without them.
+        calls: Number of lookups per pass: an encoder and a decoder make one each.
+    """
+    learned = model.position_embedding_type == "learned_absolute"
+    return EmbeddingPlan(
+        vocabulary=vocabulary,
+        hidden=model.hidden_size,
+        init=init_plan(model),
+        positions=model.max_position_embeddings if learned else 0,
+        token_types=token_types,
+        calls=calls,
+        dropout=model.hidden_dropout,
+    )
+
+
+def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> OutputPlan:
+    """Return the record of the language-model head.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Entries of the vocabulary, padding included.
+        bias: Whether each entry has a bias.
+    """
+    hidden = model.hidden_size
+    return OutputPlan(
+        hidden=hidden,
+        init=init_plan(model),
+        vocabulary=vocabulary,
+        tied=not model.untie_embeddings_and_output_weights,
+        bias=bias,
+        scale=hidden**-0.5 if model.scale_decoder_outputs else None,
+    )
+
+
+def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a GPT, whose layers differ at most in their MLPs."""
+    assert head.is_language_model, "only a BERT takes a task's head"
+    kinds = {
+        is_mixture: layer_plan(model, causal=True, is_mixture=is_mixture)
+        for is_mixture in ({False, True} if model.num_experts else {False})
+    }
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary),
+        layers=tuple(kinds[kind] for kind in mixture_layers(model, model.num_layers)),
+        final_norm=norm_plan(model),
+        heads=(output_plan(model, vocabulary),),
+        positions=model.max_position_embeddings,
+    )
+
+
+def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a BERT: bidirectional layers, and the heads of pretraining or a task."""
+    options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
+    heads: list[HeadPlan] = []
+    if model.bert_binary_head:
+        heads.append(ClassifierPlan(kind="pooler", outputs=model.hidden_size, **options))
+    if head.outputs is not None:
+        assert heads, "without a binary head there is no pooler"
+        heads.append(
+            ClassifierPlan(kind="task_head", outputs=head.outputs, in_fp32=True, **options)
+        )
+    else:
+        heads.append(MaskedTokenPlan(norm=norm_plan(model), tanh=model.openai_gelu, **options))
+        heads.append(output_plan(model, vocabulary, bias=True))
+        if model.bert_binary_head:
+            heads.append(ClassifierPlan(kind="binary_head", outputs=_SEGMENTS, **options))
+    return ModelPlan(
+        embedding=embedding_plan(
+            model, vocabulary, token_types=_SEGMENTS if model.bert_binary_head else 0
+        ),
+        layers=(layer_plan(model, causal=False),) * model.num_layers,
+        final_norm=norm_plan(model),
+        heads=tuple(heads),
+        head_spec=head,
+        positions=model.max_position_embeddings,
+    )
+
+
+def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a T5, with the encoder's layers before the decoder's."""
+    assert head.is_language_model, "only a BERT takes a task's head"
+    encoder, decoder = model.num_layers, model.decoder_layers
+    positions = model.max_position_embeddings
+    bias = None
+    if model.position_embedding_type == "relative":
+        bias = PositionBiasPlan(
+            heads=model.num_attention_heads,
+            buckets=model.relative_attention_num_buckets,
+            longest=model.relative_attention_max_distance,
+            positions=positions,
+            init=init_plan(model),
+        )
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary, calls=2),
+        layers=(layer_plan(model, causal=False),) * encoder
+        + (layer_plan(model, causal=True, crosses=True),) * decoder,
+        final_norm=norm_plan(model),
+        heads=(output_plan(model, vocabulary, bias=model.add_output_bias),),
+        positions=positions,
+        encoder_layers=encoder,
+        position_bias=bias,
+    )
+
+
+PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan}
+
+
+def model_plan(
+    model: ModelConfig, padded_vocab_size: int, head: HeadSpec = LANGUAGE_MODEL_HEAD
+) -> ModelPlan:
+    """Return the plan of the network that flags describe.
+
+    Args:
+        model: Resolved network flags.
+        padded_vocab_size: Entries of the vocabulary, padding included.
+        head: Purpose of the model's heads.
+    """
+    return PLANS[model.architecture](model, padded_vocab_size, head)
