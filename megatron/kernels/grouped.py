@@ -15,6 +15,17 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device
+from megatron.kernels.library import (
+    DTYPE_CODES,
+    VECTOR_BYTES,
+    Kernel,
+    KernelLibrary,
+    operator,
+    takes,
+)
+
+COMBINE_ROWS = Kernel("combine_rows", "ppppiiii")
+COMBINE_ROWS_BACKWARD = Kernel("combine_rows_backward", "pppppppiiii")
 
 
 class Grouping(NamedTuple):
@@ -23,14 +34,12 @@ class Grouping(NamedTuple):
     Attributes:
         order: The choice that each row stands for, int64 [n]: choice c is that of token c // k.
             Choices of no expert come last, if they have rows.
-        place: The row of each choice, int64 [T, k]; any row for a choice of no expert.
-        kept: Whether a choice has an expert, bool [T, k].
+        place: The row of each choice, int64 [T, k]; -1 for a choice of no expert.
         ends: The end of each expert's rows, int32 [experts].
     """
 
     order: Tensor
     place: Tensor
-    kept: Tensor
     ends: Tensor
 
     @classmethod
@@ -43,71 +52,159 @@ class Grouping(NamedTuple):
             rows: Number of choices that are not negative, if it is known. `None` gives every choice
                 a row.
         """
-        kept = choices >= 0
-        keys = torch.where(kept, choices, experts).flatten()
+        keys = torch.where(choices >= 0, choices, experts).flatten()
         keys, order = keys.sort(stable=True)
-        place = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        ends = torch.searchsorted(keys, torch.arange(experts, device=keys.device), right=True)
-        order = order[:rows]
-        place = place.clamp(max=max(len(order) - 1, 0))
-        return cls(order, place.view_as(choices), kept, ends.int())
+        numbers = torch.arange(len(order), device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, numbers).view_as(choices)
+        place = place.masked_fill_(choices < 0, -1)
+        every = torch.arange(experts, device=order.device)
+        ends = torch.searchsorted(keys, every, right=True)
+        return cls(order[:rows], place, ends.int())
 
-    def per_choice(self, rows: Tensor) -> Tensor:
-        """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices of no expert."""
-        if not len(rows):
-            return rows.new_zeros(*self.place.shape, rows.shape[1])
-        return rows[self.place].masked_fill(~self.kept.unsqueeze(-1), 0)
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row, int64 [n]."""
+        return self.order // self.place.shape[1]
 
     def expert_of_row(self) -> Tensor:
         """Return the expert of each row, int64 [n]; rows without one have the last expert's."""
         rows = torch.arange(len(self.order), device=self.order.device)
         return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
 
+    def per_choice(self, rows: Tensor) -> Tensor:
+        """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices of no expert."""
+        if not len(rows):
+            return rows.new_zeros(*self.place.shape, rows.shape[1])
+        absent = (self.place < 0).unsqueeze(-1)
+        return rows[self.place.clamp(min=0)].masked_fill(absent, 0)
 
-def spread(x: Tensor, grouping: Grouping) -> Tensor:
-    """Copy tokens to the rows of their experts: [T, h] -> [n, h]."""
-    rows: Tensor = _Spread.apply(x, grouping)
+
+def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
+    """Copy tokens to the rows of their experts: [T, h] -> [n, h].
+
+    Args:
+        x: The tokens.
+        grouping: The rows of the tokens.
+        library: Compiled kernels, for the sum in backward; `None` means PyTorch's operations.
+    """
+    rows: Tensor = _Spread.apply(x, grouping, library)
     return rows
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grouping: Grouping) -> Tensor:
-        ctx.grouping = grouping
-        return x[grouping.order // grouping.place.shape[1]]
+    def forward(ctx: Any, x: Tensor, grouping: Grouping, library: KernelLibrary | None) -> Tensor:
+        ctx.grouping, ctx.library = grouping, library
+        return x.index_select(0, grouping.tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grouping: Grouping = ctx.grouping
-        return grouping.per_choice(grad).sum(1), None
+        if ctx.library is not None and _fits(grad):
+            return combine_rows(ctx.library, grad.contiguous(), grouping.place, None), None, None
+        return grouping.per_choice(grad).sum(1), None, None
 
 
-def collect(rows: Tensor, weights: Tensor, grouping: Grouping) -> Tensor:
-    """Add up each token's rows by weight: [n, h], fp32 [T, k] -> [T, h] in the rows' type."""
-    result: Tensor = _Collect.apply(rows, weights, grouping)
+def collect(
+    rows: Tensor, weights: Tensor, grouping: Grouping, library: KernelLibrary | None = None
+) -> Tensor:
+    """Add up each token's rows by weight: [n, h] -> [T, h] in the rows' type.
+
+    Args:
+        rows: The outputs of the experts.
+        weights: The factor of each choice, fp32 [T, k].
+        grouping: The rows of the tokens.
+        library: Compiled kernels; `None` means PyTorch's operations.
+    """
+    result: Tensor = _Collect.apply(rows, weights, grouping, library)
     return result
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, grouping: Grouping) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, grouping: Grouping, library: KernelLibrary | None
+    ) -> Tensor:
+        ctx.library = library if _fits(rows) else None
         ctx.save_for_backward(rows, weights)
         ctx.grouping = grouping
-        each = grouping.per_choice(rows)
-        return torch.einsum("tk,tkh->th", weights, each.float()).to(rows.dtype)
+        if ctx.library is not None:
+            return combine_rows(ctx.library, rows.contiguous(), grouping.place, weights)
+        each = grouping.per_choice(rows).float()  # [T, k, h]
+        return torch.einsum("tk,tkh->th", weights, each).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights = ctx.saved_tensors
         grouping: Grouping = ctx.grouping
-        chosen = weights.shape[1]
-        each = grouping.per_choice(rows)
-        weights_grad = torch.einsum("th,tkh->tk", grad.float(), each.float())
-        kept = torch.where(grouping.kept, weights, 0).flatten()[grouping.order]
-        rows_grad = grad[grouping.order // chosen].float() * kept.unsqueeze(-1)
-        return rows_grad.to(rows.dtype), weights_grad.to(weights.dtype), None
+        if ctx.library is not None:
+            rows_grad, weights_grad = combine_rows_backward(
+                ctx.library, grad.contiguous(), rows, grouping.order, grouping.place, weights
+            )
+            return rows_grad, weights_grad, None, None
+        each = grouping.per_choice(rows).float()
+        weights_grad = torch.einsum("th,tkh->tk", grad.float(), each)
+        kept = torch.where(grouping.place >= 0, weights, 0).flatten()[grouping.order]
+        rows_grad = grad[grouping.tokens].float() * kept.unsqueeze(-1)
+        return rows_grad.to(rows.dtype), weights_grad, None, None
+
+
+def _fits(rows: Tensor) -> bool:
+    """Return whether kernels take these rows."""
+    return takes(rows) and rows.shape[1] * rows.element_size() % VECTOR_BYTES == 0
+
+
+@operator()
+def combine_rows(
+    library: KernelLibrary, rows: Tensor, place: Tensor, weights: Tensor | None
+) -> Tensor:
+    """Add up each token's rows with one kernel, in fp32 and in the order of the choices.
+
+    Args:
+        library: Compiled kernels.
+        rows: [n, h], contiguous.
+        place: The row of each choice, int64 [T, k]; -1 for none.
+        weights: The factor of each choice, fp32 [T, k]; `None` means 1.
+
+    Returns:
+        The sums [T, h] in the rows' type.
+    """
+    tokens, chosen = place.shape
+    out = rows.new_empty(tokens, rows.shape[1])
+    sizes = (tokens, chosen, rows.shape[1], DTYPE_CODES[rows.dtype])
+    library.launch(COMBINE_ROWS, rows, place.contiguous(), weights, out, *sizes)
+    return out
+
+
+@operator()
+def combine_rows_backward(
+    library: KernelLibrary,
+    grad: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    place: Tensor,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `combine_rows`' rows and weights.
+
+    Args:
+        library: Compiled kernels.
+        grad: Gradient of the sums, [T, h], contiguous.
+        rows: The rows [n, h] of `combine_rows`.
+        order: The choice of each row, int64 [n].
+        place: The row of each choice, int64 [T, k]; -1 for none.
+        weights: The weights of `combine_rows`.
+
+    Returns:
+        The gradients of the rows [n, h] and of the weights, fp32 [T, k].
+    """
+    rows_grad, weights_grad = torch.empty_like(rows), torch.zeros_like(weights)
+    library.launch(
+        COMBINE_ROWS_BACKWARD,
+        *(grad, rows, order, place.contiguous(), weights.contiguous(), rows_grad, weights_grad),
+        *(len(order), place.shape[1], rows.shape[1], DTYPE_CODES[rows.dtype]),
+    )
+    return rows_grad, weights_grad
 
 
 class GroupedProduct(NamedTuple):

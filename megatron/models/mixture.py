@@ -131,6 +131,7 @@ class Experts(nn.Module):
         )
         self.activation = context.kernels.activation(plan.activation)
         self._exchange = ExpertExchange(context.layout, experts)
+        self._library = context.kernels.library
 
     def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's experts: [T, h] -> [T, h].
@@ -139,9 +140,10 @@ class Experts(nn.Module):
         """
         arrived = self._exchange.send(tokens, *routing)
         grouping = Grouping.of(arrived.choices, self._exchange.local, arrived.rows)
-        rows = spread(arrived.tokens, grouping)  # [n, h]
+        rows = spread(arrived.tokens, grouping, self._library)  # [n, h]
         inner = self.activation(self.up(rows, grouping))  # [n, f]
-        outputs = collect(self.down(inner, grouping), arrived.weights, grouping)  # [R, h]
+        outputs = self.down(inner, grouping)  # [n, h]
+        outputs = collect(outputs, arrived.weights, grouping, self._library)  # [R, h]
         return self._exchange.bring_back(outputs, arrived)
 
 

@@ -1,6 +1,7 @@
 """The workloads, as flags of pretrain_gpt.py, and the corpus they train on.
 
-Megatron and torchtitan publish numbers for S and L; `demo` is a toy for a CPU.
+Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of Qwen3-30B-A3B
+with a small vocabulary, O is OLMoE-7B, and `demo` is a toy for a CPU.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ class Workload:
     corpus_tokens: int
 
 
+_QWEN3_MIXTURE = (
+    "--hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128 "
+    "--group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 "
+    "--moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 "
+    f"--seq-length 4096 --max-position-embeddings 4096 {_LLAMA}"
+)
+
 WORKLOADS = {
     "S": Workload(
         "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
@@ -64,6 +72,30 @@ WORKLOADS = {
         f"--seq-length 8192 --max-position-embeddings 8192 {_LLAMA}",
         vocabulary=128256,
         micro_batch=1,
+        samples_per_gpu=4,
+        corpus_tokens=16_000_000,
+    ),
+    "M6": Workload(
+        f"--num-layers 6 {_QWEN3_MIXTURE}",
+        vocabulary=32768,
+        micro_batch=4,
+        samples_per_gpu=4,
+        corpus_tokens=16_000_000,
+    ),
+    "M12": Workload(
+        f"--num-layers 12 {_QWEN3_MIXTURE}",
+        vocabulary=32768,
+        micro_batch=4,
+        samples_per_gpu=4,
+        corpus_tokens=16_000_000,
+    ),
+    "O": Workload(
+        "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 1024 --num-attention-heads 16 "
+        "--qk-layernorm --num-experts 64 --moe-router-topk 8 --moe-router-pre-softmax "
+        "--moe-aux-loss-coeff 1e-2 "
+        f"--seq-length 4096 --max-position-embeddings 4096 {_LLAMA}",
+        vocabulary=50304,
+        micro_batch=4,
         samples_per_gpu=4,
         corpus_tokens=16_000_000,
     ),

@@ -1,0 +1,113 @@
+// Rows of tokens on their way to experts and back (grouped.py). A token has `chosen` rows; place says
+// which, or -1 for none.
+#include "common.cuh"
+
+namespace {
+
+constexpr int kMostThreads = 256;
+constexpr int kRowsInFlight = 4;
+
+// out[t] = sum over j of weights[t, j] (or 1) x rows[place[t, j]], added up in this order in fp32.
+template <typename T>
+__global__ void __launch_bounds__(kMostThreads)
+    combine_rows_kernel(const T* __restrict__ rows, const int64_t* __restrict__ place,
+                        const float* __restrict__ weights, T* __restrict__ out, int chosen,
+                        int64_t columns) {
+  constexpr int V = vector_size<T>;
+  const int64_t token = blockIdx.x;
+  const int64_t* places = place + token * chosen;
+  const float* factors = weights ? weights + token * chosen : nullptr;
+  for (int64_t column = threadIdx.x * V; column < columns;
+       column += static_cast<int64_t>(blockDim.x) * V) {
+    float sums[V] = {};
+    for (int first = 0; first < chosen; first += kRowsInFlight) {
+      Vector<T, V> read[kRowsInFlight] = {};
+      float factor[kRowsInFlight] = {};
+#pragma unroll
+      for (int j = 0; j < kRowsInFlight; j++) {
+        if (first + j >= chosen || places[first + j] < 0) continue;
+        read[j] = load<T, V>(rows + places[first + j] * columns + column);
+        factor[j] = factors ? factors[first + j] : 1.f;
+      }
+#pragma unroll
+      for (int j = 0; j < kRowsInFlight; j++) {
+        const auto values = to_floats(read[j]);
+#pragma unroll
+        for (int i = 0; i < V; i++) sums[i] += factor[j] * values.at[i];
+      }
+    }
+    Vector<T, V> result;
+#pragma unroll
+    for (int i = 0; i < V; i++) result.at[i] = from_float<T>(sums[i]);
+    store(out + token * columns + column, result);
+  }
+}
+
+// The gradients of combine_rows: for the row of choice c, rows_grad = weights[c] x grad[c / chosen]
+// and weights_grad[c] = the product of the row with grad[c / chosen].
+template <typename T>
+__global__ void __launch_bounds__(kMostThreads)
+    combine_rows_backward_kernel(const T* __restrict__ grad, const T* __restrict__ rows,
+                                 const int64_t* __restrict__ order,
+                                 const int64_t* __restrict__ place,
+                                 const float* __restrict__ weights, T* __restrict__ rows_grad,
+                                 float* __restrict__ weights_grad, int chosen, int64_t columns) {
+  constexpr int V = vector_size<T>;
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x, choice = order[row];
+  const bool exists = place[choice] == row;  // otherwise it is the row of no expert
+  const float weight = exists ? weights[choice] : 0.f;
+  const T* from = grad + choice / chosen * columns;
+  float product = 0.f;
+  for (int64_t column = threadIdx.x * V; column < columns;
+       column += static_cast<int64_t>(blockDim.x) * V) {
+    const auto incoming = to_floats(load<T, V>(from + column));
+    const auto values = to_floats(load<T, V>(rows + row * columns + column));
+    Vector<T, V> result;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      product += incoming.at[i] * values.at[i];
+      result.at[i] = from_float<T>(weight * incoming.at[i]);
+    }
+    store(rows_grad + row * columns + column, result);
+  }
+  product = row_reduce<Sum>(product, scratch);
+  if (exists && threadIdx.x == 0) weights_grad[choice] = product;
+}
+
+// Threads of a block that share a row.
+inline int threads_of(int64_t columns, int vector) {
+  const int64_t warps = divide_up(divide_up(columns, vector), 32);
+  return static_cast<int>(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
+}
+
+}  // namespace
+
+// rows [n, columns] -> out [tokens, columns] of one dtype; place int64 [tokens, chosen]; weights fp32
+// [tokens, chosen] or null. columns is a multiple of 16 bytes.
+extern "C" int combine_rows(const void* rows, const void* place, const void* weights, void* out,
+                            int64_t tokens, int64_t chosen, int64_t columns, int64_t dtype,
+                            cudaStream_t stream) {
+  return with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    return launch(combine_rows_kernel<T>, dim3(tokens), dim3(threads_of(columns, vector_size<T>)), 0,
+                  stream, static_cast<const T*>(rows), static_cast<const int64_t*>(place),
+                  static_cast<const float*>(weights), static_cast<T*>(out), chosen, columns);
+  });
+}
+
+// grad [tokens, columns], rows [n, columns] -> rows_grad [n, columns] of one dtype; order int64 [n];
+// weights and weights_grad fp32 [tokens, chosen], the latter written only where a choice has a row.
+extern "C" int combine_rows_backward(const void* grad, const void* rows, const void* order,
+                                     const void* place, const void* weights, void* rows_grad,
+                                     void* weights_grad, int64_t count, int64_t chosen,
+                                     int64_t columns, int64_t dtype, cudaStream_t stream) {
+  return with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    return launch(combine_rows_backward_kernel<T>, dim3(count),
+                  dim3(threads_of(columns, vector_size<T>)), 0, stream, static_cast<const T*>(grad),
+                  static_cast<const T*>(rows), static_cast<const int64_t*>(order),
+                  static_cast<const int64_t*>(place), static_cast<const float*>(weights),
+                  static_cast<T*>(rows_grad), static_cast<float*>(weights_grad), chosen, columns);
+  });
+}
