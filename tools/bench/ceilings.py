@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,7 +144,10 @@ def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
 
 
 def _mlp(plan: ModelPlan) -> MLPPlan:
-    mlp = plan.layers[0].mlp
+    """Return the MLP of a layer. A mixture counts as a dense MLP with as many operations."""
+    mlp = plan.layers[-1].mlp
+    if isinstance(mlp, MixturePlan):
+        return replace(mlp.expert, inner=mlp.expert.inner * mlp.router.chosen)
     assert isinstance(mlp, MLPPlan), "layers have another kind of MLP"
     return mlp
 
