@@ -86,7 +86,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
 
 
 def _difference(path: str, here: Any, saved: Any) -> str:
-    """Describe how the values of a "section.field" differ, by its flag if it has one."""
+    """Describe how the two values of a "section.field" differ, naming its flag if it has one."""
     field = field_at(path)
     flag = field.shown if field.names else field.name
     if field.is_switch:

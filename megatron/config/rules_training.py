@@ -188,7 +188,10 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags of recomputation that contradict each other or lack another one."""
+    """Yield an error for each recomputation flag that breaks a rule.
+
+    Such a flag contradicts another, lacks one that it requires, or is out of range.
+    """
     training, layers = config.training, config.model.num_layers
     count = training.recompute_num_layers
     if training.recompute_granularity != "full":

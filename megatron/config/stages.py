@@ -88,7 +88,7 @@ def plan_parts(
 
     Args:
         num_layers: The total number of layers.
-        config: The flags of parallelism.
+        config: The parallelism flags.
         decoder_layers: The number of layers at the end that form a T5's decoder.
 
     Raises:
@@ -219,12 +219,15 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
 
 
 def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[int]:
-    """Return the layers of each part: equal, except for fixed ends and counted extras.
+    """Return the number of layers in each part.
+
+    The numbers are equal, except where flags fix those of the first and last stages, or where the
+    embedding and the loss count as layers.
 
     Args:
         num_layers: The number of layers to distribute.
-        config: The flags of parallelism.
-        shown: The number of layers by its flags.
+        config: The parallelism flags.
+        shown: The number of layers, as error messages show it with its flags.
     """
     stages, chunks = config.pipeline_model_parallel_size, chunks_of(num_layers, config)
     if _shown(config, _ENDS):

@@ -344,7 +344,10 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the integers nearest to the shares that add up to each total, `[blocks, d]`."""
+    """Return, for each total, the integers that add up to it and are nearest to its shares.
+
+    The result is `[blocks, d]`.
+    """
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     missing = totals - counts.sum(axis=1)

@@ -460,7 +460,10 @@ def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: s
 def _deal_out(
     ends: Sequence[Connection], tasks: Callable[[], Iterable[Any]], parent: int, remedy: str
 ) -> None:
-    """Send each task to the next worker, then `None` to all; report an error of `tasks`."""
+    """Send each task to the next worker, then `None` to all.
+
+    Report any error that `tasks` raises.
+    """
     *workers, report = ends
 
     def end_with_parent(*_: object) -> None:
@@ -484,6 +487,6 @@ def _deal_out(
 
 
 def _sendable(error: Exception, remedy: str) -> UserError | str:
-    """Return an error for the user to read, or the traceback of one that is our own."""
+    """Return the error if it is meant for the user, otherwise (a bug of ours) its traceback."""
     shortage = shortage_of(error, remedy)
     return shortage or (error if isinstance(error, UserError) else traceback.format_exc())

@@ -67,8 +67,9 @@ class Sampling:
             Megatron's "prevent newline after colon" uses them.
         beam_width: Number of beams. If it is above 1, a beam search without sampling returns this
             many answers, the best it has found.
-        length_penalty: Power of an answer's length by which a beam search divides the sum of its
-            log probabilities. It is within `MOST_LENGTH_PENALTY` of 0.
+        length_penalty: Exponent of the length: a beam search divides an answer's summed log
+            probabilities by its length raised to this. Its magnitude is at most
+            `MOST_LENGTH_PENALTY`.
         logprobs: Whether to report each new token's log probability, before the temperature and
             other settings change it.
         top_logprobs: Number of most likely tokens to report with each token.

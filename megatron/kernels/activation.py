@@ -105,7 +105,7 @@ def fused_activation(
     *,
     handovers: Handovers = NO_HANDOVERS,
 ) -> Tensor:
-    """Apply one of the functions above by a kernel, or by PyTorch if the kernel does not fit.
+    """Apply a function with a kernel, or with PyTorch if the kernel does not support the tensor.
 
     The kernel sums the bias's gradient in a fixed order.
 

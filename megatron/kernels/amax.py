@@ -42,7 +42,7 @@ class Zeros:
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
-        """Return a zero, fp32 [], that a kernel will raise."""
+        """Return a zero, fp32 [], that a kernel will raise to the largest magnitude."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
             # A single fill makes many. None is reused, and their memory is freed with the last.
@@ -51,17 +51,17 @@ class Zeros:
         return zero
 
     def new_vector(self, size: int, device: torch.device) -> Tensor:
-        """Return zeros, fp32 [size], that a kernel will raise."""
+        """Return zeros, fp32 [size], that a kernel will raise to the largest magnitudes."""
         if self._vectors.numel() < size or self._vectors.device != device:
             self._vectors = torch.zeros(max(size, VECTORS), device=device)
         zeros, self._vectors = self._vectors[:size], self._vectors[size:]
         return zeros
 
     def forget(self) -> None:
-        """Zero new memory from now on.
+        """Discard the zeros that are left, so that later ones come from newly zeroed memory.
 
-        Call this when a device begins or stops recording, because a recording must zero the memory
-        that its kernels raise.
+        Call this when a device begins or stops recording, because a recording must itself zero the
+        memory in which its kernels collect maxima.
         """
         self._zeros = iter(())
         self._vectors = torch.empty(0)

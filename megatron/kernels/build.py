@@ -136,7 +136,7 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
     """Return a sound library in `folder` that was made from these sources, or `None`.
 
     Args:
-        architecture: "sm_90a".
+        architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
         say: Prints one line about each library that is not used.
         version: The version of nvcc that made the library. By default any version will do.

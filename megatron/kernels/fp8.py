@@ -177,7 +177,7 @@ class KernelCasts(Fp8Casts):
         return Fp8(values, inverse), Fp8(turned, inverse_turned)
 
     def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
-        """Return fp32 zeros, [] or [size], that a kernel will raise."""
+        """Return fp32 zeros, [] or [size], that a kernel will raise to the largest magnitudes."""
         if is_traced(x):
             return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
         if size is None:

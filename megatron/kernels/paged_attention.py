@@ -195,7 +195,7 @@ def paged_attention(
 def append_to_cache(
     library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> None:
-    """Write key and value [s, g, d] to `slots` of the cached keys and values by a kernel."""
+    """Use a kernel to write key and value [s, g, d] to `slots` of the cached keys and values."""
     key, value = key.contiguous(), value.contiguous()
     width = key[0].numel() * key.element_size() // VECTOR_BYTES
     library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)

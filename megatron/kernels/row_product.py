@@ -44,7 +44,7 @@ class KernelFamily(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Everything that the library's choice for a weight depends on, except the number of rows."""
+    """Everything, except the number of rows, that determines the kernels chosen for a weight."""
 
     gpu: int
     dtype: torch.dtype

@@ -20,7 +20,7 @@ from megatron.parallel.random import split_region
 
 
 class KeyValueCache(Protocol):
-    """The keys and values of earlier tokens, which inference passes to a model with new ones.
+    """The keys and values of earlier tokens, given to a model with new tokens in inference.
 
     Such a pass has a single sample of s tokens. The tokens may belong to any number of sequences,
     each at its own position in its own sequence.

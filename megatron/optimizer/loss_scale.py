@@ -17,7 +17,9 @@ GROWTH = 2.0
 
 @dataclass(frozen=True)
 class LossScale:
-    """A factor of the loss. If dynamic, it halves on overflows and doubles after clean iterations.
+    """A factor by which the loss is multiplied.
+
+    If dynamic, it halves on overflows and doubles after clean iterations.
 
     Attributes:
         value: Current scale. 1 means no scaling.
@@ -25,7 +27,7 @@ class LossScale:
         minimum: Lower bound of the scale.
         window: Clean iterations before it doubles.
         hysteresis: Overflows, not necessarily in a row, before it starts to halve.
-        overflows_left: Overflows left until it halves. Only a doubling restores their number.
+        overflows_left: Overflows left until it halves. Only a doubling resets this to `hysteresis`.
         clean_iterations: Iterations since the last overflow or doubling.
     """
 

@@ -7,8 +7,8 @@ one tensor with one gradient and counts once. After the reduction, data and cont
 gradients, and nothing is added over them. If gradients are sharded, each rank holds its own part,
 and the sums are added over these ranks too.
 
-If processes divide the experts, the weights of experts are replicated over other ranks than all
-other weights. Then the first replica of each counts it, and the sums are added over all processes.
+If processes divide the experts, expert weights are replicated over different ranks from the rest.
+The first replica of each weight then counts it, and the sums are added over all processes.
 
 Everything stays on the device: only `parameters_norm` waits for it.
 """

@@ -180,7 +180,8 @@ class BucketPlan:
     Attributes:
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
         flats: The buffers.
-        order: For each bucket in sending order, the number of its buffer and its number there.
+        order: For each bucket in sending order, the index of its buffer and its index within that
+            buffer.
     """
 
     zero_stage: int

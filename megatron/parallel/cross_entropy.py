@@ -239,7 +239,10 @@ class _HeadGradients:
         return cls(x.new_empty(x.shape), of_weight, of_bias)
 
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add the share of some rows, from logits' gradient [rows, v/t] and input [rows, h]."""
+        """Add the contribution of `rows`.
+
+        Their logits have the gradient `of_logits`, [rows, v/t], and `x` is their input, [rows, h].
+        """
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
         weight_gradient(of_logits, x, self.weight, accumulate=rows.start > 0)
         if self.bias is not None:

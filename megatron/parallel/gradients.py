@@ -122,7 +122,7 @@ class Reducer:
         self.expect(self.buckets)
 
     def expect(self, buckets: list[PendingBucket]) -> None:
-        """Record that these buckets lack every gradient and that none of them has been sent."""
+        """Record that these buckets have received no gradients yet and that none has been sent."""
         self._expected, self._next = buckets, 0  # the next to be sent
         for bucket in buckets:
             bucket.missing = {id(p): self.uses.get(id(p), 1) for p, _ in bucket.members}

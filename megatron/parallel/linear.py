@@ -415,7 +415,7 @@ class CutColumn:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        """Choose the exchange."""
+        """Store the exchange."""
         self._exchange = exchange
 
     def fits(self, x: Tensor, weight: Tensor) -> bool:
@@ -499,7 +499,7 @@ class CutRow:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        """Choose the exchange."""
+        """Store the exchange."""
         self._exchange = exchange
 
     def fits(self, x: Tensor, weight: Tensor) -> bool:

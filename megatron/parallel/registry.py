@@ -39,7 +39,7 @@ class LayerRegistry:
 
     Attributes:
         deferrable_weights: The weights whose gradients are deferred if their layers have a queue.
-        routers: The losses, counts and biases of the routers of experts.
+        routers: The losses, counts and biases of the expert routers.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class Gradients(Protocol):
         """Return the gradient of `part`, of its shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
-        """Return the data type in which forward computes and a checkpoint holds the weight."""
+        """Return the weight's data type in the forward pass and in checkpoints."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
         """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""

@@ -52,7 +52,7 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
     Args:
         layout: The grid of processes as this process sees it.
         words: Whether the output layer uses the word embeddings.
-        tables: The names of parameters that any stages may hold.
+        tables: The names of the parameters of which any stage may hold a copy.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
     return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
@@ -76,7 +76,7 @@ def find_ties(
             belong to a shard.
         layout: The grid of processes as this process sees it.
         words: Whether the output layer uses the word embeddings.
-        tables: The names of parameters that any stages may hold.
+        tables: The names of the parameters of which any stage may hold a copy.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """

@@ -175,7 +175,7 @@ def refuse_together(
 
 
 def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
-    """Return one line per unmet requirement, with its ranks unless all ranks have it.
+    """Return one line per unmet requirement, which names the ranks that fail it unless all do.
 
     If only some processes have a GPU, return a single line that says so, because the other problems
     follow from it.

@@ -107,25 +107,29 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def text_growth(self) -> int:
-        """Return a bound for the length of a text, relative to that of its ids' entries.
+        """Return a bound on the length of a text, relative to that of its ids' entries.
 
         Raises:
-            DataError: The file's decoder matches a regular expression, which may take any time.
+            DataError: The file's decoder matches a regular expression, which may take arbitrarily
+                long.
         """
         decoder = self._tokenizer.attribute("decoder")
         return 2 if decoder is None else _growth(json.loads(decoder.__getstate__()))
 
 
 def _growth(decoder: dict[str, Any]) -> int:
-    """Return how many times longer a decoder may make a text, and at least 2 for each part."""
+    """Return a bound on the factor by which a decoder may lengthen a text.
+
+    Each decoder of a sequence contributes a factor of at least 2.
+    """
     if decoder["type"] == "Sequence":
         return math.prod(map(_growth, decoder["decoders"]))
     if decoder["type"] != "Replace":
         return 2
     if "String" not in decoder["pattern"]:
         raise DataError(
-            "the decoder in --tokenizer-model replaces a regular expression, which may take any "
-            "time: give a tokenizer.json whose decoder replaces only fixed strings"
+            "the decoder in --tokenizer-model replaces a regular expression, which may take "
+            "arbitrarily long: give a tokenizer.json whose decoder replaces only fixed strings"
         )
     # The search for a fixed string takes its length at each position of the text.
     return 1 + max(len(decoder["content"]), len(decoder["pattern"]["String"]))

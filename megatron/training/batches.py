@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rampup:
-    """A global batch that grows from `start` by `increment` in even steps over some samples."""
+    """A global batch that grows from `start` to its full size in equal steps.
+
+    Each step adds `increment`. The steps are spread evenly over the first `samples` samples.
+    """
 
     start: int
     increment: int
@@ -36,7 +39,7 @@ class BatchPlan:
         global_batch: The number of samples in one update over all processes, after any ramp-up.
         rampup: The growth of the batch at the start of the run, or `None` for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
-            into micro-batches of all of them.
+            evenly into one or more micro-batches for each of them.
     """
 
     micro_batch: int

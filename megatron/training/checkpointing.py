@@ -226,10 +226,10 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     Raises:
         ConfigError: The folder does not exist or holds no checkpoint, and either it is not `--save`
             or `--finetune` asks for its weights.
-        CheckpointError: There is no checkpoint and `--exit-on-missing-checkpoint` is given, or none
-            of the iteration `--ckpt-step`; or the folder is not `--save` and only a folder inside
-            it holds checkpoints; or all checkpoints are damaged; or the checkpoint is for another
-            network.
+        CheckpointError: `--exit-on-missing-checkpoint` is given and there is no checkpoint; there
+            is none for the iteration that `--ckpt-step` names; the folder is not `--save`, and
+            checkpoints are only in a folder inside it; all checkpoints are damaged; or the
+            checkpoint is for another network.
     """
     if config.checkpoint.load is None:
         return None

@@ -53,7 +53,7 @@ class DirectForward:
     may_run_ahead = True
 
     def __init__(self, forward: PartForward) -> None:
-        """Choose the forward."""
+        """Store the forward."""
         self._forward = forward
 
     def begin_update(self) -> None:
@@ -104,9 +104,9 @@ class RecordedPasses:
         gradients: The buffer to which backward writes.
         recorder: The device's recorder.
         journal: The record in which `forward` and its backward note their communication.
-        forget: A function that drops everything that passes leave for later ones, such as weights
-            in other number formats. Each recording makes its own, because it is not tied to an
-            update.
+        forget: A function that discards whatever a pass leaves for later passes, such as weights in
+            other number formats. Each recording creates these anew, because a recording is not tied
+            to one update.
         warm_up: The number of warm-up updates.
     """
 

@@ -260,7 +260,7 @@ def reduce_losses(
 
 
 def router_losses(run: Run, micro_batches: int) -> Tensor:
-    """Return this rank's part of each loss of the routers of experts, and forget the losses.
+    """Return this rank's part of each loss of the expert routers, and forget the losses.
 
     The parts of all ranks add up to means over micro-batches and mixture layers, as Megatron Core
     logs them, in the order of `ExpertOptions.auxiliary_losses`.

@@ -142,7 +142,7 @@ class OperationClock:
     """
 
     def __init__(self, device: Device, layout: Layout) -> None:
-        """Start without any operation."""
+        """Create the clock, with no operations recorded."""
         self._device, self._layout = device, layout
         self._begun: list[tuple[Operation, Any]] = []
         self._start: Any = None

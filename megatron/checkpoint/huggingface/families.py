@@ -90,7 +90,7 @@ def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
 
 
 def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the names of the network fields whose values mean different networks."""
+    """Return the names of the fields in which `one` and `other` describe different networks."""
     return [
         name
         for name in NETWORK_FIELDS

@@ -195,7 +195,7 @@ class Speller:
         return shown, Spelled(token, own, offset, logprob, others)
 
     def rest(self) -> str:
-        """Return the text that is still held back, once no more tokens come."""
+        """Return the text that is still held back. Call this when there are no more tokens."""
         return self._text.rest()
 
 

@@ -220,7 +220,8 @@ class TextProcess:
         """Return the result of a job, once the jobs before it are done.
 
         Raises:
-            ApiError: Too many long jobs wait (429), or the job failed or exceeded a limit (400).
+            ApiError: Too many long jobs are waiting (429), or the job failed or exceeded a limit
+                (400).
         """
         if not job.is_long:
             return await self._do(job)

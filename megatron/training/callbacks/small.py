@@ -41,7 +41,7 @@ class GarbageCollection(Callback):
 
 
 class EmptyCache(Callback):
-    """The return of unused GPU memory to the driver (`--empty-unused-memory-level`)."""
+    """A callback that returns unused GPU memory to the driver (`--empty-unused-memory-level`)."""
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Empty the cache after every iteration."""
