@@ -18,9 +18,10 @@ Rule = Callable[[RunOptions, int], Iterator[str]]
 def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each value that is outside its field's bounds."""
     for _, field, value in values_of(config):
-        rule = "" if field.many else field.out_of_bounds(value)
-        if rule:
-            yield f"{field.names[0]} {value}: {rule}"
+        for each in (value or ()) if field.many else (value,):
+            rule = field.out_of_bounds(each)
+            if rule:
+                yield f"{field.names[0]} {each}: {rule}"
 
 
 def requirements(

@@ -14,7 +14,11 @@ BALANCING_LOSSES = {
     "seq_aux_loss": "seq_load_balancing_loss",
 }
 Z_LOSS = "z_loss"
-_PATTERN_PART = re.compile(r"\(?\[([01](?:,[01])*)\]\)?(?:\*(\d{1,5}))?")
+_LIST = r"\[((?:[01](?:,[01])*)?)\]"
+_IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
+_REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
+_SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
+_MOST_PASSES = 32  # over a pattern: each joins every other sum, and opens one pair of parentheses
 
 _MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
 _BIASED = Need(
@@ -118,18 +122,32 @@ def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
     if not options.num_experts:
         return (False,) * layers
     text = "".join(options.moe_layer_freq.split())
-    if re.fullmatch(r"[1-9]\d{0,4}", text):
+    if re.fullmatch(r"[1-9][0-9]{0,4}", text):
         return tuple(index % int(text) == 0 for index in range(layers))
-    inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-    entries: list[bool] = []
-    for part in inner.split("+"):
-        match = _PATTERN_PART.fullmatch(part)
-        if match is None:
-            raise ValueError("expected a number, or a pattern such as ([0]*1+[1]*3)")
-        bits = [bit == "1" for bit in match[1].split(",")]
-        if len(entries) + len(bits) * int(match[2] or 1) > MAX_LAYERS:
-            raise ValueError(f"expected at most {MAX_LAYERS} layers")
-        entries += bits * int(match[2] or 1)
+    entries = _pattern_entries(text)
     if len(entries) != layers:
         raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")
-    return tuple(entries)
+    return tuple(entry == "1" for entry in entries)
+
+
+def _pattern_entries(text: str) -> str:
+    """Return the ones and zeros of lists that `+`, `*` and parentheses combine as in Python."""
+
+    def repeat(match: re.Match[str]) -> str:
+        entries = match[1].split(",") * int(match[2]) if match[1] else []
+        if len(entries) > MAX_LAYERS:
+            raise ValueError(f"expected at most {MAX_LAYERS} layers")
+        return f"[{','.join(entries)}]"
+
+    for _ in range(_MOST_PASSES):
+        if len(text) > 4 * MAX_LAYERS:
+            raise ValueError(f"expected at most {MAX_LAYERS} layers")
+        before = text
+        text = _IN_PARENTHESES.sub(r"[\1]", text)
+        text = _REPEATED.sub(repeat, text)
+        text = _SUM.sub(lambda match: f"[{','.join(filter(None, match.groups()))}]", text)
+        if text == before:
+            break
+    if not re.fullmatch(_LIST, text):
+        raise ValueError("expected a number, or a pattern such as ([0]*1+[1]*3)")
+    return text[1:-1].replace(",", "")

@@ -50,14 +50,14 @@ def new_buffer(
         for name, parameter in named
         if parameter.requires_grad
     ]
+    axes = {"data": layout.replica, "expert_data": layout.expert_replica}
     plan = plan_buckets(
         traits,
-        replicas={"data": layout.replica.size},
+        replicas={name: axis.size for name, axis in axes.items()},
         zero_stage=zero_stage,
         gradients_in_fp32=accumulate_in_fp32,
         bucket_bytes=bucket_bytes,
     )
-    axes = {"data": layout.replica}
     return GradientBuffer(named, plan, axes, tensor=layout.tensor, overlap=overlap)
 
 

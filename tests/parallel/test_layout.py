@@ -67,3 +67,90 @@ def _fail_on_one(layout):
 def test_a_failing_rank_is_reported():
     with pytest.raises(RuntimeError, match="as planned"):
         run_distributed(2, _fail_on_one)
+
+
+GRIDS = [
+    (4, {"expert": 2}),
+    (4, {"expert": 4}),
+    (8, {"tensor": 2, "expert": 2}),
+    (8, {"tensor": 2, "expert": 4, "expert_tensor": 1}),
+    (8, {"tensor": 2, "context": 2, "expert": 2}),
+    (8, {"context": 2, "expert": 4}),
+    (8, {"pipeline": 2, "expert": 4}),
+    (16, {"tensor": 2, "context": 2, "pipeline": 2, "expert": 2}),
+    (16, {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4, "expert_tensor": 1}),
+    (24, {"tensor": 2, "pipeline": 3, "expert": 2, "expert_tensor": 1}),
+]
+
+
+@pytest.mark.parametrize(("world", "sizes"), GRIDS, ids=str)
+def test_experts_fold_the_ranks_of_a_stage(world, sizes):
+    """As in Megatron Core: rank = ((p * R + r) * E + e) * T + t, whatever the other axes are."""
+    experts, stages = sizes["expert"], sizes.get("pipeline", 1)
+    parts = sizes.get("expert_tensor", sizes.get("tensor", 1))
+    replicas = world // (stages * experts * parts)
+    for rank in range(world):
+        layout = Layout.at(rank, world, **sizes)
+        part, expert = rank % parts, rank // parts % experts
+        replica, stage = rank // (parts * experts) % replicas, layout.pipeline.rank
+
+        def number(e, t, r, p=stage):
+            return ((p * replicas + r) * experts + e) * parts + t
+
+        assert number(expert, part, replica) == rank
+        expected = {
+            "expert_tensor": [number(expert, t, replica) for t in range(parts)],
+            "expert": [number(e, part, replica) for e in range(experts)],
+            "expert_replica": [number(expert, part, r) for r in range(replicas)],
+        }
+        for name, ranks in expected.items():
+            axis = getattr(layout, name)
+            assert axis.ranks == tuple(ranks), (name, rank)
+            assert axis.ranks[axis.rank] == rank
+            assert axis.size == len(ranks)
+        plain = Layout.at(rank, world, **{k: v for k, v in sizes.items() if "expert" not in k})
+        for name in ("tensor", "context", "data", "pipeline", "replica", "embedding"):
+            assert getattr(layout, name) == getattr(plain, name)
+
+
+def test_without_division_experts_are_replicated_as_other_layers_are():
+    layout = Layout.at(5, 16, tensor=2, context=2, pipeline=2)
+    assert not layout.divides_experts
+    assert layout.expert.size == 1
+    assert layout.expert_tensor.ranks == layout.tensor.ranks
+    assert layout.expert_replica.ranks == layout.replica.ranks
+    assert Layout.at(0, 4, tensor=2, expert_tensor=1).divides_experts
+    assert Layout.at(0, 4, expert=2).divides_experts
+
+
+def _expert_groups(layout):
+    """The sum of ranks along each expert axis, and the group's ranks."""
+    found = {}
+    for name in ("expert", "expert_tensor", "expert_replica"):
+        axis = getattr(layout, name)
+        value = torch.tensor([float(layout.world.rank)])
+        if axis.size > 1:
+            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+            dist.all_reduce(value, group=axis.group)
+        assert value.item() == sum(axis.ranks)
+        found[name] = axis.ranks
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert": 2},
+        {"expert": 4},
+        {"tensor": 2, "expert": 2},
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        {"tensor": 2, "expert": 4, "expert_tensor": 1},
+        {"context": 2, "expert": 2},
+        {"pipeline": 2, "expert": 2},
+    ],
+    ids=str,
+)
+def test_expert_groups_talk_along_their_axis(sizes):
+    for rank, found in enumerate(run_distributed(4, _expert_groups, **sizes)):
+        layout = Layout.at(rank, 4, **sizes)
+        assert found == {name: getattr(layout, name).ranks for name in found}

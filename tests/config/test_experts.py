@@ -1,0 +1,271 @@
+"""Flags of mixtures of experts: which layers are mixtures, and what each mistake is told."""
+
+import time
+
+import pytest
+
+from megatron.config.experts import ExpertOptions, mixture_layers
+from tests.config.command import parse, problems
+
+MIXTURE = "--num-experts 8"
+SIGMOID = f"{MIXTURE} --moe-router-score-function sigmoid"
+
+
+def _layers(text, layers):
+    return mixture_layers(ExpertOptions(num_experts=8, moe_layer_freq=text), layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", "111111"),
+        ("2", "101010"),
+        ("3", "100100"),
+        ("7", "100000"),
+        ("[0,1,1,0,1,1]", "011011"),
+        ("([0]*1+[1]*5)", "011111"),
+        ("[0]*1+[1]*5", "011111"),
+        ("[0,1]*3", "010101"),
+        ("([0,1]*2+[1]*2)", "010111"),
+        ("([1])*6", "111111"),
+        ("([0]+[1]*2)*2", "011011"),
+        ("[0]+([1]+[0]*2)+[1]*2", "010011"),
+        ("[0]*2*2+[1]*2", "000011"),
+        ("+".join(["[1]"] * 6), "111111"),
+        ("((([1]*3)))+[0]*3", "111000"),
+        (" ( [0] * 3 + [ 1 ] * 3 ) ", "000111"),
+        ("[1]*0+[0]*6", "000000"),
+    ],
+)
+def test_frequency_and_pattern_as_megatron_core_reads_them(text, expected):
+    assert "".join("01"[is_mixture] for is_mixture in _layers(text, 6)) == expected
+    if text[0] != " " and not text.isdigit():
+        assert [bool(bit) for bit in eval(text)] == list(_layers(text, 6))  # noqa: S307
+
+
+def test_without_experts_all_layers_are_dense():
+    assert mixture_layers(ExpertOptions(moe_layer_freq="[1]*9"), 4) == (False,) * 4
+
+
+_HOSTILE = [
+    "",
+    "0",
+    "-1",
+    "1.5",
+    "+1",
+    "0x2",
+    "1e1",
+    "1_0",
+    "\u0662",  # a digit of another script
+    "[2]*4",
+    "[-1]*4",
+    "[1]*-4",
+    "[1]*\u0664",
+    "[1]**4",
+    "[1]*(2+2)",
+    "[1]+",
+    "+[1]",
+    "[1]++[1]",
+    "[]",
+    "[]*4",
+    "[1,]*4",
+    "[1 if 1 else 0]*4",
+    "[[1]]*4",
+    "([1]*4",
+    "[1]*4)",
+    "[1]*2*[1]",
+    "([1]*2)([1]*2)",
+    "(" * 100 + "[1]*4" + ")" * 100,
+    "[0]*9999" * 9,
+    "([0]*9999)*9999",
+    "+".join(["[0]*9999"] * 9),
+    "__import__('os').system('true')",
+    "[__import__('os').system('true')]*4",
+    "[1]*4;import os",
+    "[1]*4\x00",
+    "lambda: [1]*4",
+    "[1]*999999",
+    "[1]*20000",
+    "[1]*99999",
+    "+".join(["[1]*99999"] * 50),
+    "[" + ",".join("1" * 20_000) + "]",
+    "[1]+" * 20_000 + "[1]",
+    "(" * 50_000,
+    "[1]*" * 50_000,
+    "9" * 50_000,
+]
+
+
+@pytest.mark.parametrize("text", _HOSTILE, ids=range(len(_HOSTILE)))
+def test_anything_else_is_refused_at_once(text):
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=r"expected a|expected at most|names \d+ layers"):
+        _layers(text, 4)
+    assert time.process_time() - begin < 1
+
+
+def test_the_pattern_must_name_every_layer():
+    with pytest.raises(ValueError, match="it names 5 layers, and the model has 4"):
+        _layers("[0]*1+[1]*4", 4)
+
+
+RULES = [
+    (f"{MIXTURE} --moe-layer-freq [1]*3", 1, ["--moe-layer-freq [1]*3: it names 3 layers"]),
+    (f"{MIXTURE} --moe-layer-freq x", 1, ["--moe-layer-freq x: expected a number, or a pattern"]),
+    (
+        f"{MIXTURE} --moe-router-topk 9",
+        1,
+        ["--moe-router-topk 9 is above --num-experts 8: lower it"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-enable-expert-bias",
+        1,
+        ["--moe-router-enable-expert-bias requires --moe-router-score-function sigmoid"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1",
+        1,
+        ["--moe-aux-loss-coeff has 1 values for 2 losses"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 1 1",
+        1,
+        ["--moe-router-load-balancing-type names a loss twice"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-num-groups 2",
+        1,
+        ["--moe-router-num-groups and --moe-router-group-topk need each other: give both"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-group-topk 2",
+        1,
+        ["--moe-router-num-groups and --moe-router-group-topk need each other: give both"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-num-groups 3 --moe-router-group-topk 1",
+        1,
+        ["--num-experts 8 is not divisible by --moe-router-num-groups 3: use 1, 2, 4 or 8"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-num-groups 2 --moe-router-group-topk 3",
+        1,
+        ["--moe-router-group-topk 3 is above --moe-router-num-groups 2: lower it"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        1,
+        ["--moe-router-topk 3: every one of --moe-router-group-topk 2 groups of 2 experts"],
+    ),
+    (
+        f"{MIXTURE} --moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        1,
+        ["use a multiple of 2 up to 4"],
+    ),
+    (
+        f"{MIXTURE} --expert-model-parallel-size 3",
+        3,
+        ["--num-experts 8 is not divisible by --expert-model-parallel-size 3: use 1, 2, 4 or 8"],
+    ),
+    (
+        f"{MIXTURE} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
+        4,
+        ["--expert-tensor-parallel-size 2 is neither 1 nor --tensor-model-parallel-size 4"],
+    ),
+    (
+        f"{MIXTURE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        2,
+        ["requires --sequence-parallel, with which tensor ranks have different tokens: add it"],
+    ),
+    (
+        f"{MIXTURE} --tensor-model-parallel-size 2 --moe-ffn-hidden-size 33",
+        2,
+        ["--moe-ffn-hidden-size 33 is not divisible by 2 tensor-parallel parts of an expert"],
+    ),
+    (
+        f"{MIXTURE} --tensor-model-parallel-size 2 --moe-shared-expert-intermediate-size 33",
+        2,
+        ["--moe-shared-expert-intermediate-size 33 is not divisible by"],
+    ),
+    (
+        f"{MIXTURE} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        4,
+        ["--expert-model-parallel-size 4 x 1 parts of an expert do not divide the 2 processes"],
+    ),
+    (
+        f"{MIXTURE} --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+        2,
+        ["--expert-model-parallel-size 2 x 2 parts of an expert do not divide the 2 processes"],
+    ),
+    (f"{MIXTURE} --bf16 --fp8-format hybrid", 1, ["experts multiply in 16 bits or fp32"]),
+    (f"{MIXTURE} --zero-stage 3", 2, ["experts' weights are not gathered layer by layer"]),
+    (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over other processes"]),
+    (f"{MIXTURE} --cuda-graph-impl local", 1, ["the number of an expert's tokens differs"]),
+    (
+        f"{MIXTURE} --ckpt-format legacy --save x --save-interval 5",
+        1,
+        ["Megatron-LM 23.08 has no such experts"],
+    ),
+    ("--num-experts 0", 1, ["--num-experts"]),
+    (f"{MIXTURE} --moe-input-jitter-eps 1", 1, ["--moe-input-jitter-eps"]),
+    (f"{MIXTURE} --moe-expert-capacity-factor 0", 1, ["--moe-expert-capacity-factor"]),
+    (f"{MIXTURE} --moe-aux-loss-coeff -1", 1, ["--moe-aux-loss-coeff"]),
+    ("--moe-z-loss-coeff 1e-3", 1, ["--num-experts"]),
+    ("--expert-model-parallel-size 2", 2, ["--num-experts"]),
+    (f"{MIXTURE} --moe-shared-expert-gate", 1, ["--moe-shared-expert-intermediate-size"]),
+    ("--moe-router-enable-expert-bias", 1, ["--num-experts"]),
+]
+
+
+@pytest.mark.parametrize(("words", "processes", "expected"), RULES, ids=range(len(RULES)))
+def test_each_mistake_is_told(words, processes, expected):
+    found = problems(words, world_size=processes)
+    assert len(found) == len(expected), found
+    for text, line in zip(expected, found, strict=True):
+        assert text in line
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_only_a_gpt_has_mixtures(architecture):
+    words = ("--decoder-seq-length 64",) if architecture == "t5" else ()
+    found = problems(MIXTURE, *words, architecture=architecture)
+    kind = architecture.upper()
+    assert found == [
+        f"--num-experts 8: only a GPT has mixture layers, and this model is a {kind}: drop the flag"
+    ]
+
+
+def test_all_mistakes_are_told_at_once():
+    words = "--moe-router-topk 9 --moe-layer-freq x --expert-model-parallel-size 3"
+    assert len(problems(MIXTURE, words, world_size=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (f"{MIXTURE} --moe-router-num-groups 4 --moe-router-group-topk 2", 1),
+        (f"{MIXTURE} --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2", 1),
+        (f"{SIGMOID} --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01", 1),
+        (f"{MIXTURE} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+        (
+            f"{MIXTURE} --expert-model-parallel-size 4 --tensor-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1 --sequence-parallel",
+            4,
+        ),
+        (f"{MIXTURE} --moe-layer-freq ([0]*1+[1]*3)", 1),
+    ],
+)
+def test_what_fits_is_taken(words, processes):
+    assert parse(words, world_size=processes).config.model.num_experts == 8
+
+
+def test_losses_have_megatron_core_s_names():
+    words = f"{MIXTURE} --moe-z-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss"
+    model = parse(words, "--moe-aux-loss-coeff 1e-2").config.model
+    assert model.auxiliary_losses == ("z_loss", "seq_load_balancing_loss")
+    assert model.balancing == (("seq_aux_loss", 1e-2),)
+    off = parse(f"{MIXTURE} --moe-aux-loss-coeff 0").config.model
+    assert off.auxiliary_losses == off.balancing == ()
+    none = parse(f"{MIXTURE} --moe-router-load-balancing-type none --moe-aux-loss-coeff 1")
+    assert none.config.model.balancing == ()
+    assert parse().config.model.auxiliary_losses == ()

@@ -1,0 +1,123 @@
+"""Rows grouped by expert: their order, their way there and back, and each group's products."""
+
+import pytest
+import torch
+
+from megatron.kernels.grouped import Grouping, choose_grouped_product, collect, spread
+
+EXPERTS, HIDDEN = 5, 6
+# Choices of six tokens: nobody chooses expert 3, and -1 is no expert.
+CHOICES = torch.tensor([[4, 0], [0, 1], [-1, 4], [2, 0], [-1, -1], [1, -1]])
+
+
+def rows_of(choices, experts):
+    """(token, place among its choices) of every row, by expert."""
+    return [
+        (token, place)
+        for expert in range(experts)
+        for token, row in enumerate(choices.tolist())
+        for place, chosen in enumerate(row)
+        if chosen == expert
+    ]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["all rows", "known rows"])
+@pytest.mark.parametrize("choices", [CHOICES, CHOICES.clamp(min=0), CHOICES[:0], CHOICES[4:5]])
+def test_rows_are_sorted_by_expert_then_token(choices, known):
+    expected = rows_of(choices, EXPERTS)
+    grouping = Grouping.of(choices, EXPERTS, len(expected) if known else None)
+    assert len(grouping.order) == (len(expected) if known else choices.numel())
+    found = [(c // 2, c % 2) for c in grouping.order.tolist()]
+    assert found[: len(expected)] == expected
+    counts = torch.bincount(choices[choices >= 0], minlength=EXPERTS)
+    assert grouping.ends.tolist() == counts.cumsum(0).tolist()
+    assert grouping.ends.dtype == torch.int32  # as torch's grouped products want it
+    for row, (token, place) in enumerate(expected):
+        assert grouping.place[token, place] == row
+        assert grouping.expert_of_row()[row] == choices[token, place]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["all rows", "known rows"])
+@pytest.mark.parametrize("choices", [CHOICES, CHOICES.clamp(min=0), CHOICES[:0], CHOICES[4:5]])
+def test_tokens_go_to_their_rows_and_come_back_weighted(choices, known):
+    torch.manual_seed(1)
+    expected = rows_of(choices, EXPERTS)
+    grouping = Grouping.of(choices, EXPERTS, len(expected) if known else None)
+    x = torch.randn(len(choices), HIDDEN, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(choices.shape, dtype=torch.float64, requires_grad=True)
+    factors = torch.randn(len(grouping.order), HIDDEN, dtype=torch.float64)
+    rows = spread(x, grouping)
+    for row, (token, _) in enumerate(expected):
+        assert torch.equal(rows[row], x[token])
+    out = _collect64(rows * factors, weights, grouping)
+    wanted = 0 * x * weights.sum()
+    for row, (token, place) in enumerate(expected):
+        wanted = wanted.index_add(
+            0, torch.tensor([token]), weights[token, place] * x[token : token + 1] * factors[row]
+        )
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    pull = torch.randn_like(wanted)
+    ours = torch.autograd.grad((out * pull).sum(), (x, weights))
+    theirs = torch.autograd.grad((wanted * pull).sum(), (x, weights))
+    for found, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+
+
+def _collect64(rows, weights, grouping):
+    """`collect` adds up in fp32, whatever it is given."""
+    return collect(rows.float(), weights.float(), grouping).double()
+
+
+def test_16_bit_rows_are_added_up_in_fp32():
+    """256 + 1 + 1 is 258; step by step in 16 bits it stays 256."""
+    grouping = Grouping.of(torch.tensor([[0, 1, 2]]), 3)
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    out = collect(rows, torch.ones(1, 3), grouping)
+    assert out.dtype == torch.bfloat16
+    assert out.item() == 258
+
+
+PRODUCT = choose_grouped_product(torch.device("cpu"), torch.float32)
+# Ends of five experts' rows; seven rows, of which the last may belong to nobody.
+ENDS = [[2, 2, 3, 6, 7], [0, 0, 7, 7, 7], [7, 7, 7, 7, 7], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_products_of_each_group(ends):
+    torch.manual_seed(1)
+    rows = torch.randn(7, HIDDEN, dtype=torch.float64)
+    weight = torch.randn(EXPERTS, 4, HIDDEN, dtype=torch.float64)
+    grad = torch.randn(7, 4, dtype=torch.float64)
+    limits = torch.tensor(ends, dtype=torch.int32)
+    out = PRODUCT.forward(rows, weight, limits)
+    back = PRODUCT.input_gradient(grad, weight, limits)
+    assert out.shape == (7, 4)
+    assert back.shape == (7, HIDDEN)
+    start, sums = 0, torch.zeros_like(weight)
+    for expert, stop in enumerate(ends):
+        for row in range(start, stop):
+            torch.testing.assert_close(out[row], weight[expert] @ rows[row])
+            torch.testing.assert_close(back[row], weight[expert].t() @ grad[row])
+            sums[expert] += torch.outer(grad[row], rows[row])
+        start = stop
+    into = torch.full_like(weight, 3.0)
+    PRODUCT.weight_gradient(grad, rows, limits, into, accumulate=True)
+    torch.testing.assert_close(into, sums + 3)
+    PRODUCT.weight_gradient(grad, rows, limits, into, accumulate=False)
+    torch.testing.assert_close(into, sums)
+
+
+def test_the_gradient_of_16_bit_weights_may_be_kept_in_fp32():
+    torch.manual_seed(1)
+    rows, grad = torch.randn(7, HIDDEN).bfloat16(), torch.randn(7, 4).bfloat16()
+    limits = torch.tensor(ENDS[0], dtype=torch.int32)
+    into, once = torch.zeros(EXPERTS, 4, HIDDEN), torch.zeros(EXPERTS, 4, HIDDEN)
+    PRODUCT.weight_gradient(grad, rows, limits, once, accumulate=False)
+    for _ in range(2):
+        PRODUCT.weight_gradient(grad, rows, limits, into, accumulate=True)
+    torch.testing.assert_close(into, 2 * once)
+    assert once.any()
+
+
+def test_a_cpu_computes_one_expert_after_another():
+    assert PRODUCT.name == "one after another"

@@ -1,0 +1,105 @@
+"""Mixtures of experts by Megatron Core's published formulas: loops over tokens and experts.
+
+Every function takes fp64 tensors, and autograd differentiates it. Shapes: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.models.plan import MLPPlan, RouterPlan
+
+Assignment = list[dict[int, Tensor]]
+"""For each token its experts, each with the factor of its output."""
+
+
+def assign(logits: Tensor, plan: RouterPlan, bias: Tensor | None = None) -> Assignment:
+    """The experts of each token, given logits [T, E] and the biases of the experts [E]."""
+    found = []
+    for row in logits:
+        scores = torch.sigmoid(row) if plan.score == "sigmoid" else row
+        if plan.score == "softmax" and plan.scores_all:
+            scores = row.exp() / row.exp().sum()
+        rank = (scores if bias is None else scores + bias).tolist()
+        allowed = _allowed(rank, plan)
+        chosen = sorted(allowed, key=lambda e: -rank[e])[: plan.chosen]
+        factors = {e: scores[e] for e in chosen}
+        if plan.score == "softmax" and not plan.scores_all:
+            total = sum(row[e].exp() for e in chosen)
+            factors = {e: row[e].exp() / total for e in chosen}
+        elif plan.score == "sigmoid" and plan.chosen > 1:
+            total = sum(factors.values())
+            factors = {e: score / (total + 1e-20) for e, score in factors.items()}
+        found.append({e: factor * plan.scale for e, factor in factors.items()})
+    return found
+
+
+def _allowed(rank: list[float], plan: RouterPlan) -> list[int]:
+    """The experts of the best groups."""
+    size, each = plan.experts // plan.groups, plan.chosen // plan.groups_chosen
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(plan.groups)]
+    groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:each]))
+    return sorted(e for group in groups[: plan.groups_chosen] for e in group)
+
+
+def without_overflow(assignment: Assignment, plan: RouterPlan) -> Assignment:
+    """The assignment without the tokens for which their experts have no room."""
+    assert plan.capacity is not None
+    room = math.ceil(len(assignment) * plan.chosen / plan.experts * plan.capacity)
+    kept: Assignment = [{} for _ in assignment]
+    for expert in range(plan.experts):
+        queue = [token for token, factors in enumerate(assignment) if expert in factors]
+        if not plan.drops_last:
+            queue.sort(key=lambda token: -assignment[token][expert].item())  # ties keep their order
+        for token in queue[:room]:
+            kept[token][expert] = assignment[token][expert]
+    return kept
+
+
+def balancing_loss(logits: Tensor, plan: RouterPlan, sequences: int = 1) -> Tensor:
+    """The mean over sequences, which are interleaved, of Switch Transformers' loss."""
+    losses = []
+    for sequence in range(sequences):
+        rows = logits[sequence::sequences]
+        tokens = torch.zeros(plan.experts, dtype=logits.dtype)
+        sums = torch.zeros(plan.experts, dtype=logits.dtype)
+        for row in rows:
+            scores = row.exp() if plan.score == "softmax" else torch.sigmoid(row)
+            scores = scores / (scores.sum() + 1e-20)
+            rank = scores.tolist()
+            for expert in sorted(range(plan.experts), key=lambda e: -rank[e])[: plan.chosen]:
+                tokens[expert] += 1
+            sums = sums + scores
+        count = len(rows)
+        losses.append((sums * tokens).sum() * plan.experts / (plan.chosen * count * count))
+    return sum(losses) / sequences
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean of the squared logarithms of the sums of exponentials."""
+    return sum(row.exp().sum().log() ** 2 for row in logits) / len(logits)
+
+
+def mlp(x: Tensor, weights: Mapping[str, Tensor], plan: MLPPlan) -> Tensor:
+    """One expert's output [h] for a token [h].
+
+    Args:
+        x: The token.
+        weights: "up" [up, h] and "down" [h, inner], and "up_bias" [up] and "down_bias" [h] if it
+            has biases.
+        plan: Its record; only SwiGLU and GeLU are known here.
+    """
+    inner = weights["up"] @ x + weights.get("up_bias", 0)
+    if plan.gated:
+        assert plan.activation == "swiglu"
+        gate, up = inner[: plan.inner], inner[plan.inner :]
+        inner = gate / (1 + (-gate).exp()) * up
+    else:
+        assert plan.activation == "gelu"
+        inner = F.gelu(inner)
+    return weights["down"] @ inner + weights.get("down_bias", 0)

@@ -1,0 +1,301 @@
+"""The router against loops in fp64 written from Megatron Core's formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.models.plan import InitPlan, RouterPlan
+from megatron.models.router import Router, Routing, capacity, drop, within_best_groups
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Layout
+from tests.models import naive_mixture as naive
+
+SEQUENCE, BATCH, HIDDEN, EXPERTS = 10, 3, 12, 8
+BASE = RouterPlan(hidden=HIDDEN, init=InitPlan(0.02, 1), experts=EXPERTS, chosen=2)
+SIGMOID = replace(BASE, score="sigmoid", bias_rate=1e-3)
+PLANS = {
+    "softmax over the chosen": BASE,
+    "softmax over all": replace(BASE, scores_all=True),
+    "one expert over all": replace(BASE, scores_all=True, chosen=1),
+    "one expert": replace(BASE, chosen=1),
+    "every expert": replace(BASE, chosen=EXPERTS),
+    "scaled": replace(BASE, scale=2.5),
+    "groups": replace(BASE, chosen=4, groups=4, groups_chosen=2),
+    "groups of all scores": replace(BASE, scores_all=True, groups=2, groups_chosen=1),
+    "sigmoid": replace(SIGMOID, bias_rate=None),
+    "one sigmoid": replace(SIGMOID, bias_rate=None, chosen=1),
+    "biased": SIGMOID,
+    "all of DeepSeek-V3": replace(SIGMOID, chosen=4, groups=4, groups_chosen=2, scale=2.5),
+}
+BIAS = torch.linspace(-0.3, 0.3, EXPERTS)
+
+
+def build(plan, context=None):
+    torch.manual_seed(1)
+    router = Router(plan, context or BuildContext(Layout.single()))
+    torch.nn.init.normal_(router.weight)
+    if router.state.bias is not None:
+        router.state.bias.copy_(BIAS)
+    return router
+
+
+def tokens(seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+
+
+def exact(router, x):
+    """Logits [T, E] in fp64, from leaves whose gradients autograd fills."""
+    x = x.detach().double().requires_grad_()
+    weight = router.weight.detach().double().requires_grad_()
+    return x, weight, (x @ weight.t()).flatten(0, 1)
+
+
+def dense(assignment):
+    """Factors [T, E], 0 where a token does not use an expert."""
+    rows = []
+    for factors in assignment:
+        row = [factors.get(e, torch.zeros((), dtype=torch.float64)) for e in range(EXPERTS)]
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def scattered(routing):
+    """The same of a `Routing`."""
+    kept = routing.choices >= 0
+    weights = torch.zeros(len(routing.choices), EXPERTS, dtype=routing.weights.dtype)
+    return weights.scatter_add(1, routing.choices.clamp(min=0), routing.weights * kept)
+
+
+def check(router, x, expected, loss=None):
+    """Factors and all gradients are those of `expected(logits)`, of which `loss` is added."""
+    x = x.detach().requires_grad_()
+    routing = router(x)
+    factors = scattered(routing)
+    pull = torch.randn(factors.shape, generator=torch.Generator().manual_seed(3))
+    (factors * pull).sum().backward()
+    x64, weight64, logits = exact(router, x)
+    wanted = dense(expected(logits))
+    total = (wanted * pull.double()).sum()
+    if loss is not None:
+        total = total + loss(logits)
+    total.backward()
+    torch.testing.assert_close(factors.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(factors > 0, wanted > 0)
+    for ours, theirs in ((x.grad, x64.grad), (router.weight.grad, weight64.grad)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+    return routing
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_choices_factors_and_gradients(plan):
+    bias = BIAS if plan.bias_rate is not None else None
+    routing = check(build(plan), tokens(), lambda logits: naive.assign(logits, plan, bias))
+    assert routing.choices.shape == routing.weights.shape == (SEQUENCE * BATCH, plan.chosen)
+    assert routing.weights.dtype == torch.float32
+
+
+def test_a_bias_changes_choices_but_no_factor():
+    """The factors are those of scores without biases."""
+    x, router = tokens(), build(SIGMOID)
+    biased = router(x)
+    router.state.bias.zero_()
+    plain = router(x)
+    assert not torch.equal(biased.choices, plain.choices)
+    same = (biased.choices == plain.choices).all(1)
+    assert torch.equal(biased.weights[same], plain.weights[same])
+
+
+def test_scores_are_computed_in_fp32():
+    """With weights and tokens in 16 bits the products are those of fp32."""
+    router = build(BASE, BuildContext(Layout.single(), dtype=torch.bfloat16))
+    x = tokens().bfloat16()
+    _, _, logits = exact(router, x)
+    torch.testing.assert_close(
+        scattered(router(x)).double(), dense(naive.assign(logits, BASE)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_groups_are_as_good_as_the_experts_a_token_takes_of_them():
+    plan = replace(BASE, chosen=2, groups=2, groups_chosen=1)
+    scores = torch.tensor([[0.9, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
+    kept = within_best_groups(scores, plan)[0].isfinite()
+    assert kept.tolist() == [False] * 4 + [True] * 4  # 0.5 + 0.5 is above 0.9
+
+
+LOSSES = {
+    "aux_loss": naive.balancing_loss,
+    "seq_aux_loss": lambda logits, plan: naive.balancing_loss(logits, plan, BATCH),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("name", ["softmax over the chosen", "one expert", "groups", "biased"])
+def test_balancing_losses_and_their_gradients(kind, name):
+    plan = replace(PLANS[name], balancing=((kind, 0.7),))
+    bias = BIAS if plan.bias_rate is not None else None
+    router = build(plan)
+    check(
+        router,
+        tokens(),
+        lambda logits: naive.assign(logits, plan, bias),
+        lambda logits: 0.7 * LOSSES[kind](logits, plan),
+    )
+    _, _, logits = exact(router, tokens())
+    assert router.state.losses.item() == pytest.approx(LOSSES[kind](logits, plan).item(), rel=1e-5)
+
+
+def test_the_z_loss_and_its_gradient():
+    plan = replace(BASE, z_loss=0.3)
+    router = build(plan)
+    check(
+        router,
+        tokens(),
+        lambda logits: naive.assign(logits, plan),
+        lambda logits: 0.3 * naive.z_loss(logits),
+    )
+    _, _, logits = exact(router, tokens())
+    assert router.state.losses.item() == pytest.approx(naive.z_loss(logits).item(), rel=1e-5)
+
+
+def test_all_losses_at_once_under_a_scale_and_drops():
+    """Losses see the tokens that are dropped, and backward multiplies them by the loss scale."""
+    both = (("aux_loss", 0.2), ("seq_aux_loss", 0.4))
+    plan = replace(BASE, z_loss=0.3, balancing=both, capacity=0.5)
+    router = build(plan)
+    router.state.loss_scale.fill_(8.0)
+
+    def loss(logits):
+        parts = [weight * LOSSES[kind](logits, plan) for kind, weight in both]
+        return 8 * (0.3 * naive.z_loss(logits) + sum(parts))
+
+    def expected(logits):
+        return naive.without_overflow(naive.assign(logits, plan), plan)
+
+    check(router, tokens(), expected, loss)
+    first = router.state.losses.clone()
+    router(tokens())  # losses of micro-batches add up until they are taken
+    torch.testing.assert_close(router.state.losses, 2 * first)
+
+
+def test_an_even_load_has_a_loss_of_one():
+    plan = replace(BASE, chosen=1, balancing=(("aux_loss", 1.0), ("seq_aux_loss", 1.0)))
+    router = build(replace(plan, hidden=EXPERTS))
+    torch.nn.init.eye_(router.weight)
+    x = 50 * torch.eye(EXPERTS).unsqueeze(1).expand(-1, 2, -1).contiguous()
+    router(x)
+    torch.testing.assert_close(router.state.losses, torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "no gradients"])
+def test_losses_and_counts_are_of_training_only(mode):
+    router = build(replace(SIGMOID, z_loss=0.3, balancing=(("aux_loss", 1.0),)))
+    if mode == "evaluation":
+        router.eval()(tokens())
+    else:
+        with torch.no_grad():
+            router(tokens())
+    assert not router.state.losses.any()
+    assert not router.state.counts.any()
+
+
+@pytest.mark.parametrize("drops_last", [False, True], ids=["probability", "position"])
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.3, 100.0])
+def test_full_experts_drop_tokens(drops_last, factor):
+    plan = replace(BASE, capacity=factor, drops_last=drops_last)
+    router = build(plan)
+
+    def expected(logits):
+        return naive.without_overflow(naive.assign(logits, plan), plan)
+
+    routing = check(router, tokens(), expected)
+    dropped = routing.choices < 0
+    assert dropped.any() == (factor < 2)
+    assert not routing.weights[dropped].any()
+    counts = torch.bincount(routing.choices[~dropped], minlength=EXPERTS)
+    assert counts.max() <= capacity(SEQUENCE * BATCH, plan)
+    assert torch.equal(router.state.counts.long(), counts)  # as Core counts: what is left
+
+
+@pytest.mark.parametrize("drops_last", [False, True], ids=["probability", "position"])
+def test_of_equal_probabilities_the_first_stay(drops_last):
+    plan = replace(BASE, experts=2, chosen=1, capacity=0.5, drops_last=drops_last)
+    choices = torch.tensor([[1], [1], [0], [1], [1], [0], [1], [1]])
+    weights = torch.full((8, 1), 0.5)
+    kept = drop(Routing(choices, weights), plan)  # room for 2
+    assert kept.choices.flatten().tolist() == [1, 1, 0, -1, -1, 0, -1, -1]
+    assert kept.weights.flatten().tolist() == [0.5, 0.5, 0.5, 0, 0, 0.5, 0, 0]
+
+
+def test_the_most_probable_stay():
+    plan = replace(BASE, experts=2, chosen=1, capacity=0.5)
+    weights = torch.tensor([[0.1], [0.9], [0.0], [0.8]])
+    kept = drop(Routing(torch.zeros(4, 1, dtype=torch.int64), weights), plan)  # room for 1
+    assert kept.choices.flatten().tolist() == [-1, 0, -1, -1]
+    ends = drop(Routing(torch.zeros(4, 1, dtype=torch.int64), weights), replace(plan, capacity=2.0))
+    assert ends.choices.flatten().tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]  # a factor of 0 is an expert all the same
+
+
+def test_noise_is_of_training_only():
+    router, x = build(replace(BASE, jitter=0.3)), tokens()
+    plain = build(BASE)(x).weights
+    first, second = router(x).weights, router(x).weights
+    assert not torch.equal(first, plain)
+    assert not torch.equal(first, second)
+    router.eval()
+    assert torch.equal(router(x).weights, plain)
+
+
+def test_noise_multiplies_the_input_by_at_most_its_size():
+    """A router of one feature and two experts shows the factor: its logits are (w x, 0)."""
+    plan = replace(BASE, hidden=1, experts=2, chosen=2, jitter=0.25)
+    router = Router(plan, BuildContext(Layout.single()))
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[1.0], [0.0]]))
+    routing = router(torch.ones(4000, 1, 1))
+    weights = torch.zeros(4000, 2).scatter(1, routing.choices, routing.weights.detach())
+    factors = torch.logit(weights[:, 0])
+    assert 0.75 <= factors.min() < 0.76
+    assert 1.24 < factors.max() <= 1.25
+    assert factors.mean() == pytest.approx(1, abs=0.02)
+
+
+def test_biases_move_towards_an_even_load():
+    router = build(replace(SIGMOID, bias_rate=0.25))
+    router.state.bias.zero_()
+    state = router.state
+    state.update_bias(torch.tensor([5.0, 1.0, 3.0, 3.0, 3.0, 3.0, 4.0, 2.0]))  # 3 on average
+    assert state.bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, -0.25, 0.25]
+
+
+def test_all_passes_of_an_update_count_and_recomputation_does_not():
+    context = BuildContext(Layout.single())
+    router = build(SIGMOID, context)
+    first, second = router(tokens()).choices, router(tokens(5)).choices
+    with context.registry.routers.paused():
+        router(tokens(6))
+    counts = torch.bincount(torch.cat((first, second)).flatten(), minlength=EXPERTS)
+    assert torch.equal(router.state.counts.long(), counts)
+    context.registry.routers.update_biases(Layout.single())
+    moved = (counts.double().mean() - counts).sign() * SIGMOID.bias_rate
+    torch.testing.assert_close(router.state.bias, BIAS + moved.float())
+
+
+def test_losses_are_summed_over_layers_and_forgotten():
+    context = BuildContext(Layout.single())
+    plan = replace(BASE, z_loss=0.3, balancing=(("aux_loss", 1.0),))
+    routers = [build(plan, context) for _ in range(2)]
+    for router in routers:
+        router(tokens())
+    each = torch.stack([router.state.losses.clone() for router in routers])
+    taken = context.registry.routers.take_losses(2, context.device)
+    torch.testing.assert_close(taken, each.sum(0))
+    assert not any(router.state.losses.any() or router.state.counts.any() for router in routers)

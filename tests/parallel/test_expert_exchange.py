@@ -1,0 +1,134 @@
+"""Tokens on their way to experts of other processes and back, against a loop over experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.kernels.grouped import Grouping, collect, spread
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.expert_exchange import ExpertExchange
+from tests.distributed import run_sharing_memory
+
+EXPERTS, TOKENS, HIDDEN, CHOSEN = 8, 6, 4, 3
+
+
+def _inputs(rank, kind):
+    """Tokens, choices and weights of one process; what a kind sends is unlike on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weights = torch.rand(TOKENS, CHOSEN, generator=generator, dtype=torch.float64)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    choices = scores.topk(CHOSEN, dim=1).indices
+    if kind == "dropped":
+        choices = torch.where(torch.rand(choices.shape, generator=generator) < 0.5, -1, choices)
+    elif kind == "one process":  # the others get nothing
+        choices = torch.arange(CHOSEN).expand(TOKENS, -1) % 2
+        choices = torch.where(torch.arange(CHOSEN) < 2, choices, -1)
+    elif kind == "nothing":
+        choices = torch.full_like(choices, -1)
+    return tokens, choices, weights
+
+
+def _factors():
+    """What stands for an expert: it multiplies by a vector of its own."""
+    generator = torch.Generator().manual_seed(99)
+    return torch.randn(EXPERTS, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def _naive(tokens, choices, weights, factors):
+    rows = []
+    for token, chosen, shares in zip(tokens, choices.tolist(), weights, strict=True):
+        total = 0 * token * shares.sum() * factors.sum()  # gradients, if only zeros
+        for expert, share in zip(chosen, shares, strict=True):
+            if expert >= 0:
+                total = total + share * token * factors[expert]
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def _exchanged(layout, kind, sequence_parallel):
+    """Outputs, gradients, and the number of tokens that came; with the replicas' division."""
+    layout = replace(layout, sequence_parallel=sequence_parallel)
+    # Without sequence parallelism tensor ranks have the same tokens.
+    rank = layout.world.rank
+    if not sequence_parallel:
+        rank -= layout.tensor.rank
+    tokens, choices, weights = _inputs(rank, kind)
+    tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
+    exchange = ExpertExchange(layout, EXPERTS)
+    arrived = exchange.send(tokens, choices, weights)
+    first = layout.expert.rank * exchange.local
+    here = _factors()[first : first + exchange.local].requires_grad_()
+    grouping = Grouping.of(arrived.choices, exchange.local, arrived.rows)
+    rows = spread(arrived.tokens, grouping)
+    # Of an expert that is split, each part gives a part of the sum.
+    scale = here[grouping.expert_of_row()] / layout.expert_tensor.size
+    outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
+    out = exchange.bring_back(outputs, arrived)
+    out.square().sum().backward()
+    received = len(arrived.tokens)
+    return out.detach(), tokens.grad, weights.grad, here.grad, received, first
+
+
+LAYOUTS = [
+    (2, {"expert": 2}, False),
+    (4, {"expert": 4}, False),
+    (4, {"expert": 2}, False),
+    (4, {"tensor": 2, "expert": 2}, False),
+    (4, {"tensor": 2, "expert": 2}, True),
+    (4, {"tensor": 2, "expert": 2, "expert_tensor": 1}, True),
+    (4, {"tensor": 2, "expert": 4, "expert_tensor": 1}, True),
+    (2, {"tensor": 2, "expert_tensor": 1}, True),
+    (2, {"tensor": 2}, False),
+    (2, {"tensor": 2}, True),
+]
+
+
+@pytest.mark.parametrize("kind", ["usual", "dropped", "one process", "nothing"])
+@pytest.mark.parametrize(("processes", "sizes", "sequence_parallel"), LAYOUTS, ids=str)
+def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel):
+    tensor = sizes.get("tensor", 1)
+    parts = sizes.get("expert_tensor", tensor)
+    results = run_sharing_memory(processes, _exchanged, kind, sequence_parallel, **sizes)
+    factors = _factors().requires_grad_()
+    for rank, (out, tokens_grad, weights_grad, *_) in enumerate(results):
+        source = rank if sequence_parallel else rank - rank % tensor
+        tokens, choices, weights = _inputs(source, kind)
+        tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
+        expected = _naive(tokens, choices, weights, factors)
+        torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
+        # The tensor ranks that have the same tokens do not have them twice.
+        share = 1 if sequence_parallel else 1 / tensor
+        (share * expected.square().sum()).backward()
+        for ours, theirs in ((tokens_grad, tokens.grad), (weights_grad, weights.grad)):
+            torch.testing.assert_close(ours * share, theirs, rtol=1e-4, atol=1e-5)
+    # The sum over an expert's replicas, times the size of a replica, as their mean is taken over
+    # all of them and the mean of other weights over the ranks with other tokens.
+    total = torch.zeros_like(factors)
+    for *_, grad, _, first in results:
+        total[first : first + len(grad)] += grad
+    groups = processes // (sizes.get("expert", 1) * parts)
+    replicas = processes // tensor
+    torch.testing.assert_close(total / groups, factors.grad / replicas, rtol=1e-4, atol=1e-5)
+
+
+def _count_sent(layout):
+    """Tokens that came; their experts here, and the numbers that say how many there are."""
+    tokens, choices, weights = _inputs(layout.world.rank, "dropped")
+    arrived = ExpertExchange(layout, EXPERTS).send(tokens, choices, weights)
+    assert arrived.rows == (arrived.choices >= 0).sum()
+    assert sum(arrived.received) == len(arrived.tokens)
+    assert (arrived.choices >= 0).any(1).all()
+    assert (arrived.choices < EXPERTS // layout.expert.size).all()
+    return arrived.sent, all_gather(choices, layout.expert)
+
+
+def test_a_token_is_sent_once_to_each_process_with_its_experts():
+    local = EXPERTS // 4
+    for rank, (sent, choices) in enumerate(run_sharing_memory(4, _count_sent, expert=4)):
+        mine = choices[rank * TOKENS : (rank + 1) * TOKENS].tolist()
+        goes = [{e // local for e in row if e >= 0} for row in mine]
+        assert sent == [sum(owner in owners for owners in goes) for owner in range(4)]
