@@ -26,7 +26,7 @@ from megatron.kernels.library import (
     takes,
 )
 
-SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
+SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 18)
 LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
 _FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
 # Turns within it up to which a frequency is slowed down, and from which it is kept.
@@ -92,6 +92,22 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
 
 
+# A form of rotating heads, which takes the arguments of `rotate`.
+Rotate = Callable[[Tensor, Rotation], Tensor]
+
+
+def choose_rotate(model: ModelConfig, library: KernelLibrary | None) -> Rotate:
+    """Choose the kernel if there is a library and no --no-rope-fusion.
+
+    Args:
+        model: The resolved network flags.
+        library: Compiled kernels.
+    """
+    if library is None or not model.apply_rope_fusion:
+        return rotate
+    return partial(fused_rotate, library)
+
+
 # A form of splitting and rotating, which takes the arguments of `split_rotate`.
 SplitRotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -152,21 +168,61 @@ def fused_split_rotate(
     Heads that do not rotate are views of the projection if each has its own key. PyTorch's
     operations run for sizes that the kernel does not support.
     """
-    pair = 2 * VECTOR_BYTES // qkv.element_size()
-    fits = takes(qkv) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
-    fits = fits and all(
-        takes(x)
-        and x.dtype == torch.float32
-        and x.is_contiguous()
-        and x.shape[-1] % pair == 0
-        and x.numel() == qkv.shape[0] * x.shape[-1]  # one angle per position, whatever the sample
-        for x in rotation or ()
-    )
-    if not fits:
+    if not _fits(qkv, head_size, rotation or ()):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = rotation or (None, None)
     query, key, value = _apply(library, qkv, cosine, sine, groups, head_size, handover)
     return query, key, value
+
+
+def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
+    """Return whether the kernel takes heads in x, whose dimension 0 is that of the positions."""
+    pair = 2 * VECTOR_BYTES // x.element_size()
+    fits = takes(x) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
+    return fits and all(
+        takes(angles)
+        and angles.dtype == torch.float32
+        and angles.is_contiguous()
+        and angles.shape[-1] % pair == 0
+        and angles.numel() == x.shape[0] * angles.shape[-1]  # one per position, for all samples
+        for angles in rotation
+    )
+
+
+def fused_rotate(library: KernelLibrary, x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate queries or keys [s, b, n, d] by one kernel, or by PyTorch if it does not fit."""
+    if not _fits(x, x.shape[-1], rotation):
+        return rotate(x, rotation)
+    result: Tensor = _rotate(library, x, *rotation, False)
+    return result
+
+
+@operator()
+def rotate_heads(
+    library: KernelLibrary, x: Tensor, cosine: Tensor, sine: Tensor, backward: bool
+) -> Tensor:
+    """Rotate heads with one kernel.
+
+    Args:
+        library: Compiled kernels.
+        x: Heads [s, b, n, d].
+        cosine: The cosines, fp32 [s, 1, 1, r].
+        sine: The sines, of the same shape.
+        backward: Whether to turn back.
+
+    Returns:
+        The rotated heads, contiguous.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    s, b, n, head_size = x.shape
+    fused, heads = (out, x) if backward else (x, out)
+    library.launch(
+        SPLIT_ROTATE,
+        *(fused, cosine, sine, heads, None, None, None, *heads.stride()[:3], *(0,) * 6),
+        *(s, b, 1, n, 0, head_size, cosine.shape[-1], int(backward), DTYPE_CODES[x.dtype]),
+    )
+    return out
 
 
 @operator()
@@ -256,7 +312,7 @@ def _launch(
     library.launch(
         SPLIT_ROTATE,
         *(fused, cosine, sine, *heads, amax, *strides, s, b, groups, query.shape[2] // groups),
-        *(head_size, rotary, int(backward), DTYPE_CODES[fused.dtype]),
+        *(2, head_size, rotary, int(backward), DTYPE_CODES[fused.dtype]),
     )
 
 
@@ -282,3 +338,16 @@ def _forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _apply = split_rotate_forward.differentiate(_differentiate, _keep, _forward)
+
+
+def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.library, _, cosine, sine, *_ = inputs
+    ctx.save_for_backward(cosine, sine)
+
+
+def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad = rotate_heads(ctx.library, grad, *ctx.saved_tensors, True)
+    return None, grad, None, None, None
+
+
+_rotate = rotate_heads.differentiate(_turn_back, _keep_angles)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
-from megatron.kernels.rope import Rotation, rotate
+from megatron.kernels.rope import Rotation
 from megatron.models.norm import Norm, Stream, new_head_norm
 from megatron.models.plan import AttentionPlan, MicroBatch, Work
 from megatron.parallel.build import BuildContext
@@ -135,6 +135,7 @@ class SelfAttention(nn.Module):
         self.plan = plan
         self.axis = context.layout.tensor
         self.layer_number = layer_number
+        self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
         self.qkv = _projection(plan, plan.qkv, context, bias=plan.bias or plan.qkv_bias)
         self.core = AttentionCore(
@@ -201,7 +202,7 @@ class SelfAttention(nn.Module):
             _, query = self.query_norm(Stream(query))
             _, key = self.key_norm(Stream(key))
             if rotation is not None:
-                query, key = rotate(query, rotation), rotate(key, rotation)
+                query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if cache is not None:
             context = cache.attend(query, key, value, self.layer_number)
         else:
@@ -231,7 +232,7 @@ class SelfAttention(nn.Module):
         key, value = mine[:, :, -2:-1], mine[:, :, -1:]
         if rotation is None:
             return query, key, value
-        return rotate(query, rotation), rotate(key, rotation), value
+        return self.rotate(query, rotation), self.rotate(key, rotation), value
 
 
 class EncoderOutput(NamedTuple):

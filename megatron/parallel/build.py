@@ -28,7 +28,14 @@ from megatron.kernels.dropout import BiasDropoutAdd, bias_dropout_add, choose_bi
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
-from megatron.kernels.rope import SplitRotate, choose_split_rotate, split_rotate
+from megatron.kernels.rope import (
+    Rotate,
+    SplitRotate,
+    choose_rotate,
+    choose_split_rotate,
+    rotate,
+    split_rotate,
+)
 from megatron.parallel.context.block import choose_block, plain_block
 from megatron.parallel.context.ring import ring_attention, ulysses_attention
 from megatron.parallel.exchange import Exchange
@@ -52,6 +59,7 @@ class Kernels:
         output_products: The products that compute vocabulary scores.
         attention: The form of the attention core.
         activation: Returns the form of an MLP's activation, given its name and `handovers`.
+        rotate: Rotates heads.
         split_rotate: Splits queries, keys and values, and rotates them.
         bias_dropout_add: Adds an update to the residual stream.
     """
@@ -61,6 +69,7 @@ class Kernels:
     output_products: Products = PLAIN
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
     activation: Callable[..., Activation] = choose_activation
+    rotate: Rotate = rotate
     split_rotate: SplitRotate = split_rotate
     bias_dropout_add: BiasDropoutAdd = bias_dropout_add
 
@@ -187,6 +196,7 @@ def choose_kernels(
         library=library,
         attention=attention,
         activation=partial(choose_activation, library=library, fuses_gelu=model.bias_gelu_fusion),
+        rotate=choose_rotate(model, library),
         split_rotate=choose_split_rotate(model, library),
         bias_dropout_add=choose_bias_dropout_add(model, library),
     )

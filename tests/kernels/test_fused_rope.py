@@ -7,7 +7,9 @@ import torch
 
 from megatron.kernels.rope import (
     choose_split_rotate,
+    fused_rotate,
     fused_split_rotate,
+    rotate,
     rotation_table,
     split_rotate,
 )
@@ -56,6 +58,23 @@ def test_equals_float64(kernels, dtype, groups, per_group, size, rotary):
     ours = check(*both(library, groups, size, rotation), [qkv], grads, TOLERANCE[dtype])
     as_views = rotary == 0 and per_group == 1
     assert all(x.is_contiguous() != as_views for x in ours[:3])
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize(("heads", "size", "rotary"), [(3, 64, 64), (1, 128, 32), (4, 80, 16)])
+def test_heads_alone_equal_float64(kernels, dtype, heads, size, rotary):
+    library, device = kernels
+    x, (grad, *_), rotation = case(
+        device, dtype, groups=heads, per_group=1, size=size, rotary=rotary
+    )
+    x = x.unflatten(2, (-1, size))[:, :, :heads]
+    check(
+        lambda x: fused_rotate(library, x, rotation),
+        lambda x: rotate(x, tuple(part.cpu().to(x.dtype) for part in rotation)),
+        [x],
+        [grad],
+        TOLERANCE[dtype],
+    )
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 0, 3), (1, 0, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2)])

@@ -82,6 +82,13 @@ def cases():
     for rotation in (_rotation(), (None, None)):
         yield "split_rotate_forward", (draw(S, B, 8 * 32, grad=True), *rotation, 2, 32)
         yield "split_rotate_backward", (*_heads(), *rotation)
+    for backward in (False, True):
+        yield "rotate_heads", (draw(S, B, 3, 32, grad=not backward), *_rotation(), backward)
+    place, order = torch.tensor([[2, 0], [-1, 1]]), torch.tensor([1, 3, 0, 2])
+    for weights in (draw(2, 2, dtype=FP32), None):
+        yield "combine_rows", (draw(4, 16), place, weights)
+    rows = (draw(2, 16), draw(4, 16), order, place, draw(2, 2, dtype=FP32))
+    yield "combine_rows_backward", rows
     labels = torch.tensor([0, 63, -1, 64, 5])
     yield "cross_entropy_statistics", (draw(5, 64), labels)
     rows = (_rows(), _rows(), _rows(BF16))

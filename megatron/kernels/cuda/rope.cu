@@ -22,13 +22,14 @@ __global__ void __launch_bounds__(kMostThreads, 4)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,
                         const float* __restrict__ sine, Heads<T> query, Heads<T> key,
                         Heads<T> value, unsigned* __restrict__ amax, int rows, int batch, int lanes,
-                        int groups, int per_group, int head_size, int rotary) {
+                        int groups, int per_group, int others, int head_size,
+                        int rotary) {
   constexpr int V = vector_size<T>, H = kHeadsAtOnce;
   const int turning = rotary / (2 * V);
   const bool turns = threadIdx.x < turning;
   const int low = turns ? threadIdx.x * V : rotary + 2 * (threadIdx.x - turning) * V;
   const int apart = turns ? rotary / 2 : V;  // of the two vectors
-  const int heads = groups * (per_group + 2);
+  const int heads = groups * (per_group + others);
   const int turn = threadIdx.y / lanes;
   const int first = blockIdx.y * lanes * H + threadIdx.y - turn * lanes;
   const int row = blockIdx.x * (blockDim.y / lanes) + turn;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kMostThreads, 4)
   for (int h = 0; h < H; h++) {
     const int head = first + h * lanes;
     if (head >= inside) break;
-    const int group = head / (per_group + 2), member = head - group * (per_group + 2);
+    const int group = head / (per_group + others), member = head - group * (per_group + others);
     const Heads<T>& which = member < per_group ? query : member == per_group ? key : value;
     const int index = member < per_group ? group * per_group + member : group;
     part[h] = which.at + position * which.s + sample * which.b + index * which.n + low;
@@ -83,23 +84,24 @@ __global__ void __launch_bounds__(kMostThreads, 4)
   if (BACKWARD && amax) raise_by_block(amax, largest);
 }
 
-// fused [s, b, groups, per_group + 2, d] <-> query [s, b, groups * per_group, d], key and value
+// fused [s, b, groups, per_group + others, d] <-> query [s, b, groups * per_group, d], key and value
 // [s, b, groups, d] of the given strides; cosine and sine fp32 [s, rotary], whose second half repeats
 // the first (null and 0: nothing turns). backward: from heads into fused, turning back; the largest
-// magnitude of fused then in amax (zero before) unless null.
+// magnitude of fused then in amax (zero before) unless null. others is 2, or 0 if fused has queries
+// alone; key and value are then null.
 extern "C" int split_rotate(void* fused, const float* cosine, const float* sine, void* query,
                             void* key, void* value, unsigned* amax, int64_t query_s, int64_t query_b,
                             int64_t query_n, int64_t key_s, int64_t key_b, int64_t key_n,
                             int64_t value_s, int64_t value_b, int64_t value_n, int64_t positions,
-                            int64_t batch, int64_t groups, int64_t per_group, int64_t head_size,
-                            int64_t rotary, int64_t backward, int64_t dtype,
+                            int64_t batch, int64_t groups, int64_t per_group, int64_t others,
+                            int64_t head_size, int64_t rotary, int64_t backward, int64_t dtype,
                             cudaStream_t stream) {
   return with_type(dtype, [&](auto t) {
     using T = decltype(t);
     const int64_t pairs = head_size / (2 * vector_size<T>);
     if (pairs < 1 || pairs > 256) return cudaErrorInvalidValue;
     const int64_t rows = positions * batch;
-    const int64_t shares = divide_up(groups * (per_group + 2), kHeadsAtOnce);
+    const int64_t shares = divide_up(groups * (per_group + others), kHeadsAtOnce);
     const int64_t lanes = min(kMostThreads / pairs, shares);
     const int64_t rows_at_once = max(int64_t{1}, kThreads / (pairs * lanes));
     const dim3 grid(divide_up(rows, rows_at_once), divide_up(shares, lanes));
@@ -109,6 +111,6 @@ extern "C" int split_rotate(void* fused, const float* cosine, const float* sine,
                   Heads<T>{static_cast<T*>(query), query_s, query_b, query_n},
                   Heads<T>{static_cast<T*>(key), key_s, key_b, key_n},
                   Heads<T>{static_cast<T*>(value), value_s, value_b, value_n}, amax, rows, batch,
-                  lanes, groups, per_group, head_size, rotary);
+                  lanes, groups, per_group, others, head_size, rotary);
   });
 }
