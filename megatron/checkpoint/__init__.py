@@ -25,5 +25,6 @@ Reading:
     inspection     describe and compare checkpoints
 Other formats:
     legacy         Megatron-LM's own files
+    core           Megatron Core's torch_dist folders
     huggingface    Hugging Face folders
 """

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.reader import Reader
-from megatron.config.model import NETWORK_FIELDS, ROTARY_SPEED, WITHOUT_TABLE, is_irrelevant
+from megatron.config.experts import mixture_layers
+from megatron.config.model import (
+    NETWORK_FIELDS,
+    ROTARY_SPEED,
+    WITHOUT_TABLE,
+    ModelConfig,
+    is_irrelevant,
+)
 from megatron.config.run import RunConfig, field_at, flatten
 from megatron.errors import CheckpointError
 
@@ -38,7 +46,7 @@ def check_network(
         name: _difference(f"model.{name}", getattr(model, name), saved[name])
         for name in NETWORK_FIELDS
         if name in saved
-        and saved[name] != getattr(model, name)
+        and not _is_same(model, name, saved[name])
         and not (may_grow and name == "max_position_embeddings")
         and not is_irrelevant(model, name)
     }
@@ -58,6 +66,21 @@ def check_network(
             + f"\ngive its values{or_else}"
         )
     return []
+
+
+def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
+    """Return whether a saved setting means the same as the model's."""
+    here = getattr(model, name)
+    if name == "moe_layer_freq" and model.num_experts:  # there are many ways to write a pattern
+        try:
+            there = replace(model, moe_layer_freq=saved)
+            layers = model.num_layers
+            return mixture_layers(there, layers) == mixture_layers(model, layers)
+        except ValueError:
+            return False
+    if name == "moe_ffn_hidden_size":
+        return bool((saved or model.ffn_hidden_size) == (here or model.ffn_hidden_size))
+    return bool(saved == here)
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:

@@ -125,12 +125,27 @@ def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str,
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
-    """Return the parameters by their name in a checkpoint."""
-    return {
+    """Return the parameters and the saved buffers by their name in a checkpoint."""
+    parts = list(parts)
+    parameters: State = {
         f"model.{name}": Entry(parameter.detach(), spec.global_shape, spec.offset)
         for part in parts
         for name, parameter in part.named_parameters()
         for spec in [spec_of(parameter)]
+    }
+    return parameters | buffer_state(parts)
+
+
+def buffer_state(parts: Iterable[nn.Module]) -> State:
+    """Return the buffers that checkpoints hold, such as the biases of routers.
+
+    Every process that has one has all of it.
+    """
+    return {
+        f"model.{name}": Entry.whole(value.detach())
+        for part in parts
+        for name, value in part.state_dict(keep_vars=True).items()
+        if not isinstance(value, nn.Parameter)
     }
 
 

@@ -32,17 +32,16 @@ _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
 _NAMED = 8  # a message lists at most this many iterations
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
 _TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
-_TWO_FORMATS = (
-    f"holds both {MANIFEST} and mp_rank folders: Megatron-LM has saved into a checkpoint of this "
-    f"program, and there is no way to tell which one to load: move one of them elsewhere"
-)
+_TWO_FORMATS = "holds both "  # the beginning of the problem
+_MARKS = {"native": MANIFEST, "legacy": "mp_rank folders", "core": ".metadata"}
 
 
 class FoundCheckpoint(NamedTuple):
     """A checkpoint that looks complete. Only opening it shows whether it is sound.
 
     Attributes:
-        format: "native" or "legacy" (Megatron-LM's torch files).
+        format: "native", "legacy" (Megatron-LM's torch files) or "core" (Megatron Core's
+            torch_dist).
         iteration: The iteration in the folder's name; 0 for `release`.
         path: The checkpoint's folder.
     """
@@ -166,7 +165,7 @@ def checkpoint_at(path: Path) -> FoundCheckpoint | None:
         CheckpointError: The folder holds two checkpoints.
     """
     kind, problem = _classify(path) if path.is_dir() else (None, "")
-    if problem == _TWO_FORMATS:
+    if problem.startswith(_TWO_FORMATS):
         raise CheckpointError(f"{path} {problem}")
     return FoundCheckpoint(kind, iteration_of(path.name), path.absolute()) if kind else None
 
@@ -199,12 +198,19 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
 
 def _classify(path: Path) -> tuple[str | None, str]:
     """Return a checkpoint folder's format and "", or None and why it is not one that we read."""
-    is_native, is_legacy = (path / MANIFEST).is_file(), any(path.glob("mp_rank_*"))
-    if is_native and is_legacy:
-        return None, _TWO_FORMATS
-    if is_native or is_legacy:
-        return "native" if is_native else "legacy", ""
-    if (path / ".metadata").exists():
-        kind = "a torch.distributed.checkpoint folder, a format that runs code when it is read"
-        return None, f"is {kind}: convert it with the program that wrote it"
-    return None, f"has neither {MANIFEST} nor Megatron-LM's mp_rank folders"
+    is_kind = {
+        "native": (path / MANIFEST).is_file(),
+        "legacy": any(path.glob("mp_rank_*")),
+        "core": (path / ".metadata").exists(),
+    }
+    kinds = [kind for kind, is_it in is_kind.items() if is_it]
+    if len(kinds) == 1:
+        return kinds[0], ""
+    if kinds:
+        return None, (
+            f"{_TWO_FORMATS}{' and '.join(_MARKS[kind] for kind in kinds)}: Megatron-LM has saved "
+            "into a checkpoint of this program, and there is no way to tell which one to load: "
+            "move one of them elsewhere"
+        )
+    neither = f"has neither {MANIFEST} nor Megatron-LM's mp_rank folders"
+    return None, f"{neither} nor Megatron Core's .metadata"

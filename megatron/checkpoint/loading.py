@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format: ours, Megatron-LM's or Hugging Face's."""
+"""Open a checkpoint of any format: ours, Megatron-LM's, Megatron Core's or Hugging Face's."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def open_found(
     # Most of that time is pydantic's import.
     from megatron.checkpoint.meta import check_meta
 
-    kind = "a Megatron-LM" if found.format == "legacy" else "a native"
-    with _damaged(f"not {kind} checkpoint"):
+    kinds = {"native": "native", "legacy": "Megatron-LM", "core": "Megatron Core"}
+    with _damaged(f"not a {kinds[found.format]} checkpoint"):
         reader = _open(found, verify, world or Layout.single().world, allow_foreign)
         check_meta(reader)
         return reader
@@ -149,6 +149,10 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign:
         from megatron.checkpoint.legacy.reader import LegacyReader
 
         return LegacyReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
+    if found.format == "core":
+        from megatron.checkpoint.core.reader import CoreReader
+
+        return CoreReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
     reader = NativeReader(found.path, allow_foreign=allow_foreign)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")

@@ -126,8 +126,9 @@ def check_meta(reader: Reader) -> None:
     try:
         text = json.dumps({"meta": reader.meta}).encode()  # messages begin with "meta."
         meta: Meta = validate(dict[str, Meta], text)["meta"]
-        # In a checkpoint from Megatron-LM, we use only the network's settings.
-        known = meta["config"] if reader.format != "legacy" else {"model": meta["config"]["model"]}
+        # In a checkpoint of another program, we use only the network's settings.
+        is_other = reader.format in ("legacy", "core")
+        known = {"model": meta["config"]["model"]} if is_other else meta["config"]
         from_dict(known, "meta.config")
     except (ManifestError, ConfigError) as error:
         raise CheckpointError(str(error)) from None

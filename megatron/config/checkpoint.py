@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-_OF_CORE = ("torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor")
+_OF_CORE = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
 
 
 def _written_format(text: str) -> str:
@@ -36,7 +36,8 @@ class CheckpointConfig:
         save: Folder to write checkpoints to. By default none are written.
         save_interval: Iterations between checkpoints.
         ckpt_format: Format of written checkpoints: native, or legacy for files that Megatron-LM
-            23.08 can load. Both formats can be read.
+            23.08 can load. Both formats can be read, and so can Megatron Core's torch_dist, which
+            cannot be written.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
         async_save: Write checkpoints in the background. Training waits only while its state is
@@ -72,7 +73,7 @@ class CheckpointConfig:
         needs=_SAVES,
     )
     ckpt_format: str = flag(
-        "native", choices=("native", "legacy"), convert=_written_format, needs=_SAVES
+        "native", choices=("native", "legacy", "torch_dist"), convert=_written_format, needs=_SAVES
     )
     save_interval_in_mins: float | None = flag(None, unit="minutes", above=0, needs=_SAVES)
     async_save: bool = flag(False, needs=_SAVES)

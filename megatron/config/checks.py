@@ -90,6 +90,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.save_interval,
     rules_training.retention,
     rules_training.checkpoint_names,
+    rules_legacy.core_files,
     rules_legacy.legacy_files,
     rules_training.profiling,
     rules_training.logging,

@@ -11,6 +11,16 @@ from megatron.config.run import RunOptions
 from megatron.config.stages import megatron_misfit, possible_plan
 
 
+def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if a run shall save in Megatron Core's format."""
+    if config.checkpoint.ckpt_format == "torch_dist" and config.checkpoint.save is not None:
+        yield (
+            "--ckpt-format torch_dist with --save: this is a Megatron Core format, which is read "
+            "but cannot be written: drop the flag (native checkpoints load in any layout), or use "
+            "legacy for Megatron-LM 23.08"
+        )
+
+
 def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that --ckpt-format legacy cannot store.
 

@@ -185,7 +185,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         CheckpointError: The checkpoint holds another kind of network.
     """
     sections = reader.meta["config"]
-    if reader.format == "legacy":
+    if reader.format in ("legacy", "core"):
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
     kind = run.model.architecture

@@ -57,6 +57,8 @@ class Router(nn.Module):
         self.state = context.registry.routers.add(
             plan.experts, losses, plan.bias_rate, context.device
         )
+        # The same memory: checkpoints hold the biases with the weights.
+        self.register_buffer("expert_bias", self.state.bias)
 
     def forward(self, x: Tensor) -> Routing:
         """Choose the experts of tokens [s, b, h]; T = s b."""

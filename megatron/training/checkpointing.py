@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.compatibility import check_network, check_states
-from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten, model_state
+from megatron.checkpoint.entries import (
+    Entry,
+    State,
+    boxes_of_range,
+    buffer_state,
+    flatten,
+    model_state,
+)
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.reader import Reader, restore
 from megatron.checkpoint.retention import Keep
@@ -148,7 +155,8 @@ def shard_state(
 
 def _weights_state(run: Run, *, is_copy: bool) -> State:
     if run.gradients.shares_weights:
-        return shard_state(run.named_parameters(), run.gradients, is_copy=is_copy)
+        shards = shard_state(run.named_parameters(), run.gradients, is_copy=is_copy)
+        return shards | buffer_state(run.parts)
     return model_state(run.parts)
 
 

@@ -70,7 +70,11 @@ def test_a_named_iteration_is_the_only_one_that_is_tried(tmp_path, capsys):
     (tmp_path / "iter_0000005").mkdir()
     for step, why in (
         (4, ""),
-        (5, " (iter_0000005 has neither manifest.json nor Megatron-LM's mp_rank folders)"),
+        (
+            5,
+            " (iter_0000005 has neither manifest.json nor Megatron-LM's mp_rank folders nor "
+            "Megatron Core's .metadata)",
+        ),
     ):
         with pytest.raises(CheckpointError) as caught:
             open_checkpoint(tmp_path, step=step)
@@ -143,7 +147,7 @@ def test_torch_distributed_checkpoints_are_named(tmp_path):
     folder.mkdir()
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint"):
-        list_checkpoints(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_replaced_checkpoint_counts_where_its_successor_is_missing(tmp_path, capsys):

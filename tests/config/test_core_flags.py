@@ -163,7 +163,14 @@ def test_a_later_name_of_what_is_here_is_taken(words: str, path: str, value: Any
     assert getattr(getattr(parse(words).config, section), name) == value
 
 
-@pytest.mark.parametrize("value", ["torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor"])
+def test_torch_dist_is_read_but_not_written() -> None:
+    assert parse("--ckpt-format torch_dist").config.checkpoint.ckpt_format == "torch_dist"
+    (line,) = problems("--ckpt-format torch_dist --save here --save-interval 5")
+    assert line.startswith("--ckpt-format torch_dist with --save: this is a Megatron Core format")
+    assert "drop the flag" in line
+
+
+@pytest.mark.parametrize("value", ["torch", "torch_dcp", "zarr", "fsdp_dtensor"])
 def test_a_format_of_cores_checkpoints_is_refused_with_the_remedy(value: str) -> None:
     (line,) = problems(f"--ckpt-format {value}")
     assert line.startswith(f"--ckpt-format {value}: this is a Megatron Core format")
@@ -237,7 +244,6 @@ def test_a_family_is_read_as_its_entries_say() -> None:
 _LATER_REFUSED = {
     "--attention-backend flash": "use --use-flash-attn",
     "--attention-backend unfused": "--no-masked-softmax-fusion for unfused",
-    "--no-bias-swiglu-fusion": "drop the flag",
     "--no-overlap-p2p-communication": "drop the flag",
     "--microbatch-group-size-per-virtual-pipeline-stage 4": "drop the flag",
     "--defer-embedding-wgrad-compute": "--pipeline-schedule zero-bubble",
@@ -264,6 +270,7 @@ _LATER_REFUSED = {
     "--moe-expert-rank-capacity-factor 2": "this kind of expert",
 }
 _LATER_HONOURED = (
+    "--no-bias-swiglu-fusion",
     "--overlap-p2p-communication-warmup-flush",
     "--no-align-grad-reduce",
     "--no-align-param-gather",

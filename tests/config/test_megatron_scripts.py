@@ -171,11 +171,11 @@ _CORE_MIXTRAL = (
             _CORE_LLAMA3_8B,
             *("gpt", 8),
             [
-                "--ckpt-format",
                 "--attention-backend",
                 "--grad-reduce-in-bf16",
                 "--fp8-amax-history-len",
                 "--fp8-amax-compute-algo",
+                "--ckpt-format",
             ],
         ),
     ],
@@ -227,7 +227,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
             ],
         ),
     ],
-    ids=["gpt3", "bert", "t5", "llama"],
+    ids=["gpt3", "bert", "t5", "mixtral", "llama"],
 )
 def test_a_script_of_core_runs_once_the_answers_are_followed(
     words: str, kind: str, processes: int, notes: list[str]

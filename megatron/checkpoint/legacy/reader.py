@@ -183,7 +183,7 @@ class LegacyReader(Reader):
         dim = self._arrangement.split_dim(_parameter_of(name))
         pieces, start = [], 0
         for file, ref in parts if dim is not None else parts[:1]:
-            file.find(ref)
+            file.zip.find(ref)
             shape = self._arrange(name, torch.empty(ref.shape, device="meta")).shape
             offset = [0] * len(shape)
             if dim is not None:
@@ -246,7 +246,7 @@ class LegacyReader(Reader):
     def _number(self, file: RankFile, value: Any) -> int | float:
         """Return a counter that was saved as a number or as a one-element tensor."""
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
-            return file.load(value).item()
+            return file.zip.load(value).item()
         if type(value) not in (int, float):
             raise CheckpointError(f"{file.zip.path}: {show(value)} is not a counter")
         return value
@@ -256,7 +256,7 @@ class LegacyReader(Reader):
         for piece in self._pieces[name]:
             common = piece.box.intersect(wanted)
             if common is not None:
-                whole = self._arrange(name, piece.file.load(piece.ref))
+                whole = self._arrange(name, piece.file.zip.load(piece.ref))
                 result[common.within(wanted)] = whole[common.within(piece.box)]
         return result
 

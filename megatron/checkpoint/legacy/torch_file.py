@@ -73,12 +73,15 @@ class TorchZip:
         buffer: The whole file, mapped into memory.
     """
 
-    def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
-        """Open a file.
+    def __init__(
+        self, path: Path, *, allow_foreign: bool = False, window: memoryview | None = None
+    ) -> None:
+        """Open a file, or one that another file contains.
 
         Args:
             path: The file.
             allow_foreign: Accept a file of another user.
+            window: The bytes of the contained file, if `path` has been opened before.
 
         Raises:
             CheckpointError: The file is not one of torch.save, is truncated or compressed, or has
@@ -86,11 +89,13 @@ class TorchZip:
         """
         self.path = path
         try:
-            with open_trusted(path, allow_foreign=allow_foreign) as file:
-                # Map a private copy-on-write view: writing to its tensors does not change the file.
-                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                with zipfile.ZipFile(file) as archive:
-                    infos = archive.infolist()
+            if window is not None:
+                self.buffer: mmap.mmap | memoryview = window
+                infos = _list_records(_Window(window))
+            else:
+                with open_trusted(path, allow_foreign=allow_foreign) as file:
+                    self.buffer = map_file(file)
+                    infos = _list_records(file)
         except (zipfile.BadZipFile, ValueError, OSError) as error:
             what = "not a file of torch.save since PyTorch 1.6, or damaged"
             raise CheckpointError(f"{path}: {what}: {error}") from error
@@ -117,7 +122,7 @@ class TorchZip:
             what = f"{info.filename} is compressed or encrypted"
             raise CheckpointError(f"{self.path}: refused: {what}")
         at, name = info.header_offset, info.filename.encode()
-        local = self.buffer[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
+        local = bytes(self.buffer[at : at + _LOCAL_HEADER + len(name)]) if at >= 0 else b""
         if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
             what = f"{info.filename} is not where it should be"
             raise CheckpointError(f"{self.path}: damaged: {what}")
@@ -137,6 +142,29 @@ class TorchZip:
             raise CheckpointError(f"{self.path}: record {name!r} is missing")
         start, info = self._records[name]
         return memoryview(self.buffer)[start : start + info.file_size]
+
+    def find(self, ref: TensorRef) -> memoryview:
+        """Return the bytes of a tensor's storage.
+
+        Raises:
+            CheckpointError: The storage is missing, or its size differs from the size in the tree.
+        """
+        data = self.record(f"data/{ref.storage.key}")
+        if len(data) != ref.storage.numel * ref.storage.dtype.itemsize:
+            raise CheckpointError(f"{self.path}: storage {ref.storage.key} has the wrong size")
+        return data
+
+    def load(self, ref: TensorRef) -> torch.Tensor:
+        """Return a tensor over the mapped file without copying it.
+
+        Raises:
+            CheckpointError: The storage is missing, or its size differs from the size in the tree.
+        """
+        data = self.find(ref)
+        if not math.prod(ref.shape):
+            return torch.empty(ref.shape, dtype=ref.storage.dtype)
+        flat = torch.frombuffer(data, dtype=ref.storage.dtype)
+        return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
     def verify(self) -> None:
         """Compare all records with their CRC-32.
@@ -158,6 +186,42 @@ class TorchZip:
             crc = zlib.crc32(data[position : position + _CHUNK], crc)
         if crc != self._records[name][1].CRC:
             raise CheckpointError(f"{self.path}: damaged: record {name!r} fails its CRC-32")
+
+
+class _Window(io.RawIOBase):
+    """A file object over bytes in memory, which it does not copy as a whole."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._position = data, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = (0, self._position, len(self._data))[whence]
+        if start + offset < 0:
+            raise OSError("a position before the start")
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = len(self._data) if size is None or size < 0 else self._position + size
+        part = bytes(self._data[self._position : end])
+        self._position += len(part)
+        return part
+
+
+def map_file(file: IO[bytes]) -> mmap.mmap:
+    """Map a private copy-on-write view: writing to its tensors does not change the file."""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _list_records(file: IO[bytes] | _Window) -> list[zipfile.ZipInfo]:
+    with zipfile.ZipFile(file) as archive:
+        return archive.infolist()
 
 
 def write_torch_file(path: Path, tree: Any) -> None:
@@ -248,25 +312,6 @@ class RankFile:
             return [self.tree.get("model")]
         numbered = (self.tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
         return list(itertools.takewhile(lambda chunk: chunk is not None, numbered))
-
-    def find(self, ref: TensorRef) -> memoryview:
-        """Return the bytes of a tensor's storage.
-
-        Raises:
-            CheckpointError: The storage is missing, or its size differs from the size in the tree.
-        """
-        data = self.zip.record(f"data/{ref.storage.key}")
-        if len(data) != ref.storage.numel * ref.storage.dtype.itemsize:
-            raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has the wrong size")
-        return data
-
-    def load(self, ref: TensorRef) -> torch.Tensor:
-        """Return a tensor over the mapped file without copying it."""
-        data = self.find(ref)
-        if not math.prod(ref.shape):
-            return torch.empty(ref.shape, dtype=ref.storage.dtype)
-        flat = torch.frombuffer(data, dtype=ref.storage.dtype)
-        return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
 def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:

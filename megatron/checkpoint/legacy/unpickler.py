@@ -15,7 +15,7 @@ so). So code that walks the tree may use recursion.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class Factory:
 
     name: str
     call: Callable[..., Any]
+    is_class: bool = False  # whether the file may make objects of it and fill them
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,15 @@ class Namespace:
         self.fields: dict[str, Any] = {}
 
 
+class Record:
+    """A stand-in for an object: the name of its class, and its state, which the file sets once."""
+
+    def __init__(self, kind: str) -> None:
+        """Create a record without a state."""
+        self.kind = kind
+        self.state: dict[str, Any] | tuple[Any, ...] | None = None
+
+
 class StateDict(dict[Any, Any]):
     """A stand-in for OrderedDict."""
 
@@ -116,12 +126,26 @@ class Array:
     """A stand-in for a numpy array, without its content. Only random states are numpy arrays."""
 
 
-def read_pickle(data: bytes, source: str) -> Any:
+def record_class(kind: str) -> Factory:
+    """Return a stand-in for a class whose objects are read as `Record`s."""
+    return Factory(kind, lambda: Record(kind), is_class=True)
+
+
+def read_pickle(
+    data: bytes,
+    source: str,
+    *,
+    names: Mapping[tuple[str, str], Any] | None = None,
+    most_instructions: int = MAX_INSTRUCTIONS,
+) -> Any:
     """Return the tree in `data`: dicts, lists, tuples, scalars and the records above.
 
     Args:
         data: The pickle.
         source: The file's name in messages.
+        names: Our stand-ins for the only names that the file may use, besides the number types of
+            torch. `None` stands for the names that files of torch.save use.
+        most_instructions: The largest number of instructions.
 
     Raises:
         CheckpointError: The pickle is damaged, or asks for something that no checkpoint needs.
@@ -129,7 +153,7 @@ def read_pickle(data: bytes, source: str) -> Any:
     try:
         if len(data) > MAX_BYTES:
             raise RefusedError(f"{len(data):,} bytes of structure")
-        tree = _Machine().run(data)
+        tree = _Machine(names, most_instructions).run(data)
         _check_extent(tree)
         return tree
     except RefusedError as error:
@@ -145,7 +169,8 @@ def read_pickle(data: bytes, source: str) -> Any:
 class _Machine:
     """The stack and the memo of a pickle that is being read."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[tuple[str, str], Any] | None, most_instructions: int) -> None:
+        self._names, self._limit = names, most_instructions
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -155,8 +180,8 @@ class _Machine:
         """Return the value that the pickle builds."""
         # `genops` checks the lengths of strings and numbers against the data.
         for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
-            if count >= MAX_INSTRUCTIONS:
-                raise RefusedError(f"more than {MAX_INSTRUCTIONS:,} instructions")
+            if count >= self._limit:
+                raise RefusedError(f"more than {self._limit:,} instructions")
             if opcode.name == "STOP":
                 return self.pop()
             if opcode.name not in _INSTRUCTIONS:
@@ -190,7 +215,7 @@ class _Machine:
 
     def remember(self, index: int | None = None) -> None:
         index = len(self._memo) if index is None else index
-        if index > MAX_INSTRUCTIONS:
+        if index > self._limit:
             raise RefusedError(f"memo index {index:,}")
         self._memo[index] = self._stack[-1]
 
@@ -220,15 +245,28 @@ class _Machine:
             raise RefusedError(f"calls with more than {MAX_ITEMS:,} items")
         self._stack.append(target.call(*args))
 
+    def find(self, module: Any, name: Any) -> None:
+        """Push our stand-in for a global name in the file."""
+        if type(module) is not str or type(name) is not str:
+            raise RefusedError("a name that is not a string")
+        self._stack.append(_find(module, name, self._names))
+
     def make_object(self) -> None:
-        if self._stack[-2] is not _NAMESPACE:
-            raise RefusedError(f"a new object of {show(self._stack[-2])}")
+        made = self._stack[-2]
+        if type(made) is not Factory or not made.is_class:
+            raise RefusedError(f"a new object of {show(made)}")
         self.call()
 
     def set_state(self) -> None:
         state, target = self.pop(), self._stack[-1]
         if type(target) in (StateDict, Array):
             return  # attributes that PyTorch adds (`_metadata`), and the content of an array
+        if type(target) is Record:
+            names = all(type(key) is str for key in state) if type(state) is dict else None
+            if target.state is not None or not (names or type(state) is tuple):
+                raise RefusedError(f"a {target.kind} is filled once, from a dict or a tuple")
+            target.state = state
+            return
         if type(target) is not Namespace:
             raise RefusedError(f"{show(target)} does not change")
         if type(state) is not dict or target.fields or not all(type(key) is str for key in state):
@@ -262,8 +300,8 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "POP": lambda machine, _: machine.pop(),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
-    "GLOBAL": lambda machine, name: machine.push(_find(*name.split(" ", 1))),
-    "STACK_GLOBAL": lambda machine, _: machine.push(_find(*machine.take(2))),
+    "GLOBAL": lambda machine, name: machine.find(*name.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, _: machine.find(*machine.take(2)),
     "BINPERSID": lambda machine, _: machine.push(_storage(machine.pop())),
     "REDUCE": lambda machine, _: machine.call(),
     "NEWOBJ": lambda machine, _: machine.make_object(),
@@ -276,20 +314,22 @@ def _checked_items(pairs: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
         parts = key if type(key) is tuple and len(key) <= 4 else (key,)
         for part in parts:
             is_small = type(part) is int and part.bit_length() < 32
-            if type(part) is not str and not is_small:
+            if type(part) is not str and not is_small and type(key) is not Record:
                 raise RefusedError(f"{show(key)} as a dict's key")
         yield key, value
 
 
-def _find(module: Any, name: Any) -> Any:
+def _find(module: str, name: str, names: Mapping[tuple[str, str], Any] | None) -> Any:
     """Return our stand-in for a global name in the file."""
-    if type(module) is not str or type(name) is not str:
-        raise RefusedError("a name that is not a string")
-    if module in ("torch", "torch.cuda") and name in STORAGES:
-        return StorageType(STORAGES[name])
     # Use vars(): getattr on torch would import some modules.
     if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
         return f"torch.{name}"
+    if names is not None:
+        if (module, name) in names:
+            return names[module, name]
+        raise RefusedError(f"it names {f'{module}.{name}'[:200]}, which no such file needs")
+    if module in ("torch", "torch.cuda") and name in STORAGES:
+        return StorageType(STORAGES[name])
     # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
     if module.partition(".")[0] == "megatron" and name.isidentifier():
         return Factory(name, lambda *args: Opaque(name, args))
@@ -333,12 +373,14 @@ def _check_extent(tree: Any) -> None:
             waiting.pop()
 
 
-_CONTAINERS = (dict, StateDict, list, tuple, Namespace, Opaque)
+_CONTAINERS = (dict, StateDict, list, tuple, Namespace, Opaque, Record)
 
 
 def _children(node: Any) -> list[Any]:
     if isinstance(node, dict):
-        return list(node.values())
+        return [*node.values(), *(key for key in node if type(key) is Record)]
+    if isinstance(node, Record):
+        return _children(node.state)
     if isinstance(node, Namespace):
         return list(node.fields.values())
     if isinstance(node, Opaque):
@@ -401,15 +443,16 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 
 _ARRAY = Factory("ndarray", lambda *_: Array())
-_NAMESPACE = Factory("Namespace", Namespace)
+SIZE = Factory("size", _tuple)
 _STAND_INS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_parameter"): Factory("parameter", _parameter),
-    ("torch", "Size"): Factory("size", _tuple),
+    ("torch", "Size"): SIZE,
     ("torch", "device"): Factory("device", lambda *args: Opaque("device", args)),
     ("collections", "OrderedDict"): Factory("OrderedDict", _ordered_dict),
-    ("argparse", "Namespace"): _NAMESPACE,
+    ("argparse", "Namespace"): Factory("Namespace", Namespace, is_class=True),
+    ("signal", "Signals"): Factory("signal", lambda *args: Opaque("Signals", args)),
     ("pathlib", "PosixPath"): Factory("path", lambda *args: Opaque("path", args)),
     ("_codecs", "encode"): Factory("encode", _encode),
     ("numpy", "ndarray"): _ARRAY,

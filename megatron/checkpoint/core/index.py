@@ -1,0 +1,250 @@
+"""Read `.metadata`: which box of which tensor is in which bytes of which file."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.entries import DTYPES, Box, is_tiled
+from megatron.checkpoint.legacy.torch_file import TorchZip, map_file
+from megatron.checkpoint.legacy.unpickler import (
+    MAX_BYTES,
+    SIZE,
+    Factory,
+    Opaque,
+    Record,
+    TensorRef,
+    read_pickle,
+    record_class,
+    show,
+)
+from megatron.checkpoint.trust import open_trusted
+from megatron.errors import CheckpointError
+
+INDEX = ".metadata"
+_MAX_INSTRUCTIONS = 20_000_000  # a chunk takes 70; DeepSeek-V3 with its optimizer has 200,000
+_MAX_DIMENSIONS = 6
+_MAX_BLOB_TREE = 1 << 16  # bytes of a chunk's pickle, which describes a single tensor
+_FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NAMES: dict[tuple[str, str], Factory] = {
+    **{
+        (_METADATA, kind): record_class(kind)
+        for kind in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
+            *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): record_class("_StorageInfo"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Factory("format", lambda one: Opaque("format", (one,))),
+    ("torch.serialization", "_get_layout"): Factory("layout", lambda one: Opaque("layout", (one,))),
+    ("torch", "Size"): SIZE,
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the bytes of a file that hold it as torch.save wrote it."""
+
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint. Its chunks fill it without gaps or overlaps."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Index:
+    """The tensors of a folder by Megatron Core's names, and the mapped files that hold them.
+
+    Attributes:
+        tensors: The tensors.
+    """
+
+    def __init__(self, folder: Path, *, allow_foreign: bool = False) -> None:
+        """Read `.metadata`, and check every place in it against the files' sizes.
+
+        Args:
+            folder: The checkpoint's folder.
+            allow_foreign: Accept files of other users.
+
+        Raises:
+            CheckpointError: A file is missing, damaged or refused, or contradicts another.
+        """
+        self._folder, path = folder, folder / INDEX
+        try:
+            with open_trusted(path, allow_foreign=allow_foreign) as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        tree = read_pickle(data, str(path), names=_NAMES, most_instructions=_MAX_INSTRUCTIONS)
+        try:
+            self.tensors, spans = _parse(tree)
+        except _WrongError as error:
+            raise CheckpointError(f"{path}: damaged: {error}") from None
+        self._files = {name: _map(folder / name, allow_foreign) for name in spans}
+        for name, places in spans.items():
+            _check_places(folder / name, places, len(self._files[name]))
+
+    def load(self, name: str, chunk: Chunk, *, verify: bool = False) -> torch.Tensor:
+        """Return the values of a chunk, over the mapped file.
+
+        They may begin at any byte of the file: copy them before computing with them.
+
+        Args:
+            name: The tensor's name.
+            chunk: One of its chunks.
+            verify: Compare the bytes with their CRC-32.
+
+        Raises:
+            CheckpointError: The file holds something else in these bytes.
+        """
+        path = self._folder / chunk.file
+        window = memoryview(self._files[chunk.file])[chunk.start : chunk.start + chunk.length]
+        try:
+            blob = TorchZip(path, window=window)
+            tree = blob.record("data.pkl")
+            blob.check("data.pkl")
+            if len(tree) > _MAX_BLOB_TREE:
+                raise CheckpointError(f"{path}: {len(tree):,} bytes of structure")
+            ref = read_pickle(bytes(tree), str(path))
+            held = self.tensors[name]
+            is_it = isinstance(ref, TensorRef) and ref.storage.dtype == held.dtype
+            if not is_it or ref.shape != chunk.box.shape:
+                raise CheckpointError(f"{path}: damaged: not the tensor that {INDEX} names")
+            if verify:
+                blob.check(f"data/{ref.storage.key}")
+            return blob.load(ref)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}: {name} at byte {chunk.start:,}") from None
+
+
+class _WrongError(Exception):
+    """An error for an index that contradicts itself."""
+
+
+def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int, int]]]]:
+    """Return the tensors by name, and all byte ranges (start, length) of each file."""
+    top = _fields(tree, "Metadata")
+    described, placed = top.get("state_dict_metadata"), top.get("storage_data")
+    if type(described) is not dict or type(placed) is not dict:
+        raise _WrongError("it has no state_dict_metadata or no storage_data")
+    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    spans = defaultdict[str, list[tuple[int, int]]](list)
+    for key, value in placed.items():
+        at, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, offset = at.get("fqn"), at.get("offset")
+        if type(name) is not str:
+            raise _WrongError("a place has no name")
+        where = None if offset is None else _sizes(offset, name)
+        if (name, where) in places:
+            raise _WrongError(f"{name} has two places for one chunk")
+        place = places[name, where] = _place(info, name)
+        spans[place[0]].append(place[1:])
+    tensors: dict[str, StoredTensor] = {}
+    count = 0
+    for name, record in described.items():
+        if type(name) is not str:
+            raise _WrongError("a tensor's name is not a string")
+        if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
+            if (name, None) not in places:
+                raise _WrongError(f"{name} has no place")
+            count += 1
+            continue
+        tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), places)
+        count += len(tensors[name].chunks)
+    if count != len(places):
+        raise _WrongError("storage_data has places that belong to no tensor")
+    return tensors, spans
+
+
+def _tensor(
+    name: str,
+    fields: Mapping[str, Any],
+    places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+) -> StoredTensor:
+    properties = fields.get("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    if isinstance(state, dict):
+        state = (state.get("dtype"), state.get("layout"))
+    dtype, layout = state[:2] if state is not None and len(state) >= 2 else (None, None)
+    if type(dtype) is not str or dtype not in _DTYPES:
+        raise _WrongError(f"{name} has the type {show(dtype)}")
+    if layout != Opaque("layout", ("torch.strided",)):
+        raise _WrongError(f"{name} is not a dense tensor")
+    shape, chunks = _sizes(fields.get("size"), name), []
+    listed = fields.get("chunks")
+    if type(listed) is not list or 0 in shape or len(shape) > _MAX_DIMENSIONS:
+        raise _WrongError(f"{name} has no chunks, no elements or too many dimensions")
+    for record in listed:
+        chunk = _fields(record, "ChunkStorageMetadata")
+        box = Box(_sizes(chunk.get("offsets"), name), _sizes(chunk.get("sizes"), name))
+        if not box.fits(shape) or (name, box.offset) not in places:
+            raise _WrongError(f"a chunk of {name} lies outside it, or has no place")
+        file, start, length = places[name, box.offset]
+        if box.volume * _DTYPES[dtype].itemsize > length:
+            raise _WrongError(f"a chunk of {name} needs more bytes than its place has")
+        chunks.append(Chunk(box, file, start, length))
+    if not is_tiled(shape, [chunk.box for chunk in chunks]):
+        raise _WrongError(f"the chunks of {name} overlap or leave gaps")
+    return StoredTensor(_DTYPES[dtype], shape, tuple(chunks))
+
+
+def _place(info: Mapping[str, Any], name: str) -> tuple[str, int, int]:
+    file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if type(file) is not str or not _FILE.fullmatch(file):
+        raise _WrongError(f"{name} is in {show(file)}, which is not a file of this folder")
+    if type(start) is not int or type(length) is not int or start < 0 or length <= 0:
+        raise _WrongError(f"{name} is at byte {show(start)}, {show(length)} bytes long")
+    if info.get("transform_descriptors"):
+        raise _WrongError(f"{name} is compressed or encoded, which is not supported")
+    return file, start, length
+
+
+def _fields(record: Any, kind: str) -> Mapping[str, Any]:
+    if not isinstance(record, Record) or record.kind != kind or type(record.state) is not dict:
+        raise _WrongError(f"{show(record)} instead of a {kind}")
+    return record.state
+
+
+def _sizes(value: Any, name: str) -> tuple[int, ...]:
+    if type(value) is not tuple or not all(type(one) is int and one >= 0 for one in value):
+        raise _WrongError(f"{name} has a shape or an offset that is not a tuple of sizes")
+    return value
+
+
+def _map(path: Path, allow_foreign: bool) -> mmap.mmap:
+    try:
+        with open_trusted(path, allow_foreign=allow_foreign) as file:
+            return map_file(file)
+    except (ValueError, OSError) as error:  # an empty file cannot be mapped
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _check_places(path: Path, places: list[tuple[int, int]], size: int) -> None:
+    """Check that the places in a file lie inside it and do not overlap."""
+    places = sorted(places)
+    end = max(start + length for start, length in places)
+    if end > size:
+        raise CheckpointError(
+            f"{path}: {size:,} bytes, but {INDEX} names {end:,}: is the file truncated?"
+        )
+    for (start, length), (following, _) in itertools.pairwise(places):
+        if start + length > following:
+            raise CheckpointError(f"{path}: two places of {INDEX} overlap at byte {following:,}")

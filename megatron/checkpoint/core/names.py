@@ -1,0 +1,110 @@
+"""Megatron Core's parameter names, in their shapes on disk, and ours.
+
+Layers that are all alike share a tensor whose first dimension counts them
+(`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each has its own
+(`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. Gate and
+up projection are one after the other in the rows of linear_fc1.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from megatron.errors import CheckpointError
+
+_MODULES = {
+    "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv.layer_norm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.query_norm",
+    "self_attention.k_layernorm": "attention.key_norm",
+    "self_attention.linear_proj": "attention.output",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+    "mlp.experts.experts.linear_fc1": "mlp.experts.up",
+    "mlp.experts.experts.linear_fc2": "mlp.experts.down",
+    "mlp.shared_experts.linear_fc1": "mlp.shared.up",
+    "mlp.shared_experts.linear_fc2": "mlp.shared.down",
+}
+_LAYERS = {
+    f"{theirs}{'_' if theirs.endswith('layer_norm') else '.'}{kind}": f"{ours}.{kind}"
+    for theirs, ours in _MODULES.items()
+    for kind in ("weight", "bias")
+} | {
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.expert_bias": "mlp.router.expert_bias",
+    "mlp.shared_experts.gate_weight": "mlp.shared_gate",
+}
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.position_embeddings.weight": "embedding.position.weight",
+    "decoder.final_layernorm.weight": "final_norm.weight",
+    "decoder.final_layernorm.bias": "final_norm.bias",
+    "output_layer.weight": "output.weight",
+}
+# Rows of gate and up, and the dimension of ours that tells them apart.
+_GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
+_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
+_STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
+_KINDS = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
+    "fp32_param": "master",
+}
+
+
+class OurName(NamedTuple):
+    """Our name of a tensor on disk.
+
+    Attributes:
+        prefix: "model." or "optimizer.".
+        parameter: Our name of the parameter in its layer, or outside layers.
+        suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
+        layer: The number of its layer; `None` outside layers.
+        is_stacked: Whether the first dimension counts the layers, of which `layer` is the first.
+        gate_dim: The dimension of ours that tells gate and up apart, if the network has gates.
+    """
+
+    prefix: str
+    parameter: str
+    suffix: str
+    layer: int | None = None
+    is_stacked: bool = False
+    gate_dim: int | None = None
+
+    def name(self, layer: int | None) -> str:
+        """Return our whole name."""
+        where = "" if layer is None else f"layers.{layer}."
+        return f"{self.prefix}{where}{self.parameter}{self.suffix}"
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Return whether a tensor of the file is a state of the optimizer."""
+    return name.startswith(("optimizer.", "chained_"))
+
+
+def place_of(name: str) -> OurName | None:
+    """Return where a tensor of the file belongs, or `None` for an unknown form of optimizer state.
+
+    Raises:
+        CheckpointError: Our networks have no such parameter.
+    """
+    prefix, suffix, parameter = "model.", "", name
+    if is_of_optimizer(name):
+        match = _STATE.fullmatch(name)
+        if match is None or match[1] not in _KINDS:
+            return None
+        prefix, suffix, parameter = "optimizer.", f".{_KINDS[match[1]]}", match[2]
+    if parameter in _OUTSIDE:
+        return OurName(prefix, _OUTSIDE[parameter], suffix)
+    match = _LAYER.fullmatch(parameter)
+    ours = _LAYERS.get(match[2]) if match else None
+    if match is None or ours is None:
+        what = "multi-token prediction is" if parameter.startswith("mtp.") else "it is"
+        raise CheckpointError(f"parameter {name[:200]}: {what} not a part of our networks")
+    gate_dim = _GATED.get(ours.rpartition(".")[0])
+    return OurName(prefix, ours, suffix, int(match[1] or 0), match[1] is None, gate_dim)

@@ -1,0 +1,261 @@
+"""Read a `torch_dist` folder of Megatron Core through the interface of our own checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.core import names
+from megatron.checkpoint.core.arguments import core_config
+from megatron.checkpoint.core.index import Chunk, Index, StoredTensor
+from megatron.checkpoint.entries import Box, Json
+from megatron.checkpoint.find import RELEASE
+from megatron.checkpoint.legacy.arguments import consumed_samples, plain_arguments
+from megatron.checkpoint.legacy.torch_file import TorchZip
+from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
+from megatron.checkpoint.reader import HeldTensor, Reader
+from megatron.checkpoint.trust import open_trusted
+from megatron.errors import CheckpointError, warn
+from megatron.parallel.layout import Axis
+
+COMMON = "common.pt"
+FORMAT = "metadata.json"
+_MAX_FORMAT = 1 << 16  # bytes of metadata.json
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor of ours is.
+
+    Attributes:
+        name: Megatron Core's name of the tensor that holds it.
+        layer: The index in that tensor's first dimension, or `None` if it is not of all layers.
+        gate_dim: The dimension of ours that tells gate and up apart; `None` if there are no gates.
+        shape: The shape of ours.
+        chunks: The chunks that hold parts of it.
+    """
+
+    name: str
+    layer: int | None
+    gate_dim: int | None
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+
+    def boxes(self, wanted: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
+        """Yield boxes of Megatron Core's tensor, each with the index of `wanted` that it fills."""
+        first = () if self.layer is None else (self.layer,)
+        one, new = (1,) * len(first), (None,) * len(first)
+        if self.gate_dim is None:
+            yield Box((*first, *wanted.offset), (*one, *wanted.shape)), (*new, ...)
+            return
+        dim = self.gate_dim
+        offset, shape = list(wanted.offset), list(wanted.shape)
+        part, rows = offset.pop(dim), offset[dim]
+        parts = shape.pop(dim)
+        for index in range(parts):
+            offset[dim] = (part + index) * self.shape[dim + 1] + rows
+            place = (*new, *(slice(None),) * dim, index)
+            yield Box((*first, *offset), (*one, *shape)), place
+
+
+class CoreReader(Reader):
+    """A checkpoint of Megatron Core's GPT in format `torch_dist` under our names.
+
+    `meta` holds what that of `LegacyReader` holds.
+    """
+
+    format = "core"
+
+    def __init__(
+        self, path: Path, world: Axis, *, verify: bool, allow_foreign: bool = False
+    ) -> None:
+        """Open all files.
+
+        Args:
+            path: The checkpoint's folder.
+            world: The ranks that open it, each of which verifies its share.
+            verify: Check that this rank's share of the chunks holds what the index says, with the
+                right CRCs.
+            allow_foreign: Accept files of other users.
+
+        Raises:
+            CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
+        """
+        self.path, self.allow_foreign = path, allow_foreign
+        self._check_format()
+        self._index = Index(path, allow_foreign=allow_foreign)
+        self._common = TorchZip(path / COMMON, allow_foreign=allow_foreign)
+        self._common.verify()
+        tree = read_pickle(bytes(self._common.record("data.pkl")), str(self._common.path))
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{self._common.path}: does not hold a dict")
+        args = plain_arguments(tree.get("args"))
+        try:
+            config = core_config(args)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._common.path}: {error}") from None
+        self._gated = bool(args.get("swiglu") or args.get("geglu"))
+        self._tied = not args.get("untie_embeddings_and_output_weights")
+        self._layers = args.get("num_layers")
+        try:
+            self._sources, has_states = self._find_sources()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        tensors = self._index.tensors
+        self.held = {
+            name: HeldTensor(source.shape, tensors[source.name].dtype)
+            for name, source in self._sources.items()
+        }
+        if verify:
+            used = sorted({source.name for source in self._sources.values()})
+            chunks = ((name, chunk) for name in used for chunk in tensors[name].chunks)
+            for name, chunk in itertools.islice(chunks, world.rank, None, world.size):
+                self._index.load(name, chunk, verify=True)
+        iteration = 0 if path.name == RELEASE else tree.get("iteration")
+        if type(iteration) is not int or iteration < 0:
+            raise CheckpointError(f"{self._common.path}: iteration {show(iteration)}")
+        self.iteration: int = iteration
+        if not has_states and world.is_first and any(map(names.is_of_optimizer, tensors)):
+            warn(
+                f"{path}: optimizer states in a form that depends on the layout "
+                "(--dist-ckpt-optim-fully-reshardable was not given): only the weights are read"
+            )
+        released = path.name == RELEASE
+        self.meta: Json = {
+            "iteration": iteration,
+            "consumed_train_samples": 0 if released else consumed_samples(args, iteration),
+            "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
+            "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
+            "optimizer": self._counters(tree) if has_states and not released else None,
+            "schedule": _schedule(tree),
+            "config": config,
+            "legacy_args": args,
+        }
+
+    def _check_format(self) -> None:
+        """Check the version of the format."""
+        path = self.path / FORMAT
+        try:
+            with open_trusted(path, allow_foreign=self.allow_foreign) as file:
+                told = json.loads(file.read(_MAX_FORMAT))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing: of torch.distributed.checkpoint's folders, only those that "
+                "Megatron Core wrote are read"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: damaged: {error}") from None
+        known = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        for key, value in known.items():
+            if not isinstance(told, dict) or told.get(key) != value:
+                shown = show(told.get(key)) if isinstance(told, dict) else "nothing"
+                raise CheckpointError(f"{path}: {key} is {shown}, and only {value!r} is supported")
+
+    def _find_sources(self) -> tuple[dict[str, Source], bool]:
+        """Return where each tensor of ours is, and whether the optimizer's states are there."""
+        sources: dict[str, Source] = {}
+        tensors = self._index.tensors
+        places = {name: names.place_of(name) for name in tensors}
+        has_states = any(map(names.is_of_optimizer, tensors)) and None not in places.values()
+        for name, place in places.items():
+            tied = self._tied and place is not None and place.parameter == "output.weight"
+            if place is None or tied or (place.suffix and not has_states):
+                continue
+            if place.suffix == ".master" and self._is_own_master(name):
+                continue
+            for ours, source in self._sources_in(name, tensors[name], place):
+                if ours in sources:
+                    raise CheckpointError(f"{ours} is in {sources[ours].name} and in {name}")
+                sources[ours] = source
+        return sources, has_states
+
+    def _is_own_master(self, name: str) -> bool:
+        """Return whether the weight has 32 bits: then its master is a copy that we do not have."""
+        weight = self._index.tensors.get(name.partition("fp32_param.")[2])
+        return weight is not None and weight.dtype == torch.float32
+
+    def _sources_in(
+        self, name: str, stored: StoredTensor, place: names.OurName
+    ) -> Iterator[tuple[str, Source]]:
+        """Yield the names and sources of a tensor on disk: one, or one for each layer."""
+        shape, chunks = stored.shape, list(stored.chunks)
+        if place.is_stacked:
+            if not shape or shape[0] != self._layers:
+                raise CheckpointError(f"{name} is {list(shape)}, of {self._layers} layers")
+            shape = shape[1:]
+        gate_dim = place.gate_dim if self._gated else None
+        if gate_dim is not None:
+            if len(shape) <= gate_dim or shape[gate_dim] % 2:
+                raise CheckpointError(f"{name} is {list(stored.shape)}, without gate and up")
+            shape = (*shape[:gate_dim], 2, shape[gate_dim] // 2, *shape[gate_dim + 1 :])
+        if not place.is_stacked:
+            yield place.name(place.layer), Source(name, None, gate_dim, shape, chunks)
+            return
+        by_layer = defaultdict[int, list[Chunk]](list)
+        for chunk in chunks:
+            first, count = chunk.box.offset[0], chunk.box.shape[0]
+            for layer in range(first, first + count):
+                by_layer[layer].append(chunk)
+        for layer in range(stored.shape[0]):
+            yield place.name(layer), Source(name, layer, gate_dim, shape, by_layer[layer])
+
+    def _counters(self, tree: Mapping[str, Any]) -> Json:
+        """Return the step count and the loss scale of the optimizer."""
+        steps: set[int | float] = set()
+        scaler: dict[str, int | float] = {}
+        waiting = [tree.get("optimizer")]
+        while waiting:  # with experts there are two optimizers, numbered from 0
+            node = waiting.pop()
+            if not isinstance(node, dict):
+                continue
+            waiting += [node[key] for key in node if type(key) is int or key == "optimizer"]
+            state, groups = node.get("state"), node.get("param_groups")
+            if isinstance(state, dict) and "common_step" in state:
+                steps.add(self._number(state["common_step"]))
+            for group in groups if isinstance(groups, list) else ():
+                if isinstance(group, dict) and "step" in group:
+                    steps.add(self._number(group["step"]))
+            if isinstance(node.get("grad_scaler"), dict):
+                found = node["grad_scaler"].items()
+                scaler |= {str(key): self._number(value) for key, value in found}
+        if len(steps) > 1:
+            raise CheckpointError(f"{self._common.path}: step counts differ: {sorted(steps)}")
+        return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
+
+    def _number(self, value: Any) -> int | float:
+        """Return a counter that was saved as a number or as a one-element tensor."""
+        if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
+            value = self._common.load(value).item()
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise CheckpointError(f"{self._common.path}: {show(value)} is not a counter")
+        return value
+
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        source = self._sources[name]
+        result = torch.empty(wanted.shape, dtype=self.held[name].dtype)
+        for box, index in source.boxes(wanted):
+            part = result[index]
+            for chunk in source.chunks:
+                common = chunk.box.intersect(box)
+                if common is not None:
+                    values = self._index.load(source.name, chunk)
+                    part[common.within(box)] = values[common.within(chunk.box)]
+        return result
+
+
+def _schedule(tree: Mapping[str, Any]) -> dict[str, Json]:
+    schedule = tree.get("opt_param_scheduler")
+    scalar = (type(None), str, int, float, bool)
+    if not isinstance(schedule, dict):
+        return {}
+    return {str(key): value for key, value in schedule.items() if type(value) in scalar}

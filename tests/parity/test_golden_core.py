@@ -1,0 +1,73 @@
+"""The recorded runs of Megatron Core 0.16.1, continued from its own checkpoints.
+
+Their command line is taken as it was recorded: paths are filled in, and --load and what a test
+needs of its own are added.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.parser import parse_config
+from megatron.parallel.layout import Layout
+from megatron.training.build import build_run
+from megatron.training.loop import standard_callbacks, train
+from pretrain_gpt import GPTRecipe
+from tests.distributed import run_distributed, toy_device
+from tests.training.toy import Recorder
+
+LOSS, GRAD_NORM = 1e-5, 1e-3  # relative tolerances
+RUNS = ("core_dense", "core_moe", "core_moe_ep2", "core_moe_sigmoid")
+# The recording in two processes has the last rank's own z-loss, not the mean over data ranks.
+_NOT_THE_BATCH_S = {"core_moe_ep2": {"z_loss"}}
+
+
+def continue_core(
+    layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Load iteration 10 of a recorded run and train to its end; what was recorded of ours."""
+    recorded = (golden / name / "flags.txt").read_text().replace("DATA", str(golden / "data"))
+    words = [
+        *shlex.split(recorded),
+        *("--load", str(golden / name / "ckpt"), "--data-cache-path", str(cache)),
+        *("--num-workers", "0", "--no-exit-signal-handler"),
+        *flags,
+    ]
+    config = parse_config(words, world_size=layout.world.size, architecture="gpt").config
+    run = build_run(config, GPTRecipe(), toy_device(layout.world.rank), layout)
+    recorder = Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    return recorder.records
+
+
+def compare(records: list[dict[str, Any]], golden: Path, name: str) -> None:
+    """Iterations 11 to 20, and the evaluation after the last."""
+    recording = json.loads((golden / name / "run.json").read_text())
+    ours = {r["iteration"]: r for r in records if "lm loss" in r}
+    assert sorted(ours) == list(range(11, 21))
+    for theirs in recording["train"][10:]:
+        mine = ours[theirs["iteration"]]
+        losses = {key for key in theirs if key == "lm loss" or key.endswith("_loss")}
+        for key in losses - _NOT_THE_BATCH_S.get(name, set()):
+            assert mine[key] == pytest.approx(theirs[key], rel=LOSS), key
+        assert mine["grad-norm"] == pytest.approx(theirs["grad norm"], rel=GRAD_NORM)
+        assert mine["consumed samples"] == theirs["consumed samples"]
+        assert f"{mine['learning-rate']:.3E}" == f"{theirs['learning rate']:.3E}"
+    (evaluated,) = [r["lm loss validation"] for r in records if "lm loss validation" in r]
+    expected = recording["validation"][0][1].split("lm loss value: ")[1].split()[0]
+    assert evaluated == pytest.approx(float(expected), rel=LOSS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_process_goes_on_as_the_original(golden, tmp_path, name):
+    # The flag is that of the recording in two processes.
+    flags = ("--expert-model-parallel-size", "1")
+    (records,) = run_distributed(1, continue_core, golden, name, tmp_path, flags)
+    compare(records, golden, name)
