@@ -99,7 +99,7 @@ class Subject:
 def build_parser() -> ToolParser:
     """Return the parser of the command line up to `--`."""
     parser = ToolParser("benchmark.py", __doc__)
-    parser.usage = "%(prog)s --workload S|L|demo [options] [-- flags of pretrain_gpt.py]"
+    parser.usage = "%(prog)s --workload S|L|M6|M12|O|demo [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument
     shown = "S: 1.7B, L: Llama-3-8B, demo: a toy for a CPU (default: S)."
     add("--workload", choices=WORKLOADS, default="S", help=shown)
