@@ -1,5 +1,6 @@
-"""Hot operations, one per module: plain PyTorch that defines the result, and faster forms.
+"""Hot operations, one per module: plain PyTorch that defines the result, and faster code.
 
-A function `choose_...` picks a form when a model is built, depending on flags, device and the
-compiled CUDA kernels in a `library.KernelLibrary`. The kernels' sources are in the folder `cuda`.
+A function `choose_...` picks an implementation when a model is built, depending on flags, device
+and the compiled CUDA kernels in a `library.KernelLibrary`. The kernels' sources are in the folder
+`cuda`.
 """

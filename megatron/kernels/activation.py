@@ -1,7 +1,7 @@
 """Non-linearities of the MLP, with the bias of the projection before them.
 
-Each has a form made of PyTorch's operations. Some also have a CUDA kernel (`fused_activation`) that
-adds the bias and applies the non-linearity; its backward recomputes both from the input.
+Each is implemented with PyTorch's operations. Some also have a CUDA kernel (`fused_activation`)
+that adds the bias and applies the non-linearity; its backward recomputes both from the input.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def choose_activation(
     *,
     fuses_gelu: bool = True,
 ) -> Activation:
-    """Choose the form of an activation.
+    """Choose the implementation of an activation.
 
     Args:
         name: The name, as in `ModelConfig.activation`.
@@ -59,7 +59,7 @@ def choose_activation(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x times the normal distribution function at x (exact form)."""
+    """Return x times the cumulative normal distribution function at x (exact GeLU)."""
     return F.gelu(_add(x, bias))
 
 
@@ -111,7 +111,7 @@ def fused_activation(
 
     Args:
         library: Compiled kernels.
-        plain: gelu, gelu_tanh, squared_relu or swiglu.
+        plain: The function, as implemented in PyTorch: gelu, gelu_tanh, squared_relu or swiglu.
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
         handovers: The places for the amaxes of the result and of the gradient of x.
@@ -137,7 +137,7 @@ def activation_forward(
         library: Compiled kernels.
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
-        kind: The formula's number in `KINDS`.
+        kind: The value in `KINDS` for the formula.
         handovers: The places for the amaxes of the result and, in backward, of the gradient of x.
 
     Returns:
@@ -167,7 +167,7 @@ def activation_backward(
         grad: Gradient of the result, [..., f].
         x: The input of `activation_forward`.
         bias: The bias of `activation_forward`, or `None`.
-        kind: The formula's number in `KINDS`.
+        kind: The value in `KINDS` for the formula.
         handover: The place for the amax of x's gradient.
 
     Returns:

@@ -22,7 +22,7 @@ class AdamTensors(NamedTuple):
     Attributes:
         weights: The weights, fp32.
         copies: The weights in 16 bits, written with each update; `None` for a weight without one.
-        gradients: The gradients, fp32 or 16 bits. The plain form may change them.
+        gradients: The gradients, fp32 or 16 bits. The PyTorch implementation may change them.
         exp_avg: The running mean of the gradients, fp32.
         exp_avg_sq: The running mean of their squares, fp32.
     """
@@ -63,7 +63,7 @@ class AdamNumbers:
 def choose_adam(
     tensors: AdamTensors, library: KernelLibrary | None
 ) -> Callable[[AdamNumbers], None]:
-    """Choose how to update these tensors: with a kernel, or in PyTorch if there is no library."""
+    """Choose how to update these tensors: with a kernel, or with PyTorch if there is no library."""
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}

@@ -82,7 +82,7 @@ class Handover:
         self.forget()
 
     def measure(self, x: Tensor) -> Tensor:
-        """Return a zero, fp32 [], that the kernel which writes x raises to x's amax."""
+        """Return a zero, fp32 [], for the kernel that writes x to raise to x's amax."""
         amax = self._zeros.new(x.device)
         self._left = amax, x.numel()
         return amax
@@ -117,5 +117,5 @@ NO_HANDOVERS = Handovers()
 
 
 def zero_for(x: Tensor, handover: Handover | None) -> Tensor | None:
-    """Return the zero that the kernel which writes x raises, or `None` without a handover."""
+    """Return a zero for the kernel that writes x to raise, or `None` without a handover."""
     return None if handover is None else handover.measure(x)

@@ -1,4 +1,4 @@
-"""The attention core: softmax(Q K^T / sqrt(d)) V, in plain PyTorch or by fused kernels.
+"""The attention core: softmax(Q K^T / sqrt(d)) V, in plain PyTorch or in fused kernels.
 
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads. There may be fewer or more keys than queries.
@@ -105,7 +105,7 @@ Mask = Tensor | Segments
 
 
 class AttentionOptions(NamedTuple):
-    """The settings by which queries attend to keys.
+    """The settings for how queries attend to keys.
 
     Attributes:
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers [b
@@ -113,7 +113,7 @@ class AttentionOptions(NamedTuple):
             queries. `None` leaves the choice to `causal`.
         causal: Whether a query, without a mask, attends only to its own token and earlier ones.
         dropout: The probability of dropping an attention weight.
-        layer_number: The number of the layer, from 1, for query-key layer scaling.
+        layer_number: The index of the layer, from 1, for query-key layer scaling.
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
     """
 
@@ -131,7 +131,7 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The form of the attention core that runs, and the reason for it."""
+    """The implementation of the attention core that runs, and the reason for choosing it."""
 
     name: str
     reason: str
@@ -141,7 +141,7 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the form of the attention core, once, when a model is built."""
+    """Choose the implementation of the attention core, once, when a model is built."""
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -174,7 +174,7 @@ def attention_reference(
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
 ) -> Tensor:
-    """Compute attention by its formula, holding every score in memory.
+    """Compute attention directly from its formula, holding every score in memory.
 
     With `scale_by_layer`, scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32.
@@ -258,15 +258,15 @@ def gpu_attention(
     holds_scores: bool = True,
     package: FlashPackage | None = None,
 ) -> Tensor:
-    """Run the fastest fused attention on a GPU that fits.
+    """Run the fastest fused attention that supports the arguments, on a GPU.
 
     Args:
         query: [s, b, n, d].
         key: [s, b, g, d].
         value: [s, b, g, d].
         options: Mask, dropout and scale.
-        holds_scores: Whether a form may run that holds all scores in memory.
-        package: FlashAttention's own package, which runs if it fits.
+        holds_scores: Whether an implementation that holds all scores in memory may run.
+        package: FlashAttention's own package, which runs if it supports the arguments.
     """
     mask = options.mask
     if package is not None and package.takes(query, mask, options.dropout):
@@ -297,7 +297,7 @@ def _segment_attention(
 ) -> Tensor:
     """Attend within each segment with the flash kernel, which takes no mask.
 
-    PyTorch's public form of this kernel (`torch.nn.attention.varlen`) has no dropout.
+    PyTorch's public interface to this kernel (`torch.nn.attention.varlen`) has no dropout.
     """
     length, samples = query.shape[:2]
     tensors = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))

@@ -115,7 +115,7 @@ def _capability(architecture: str) -> tuple[int, int]:
 
 
 def looked_up_as(architecture: str) -> str:
-    """Return the name that runs use for "sm_90", "90" or "9.0": "sm_90a"."""
+    """Return the name under which a run looks for "sm_90", "90" or "9.0": "sm_90a"."""
     return name_of(*_capability(architecture))
 
 
@@ -249,7 +249,7 @@ def compile_sources(
         compiler: The nvcc.
         architecture: The name of the GPU architecture, such as "sm_90a".
         scratch: The folder for object files and the library.
-        more_flags: Further flags of nvcc.
+        more_flags: Further flags for nvcc.
         say: A function that prints a line every half minute; `None` prints nothing.
 
     Returns:
@@ -297,7 +297,7 @@ class _Clock:
 def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
     """Run nvcc commands in parallel, and return what each of them printed.
 
-    The last argument of a command is the file that it makes.
+    The last argument of a command is the file that it creates.
     """
     running: dict[int, subprocess.Popen[str]] = {}
     said = [""] * len(commands)

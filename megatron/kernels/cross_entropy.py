@@ -37,7 +37,7 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """One form of the two functions of cross entropy.
+    """One implementation of the two functions of cross entropy.
 
     Attributes:
         statistics: (logits [n, v], labels [n] counted from this part's first entry) -> Statistics.
@@ -60,7 +60,8 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 
     Args:
         library: Compiled kernels.
-        in_16_bits: Compute exponentials in the logits' own format, always in plain PyTorch.
+        in_16_bits: Whether to compute exponentials in the logits' own format, which is always done
+            in plain PyTorch.
     """
     if in_16_bits:
         return CrossEntropy(
@@ -124,7 +125,7 @@ def _row_chunks(rows: Tensor) -> Iterator[slice]:
 def cross_entropy_statistics(
     library: KernelLibrary, logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `Statistics` by a kernel."""
+    """Compute `Statistics` with a kernel."""
     rows, size = logits.shape
     maxima, sums, targets = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     labels = labels.contiguous()
@@ -143,6 +144,6 @@ def cross_entropy_gradient(
     upstream: Tensor,
     out: Tensor,
 ) -> None:
-    """Compute `CrossEntropy.gradient` by a kernel."""
+    """Compute `CrossEntropy.gradient` with a kernel."""
     arguments = [x.contiguous() for x in (labels, maxima, sums, upstream.float())]
     library.launch(GRADIENT, logits, out, *arguments, *logits.shape, DTYPE_CODES[logits.dtype])

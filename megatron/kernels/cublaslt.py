@@ -104,7 +104,7 @@ class CublasLt:
 
         Args:
             problem: The product.
-            gpu: The number of the GPU.
+            gpu: The index of the GPU.
             count: The largest number of ways to return.
             workspace: The number of bytes of memory that each of them may use.
             whole: Whether to return only ways that do not cut k into parts to be added up.
@@ -126,7 +126,7 @@ class CublasLt:
         return [result for result in results[: found.value] if not result.state]
 
     def kind(self, algorithm: Algorithm) -> int:
-        """Return the number of the family of kernels that an algorithm belongs to."""
+        """Return the id of the kernel family to which an algorithm belongs."""
         return self._attribute(algorithm, _KIND)
 
     def cut(self, algorithm: Algorithm) -> int:
@@ -136,7 +136,7 @@ class CublasLt:
     def with_cut(
         self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
     ) -> Algorithm | None:
-        """Return an algorithm with another number of parts of k.
+        """Return an algorithm that cuts k into a different number of parts.
 
         The result is `None` if the algorithm cannot do this, or needs more workspace.
         """

@@ -33,7 +33,7 @@ def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias), by PyTorch's operations.
+    """Return residual + dropout(x + bias), using PyTorch's operations.
 
     Args:
         x: The layer's output [..., h].
@@ -50,10 +50,10 @@ def bias_dropout_add(
 def fused_bias_dropout_add(
     library: KernelLibrary, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias) by one kernel; the backward kernel redraws the mask.
+    """Return residual + dropout(x + bias), using one kernel. Its backward redraws the mask.
 
     The seed comes from the device's default generator and stays on the device, so that the host
-    never waits. The probability is rounded to 1/65536. PyTorch's operations run for sizes that the
+    never waits. The probability is rounded to 1/65536. PyTorch's operations handle sizes that the
     kernel does not support.
     """
     drop = round(probability * 65536)

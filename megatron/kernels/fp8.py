@@ -111,7 +111,7 @@ class Fp8Casts:
         return whole, self.transpose(whole)
 
     def forget(self) -> None:
-        """Zero new memory from now on (`Zeros.forget`)."""
+        """Discard zeros that are left, so that later ones come from new memory (`Zeros.forget`)."""
 
     def transpose(self, matrix: Fp8) -> Fp8:
         """Return the transpose [k, m] of a matrix with one scale."""
@@ -130,11 +130,11 @@ class KernelCasts(Fp8Casts):
     """Casts with compiled kernels, which read x once and write each result once."""
 
     def __init__(self, library: KernelLibrary, zeros: Zeros) -> None:
-        """Keep the kernels, and the supply of zeros that they raise."""
+        """Store the kernels, and the supply of zeros that they raise."""
         self.library, self.zeros = library, zeros
 
     def forget(self) -> None:
-        """Drop the remaining zeros, so that later ones come from new memory."""
+        """Discard the zeros that are left, so that later ones come from new memory."""
         self.zeros.forget()
 
     def amax(self, x: Tensor) -> Tensor:

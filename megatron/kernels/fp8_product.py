@@ -36,7 +36,7 @@ class Fp8Product:
             dtype: The type of the result.
             bias: The bias [n].
             fast: Whether the hardware may keep fewer bits of its sums.
-            into: The tensor [m, n] for the result; `None` makes a new one.
+            into: The tensor [m, n] for the result; `None` creates a new one.
             accumulate: Whether to add the result to `into`.
 
         Returns:
@@ -77,12 +77,11 @@ def choose_fp8_product(device: torch.device) -> Fp8Product:
 
 
 class LibraryProduct(Fp8Product):
-    """Products by `torch._scaled_mm`, and by cuBLASLt itself to add to fp32 sums.
+    """Products computed by `torch._scaled_mm`, or by cuBLASLt itself to add to fp32 sums.
 
     Adding within the product saves a pass over memory, which would take 58 of the 2131 ms of a step
     of Llama 3 8B (docs/benchmarks.md). The sum is computed separately if rows have their own
-    scales, for which cuBLASLt has no such product, or if there is no cuBLASLt (another vendor's
-    GPU).
+    scales, which cuBLASLt does not support here, or if there is no cuBLASLt (another vendor's GPU).
     """
 
     def __init__(self) -> None:

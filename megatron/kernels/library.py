@@ -3,9 +3,8 @@
 The library is found or built once, when a model is built, and then passed to the functions that
 launch its kernels:
 
-    choice = find_library(device)
-    norm = choose_add_norm(choice.library)  # without a library: the plain PyTorch form
-    print(choice)
+    choice = find_library(device) norm = choose_add_norm(choice.library)  # without a library: plain
+    PyTorch print(choice)
 
 An operation's module declares the C functions that it calls as `Kernel` constants, and registers
 each function that launches them as an `operator`, so that compilers and exporters trace it.
@@ -70,7 +69,7 @@ class Kernel:
 
 
 class _Thread(threading.local):
-    """Each thread's current GPU for the library, whose CUDA runtime is not PyTorch's."""
+    """The library's current GPU in each thread: its CUDA runtime is not the one PyTorch uses."""
 
     gpu = -1
 
@@ -111,7 +110,7 @@ class KernelLibrary:
         """Run a kernel on PyTorch's current stream of the device of the first tensor.
 
         Raises:
-            KernelError: An argument does not fit, or CUDA reports an error.
+            KernelError: An argument does not match the kernel, or CUDA reports an error.
         """
         values, tensor = _values(kernel, arguments)
         function = self._functions.get(kernel.name) or self._find(kernel)
@@ -322,12 +321,12 @@ class Operator:
 
 
 def operator(*changes: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Return a decorator that makes an `Operator` which changes these arguments in place."""
+    """Return a decorator that creates an `Operator` that changes these arguments in place."""
     return partial(Operator, changes=changes)
 
 
 def _schema(function: Callable[..., Any], changes: Sequence[str]) -> str:
-    """Return "name(str library, Tensor x, Tensor(b!) out, ...) -> ..." of a function."""
+    """Return a function's schema, "name(str library, Tensor x, Tensor(b!) out, ...) -> ..."."""
     types = dict(function.__annotations__)  # as text; `inspect.signature` would take 1 ms for all
     count = types.pop("return").count("Tensor")
     needed = list(types.items())[1 : len(types) - len(function.__defaults__ or ())]
@@ -349,7 +348,7 @@ def _without_none(results: Any, like: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class LibraryChoice:
-    """The library that was chosen (`None` for the plain PyTorch forms), and the reason."""
+    """The library that was chosen (`None` for plain PyTorch), and the reason."""
 
     library: KernelLibrary | None
     reason: str

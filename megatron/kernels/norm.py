@@ -40,7 +40,7 @@ def choose_add_norm(library: KernelLibrary | None) -> AddNorm:
 
 
 def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Return the LayerNorm of x over the last dimension, or without a bias the RMSNorm.
+    """Return the LayerNorm of x over the last dimension, or, without a bias, the RMSNorm.
 
     LayerNorm is (x - mean) / sqrt(variance + epsilon) * weight + bias; RMSNorm takes the mean as 0
     and has no bias.
@@ -53,7 +53,7 @@ def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon:
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Compute `normalize_reference` by PyTorch's fused kernels."""
+    """Compute `normalize_reference` with PyTorch's fused kernels."""
     dtype = weight.dtype
     if x.dtype != dtype:  # an fp32 residual stream enters a layer of 16-bit weights
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
@@ -70,7 +70,7 @@ def add_norm(
     epsilon: float,
     handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream and normalize the sum, by PyTorch's operations.
+    """Add to the residual stream and normalize the sum, using PyTorch's operations.
 
     Args:
         residual: The residual stream [..., h], of the weights' type or fp32.
@@ -97,10 +97,10 @@ def fused_add_norm(
     epsilon: float,
     handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalize by one kernel; the arguments are those of `add_norm`.
+    """Add and normalize with one kernel; the arguments are those of `add_norm`.
 
     The backward kernel takes the gradients of both results. It computes the gradients of the sum,
-    the weight and the bias, with the same bits every time. PyTorch's operations run for sizes that
+    the weight and the bias, with the same bits every time. PyTorch's operations handle sizes that
     the kernels do not support.
     """
     hidden, dtype = weight.numel(), weight.dtype

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a key-value cache in blocks.
+"""Attention from new tokens to a key-value cache that is stored in blocks.
 
 The cache of a layer is two tensors [slots, g, d]. Block i begins at slot i * block_size. A pass has
 s tokens of any number of sequences: first the tokens of sequences that add a single token each
@@ -41,10 +41,10 @@ class Singles:
     """The u sequences that add one token each. Sequences without tokens only pad the batch.
 
     Attributes:
-        tables: The blocks of each sequence, int32 [u, m]; the entries after its last have no
-            meaning.
+        tables: The blocks of each sequence, int32 [u, m]; the entries after a sequence's last block
+            have no meaning.
         lengths: The number of tokens of each sequence, including the new one, int32 [u].
-        longest: An upper bound of the lengths.
+        longest: An upper bound on the lengths.
         block_size: The number of tokens in a block.
     """
 
@@ -59,7 +59,7 @@ class Chunks:
     """The c sequences that add consecutive tokens of their prompts.
 
     Attributes:
-        starts: The number of tokens of each sequence that are in the cache already.
+        starts: The number of tokens of each sequence that are already in the cache.
         sizes: The number of new tokens of each sequence.
         ends: The ends of each sequence's new tokens, and the ends of all of its tokens, counted
             over the sequences in order: int32 [2, c + 1], each row beginning with 0.
@@ -86,7 +86,7 @@ def choose_paged_attention(
 
 
 class PagedAttention:
-    """Attention of singles and writes to a cache, in plain PyTorch.
+    """Attention for singles, and writes to a cache, in plain PyTorch.
 
     Attributes:
         name: The name for the start-up panel, with the reason if there is a choice.
@@ -134,7 +134,7 @@ class PagedAttention:
 
 
 class FusedPaged(PagedAttention):
-    """Attention by two kernels: one reads parts of the keys in the cache, the other joins them.
+    """Attention in two kernels: one attends to parts of the cache, the other joins the results.
 
     The result of a sequence has the same bits whatever the other sequences are.
     """
@@ -157,7 +157,7 @@ class FusedPaged(PagedAttention):
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """Write key and value to `slots` of the cache by a kernel."""
+        """Write key and value to `slots` of the cache, using a kernel."""
         append_to_cache(self._library, key, value, keys, values, slots)
 
 
@@ -172,7 +172,7 @@ def paged_attention(
     longest: int,
     block_size: int,
 ) -> Tensor:
-    """Attend with one query per sequence by the kernels, as `PagedAttention.singles` does."""
+    """Attend with one query per sequence, as `PagedAttention.singles` does, using the kernels."""
     query = query.contiguous()
     rows, heads, size = query.shape
     groups, parts = keys.shape[1], -(-longest // PART)

@@ -50,8 +50,8 @@ def rotation_table(
         positions: The number of positions, counted from 0.
         rotary_size: The number r of a head's channels that rotate, which is even.
         base: The base of the frequencies.
-        interpolation: The number by which positions are divided to extend a trained context (Chen
-            et al., 2023).
+        interpolation: The divisor of the positions, which extends a trained context (Chen et al.,
+            2023).
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
         device: The device of the table.
     """
@@ -68,9 +68,9 @@ def rotation_table(
 def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
     """Return frequencies [r/2] for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
 
-    Planes that turn often within the first context distinguish near positions and keep their
+    Planes that turn often within the original context distinguish nearby positions, and keep their
     frequency. The frequencies of planes that turn less than once are divided by `factor`, so that
-    far positions look like known ones. The frequencies in between are a mixture of the two.
+    distant positions look like known ones. The frequencies in between are a mixture of the two.
 
     Args:
         frequency: The frequencies in radians per token.
@@ -113,7 +113,7 @@ SplitRotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def choose_split_rotate(model: ModelConfig, library: KernelLibrary | None) -> SplitRotate:
-    """Choose the kernel if there is a library and no --no-rope-fusion.
+    """Choose the kernel if there is a library and --no-rope-fusion is not given.
 
     Args:
         model: The resolved network flags.
@@ -161,12 +161,12 @@ def fused_split_rotate(
     rotation: Rotation | None,
     handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split and rotate by one kernel that writes contiguous heads.
+    """Split and rotate with one kernel that writes contiguous heads.
 
     The arguments and results are those of `split_rotate`. The backward kernel gathers the gradients
     of the heads, in whatever layout attention leaves them, into the gradient of the projection.
     Heads that do not rotate are views of the projection if each has its own key. PyTorch's
-    operations run for sizes that the kernel does not support.
+    operations handle sizes that the kernel does not support.
     """
     if not _fits(qkv, head_size, rotation or ()):
         return split_rotate(qkv, groups, head_size, rotation)

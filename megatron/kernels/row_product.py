@@ -1,13 +1,13 @@
 """x W^T of 16-bit matrices, where the bits of a row do not depend on how many rows there are.
 
-A library chooses its kernel by the sizes, and with the kernel the order in which a row's products
-are added up: a generated text then depends, in its last bits and sometimes in its words, on what
-else was in the batch. However, all of cuBLASLt's kernels of one family add up in the same order,
-whatever their tiles are; only the number of parts that k is cut into makes a difference (measured
-on an H200: docs/benchmarks/generation.md). So each weight is assigned a family and a number of
-parts, and each number of rows uses the fastest kernel among these. Whether the bits are then the
-same is tested when a weight's shape is first met; if they are not, PyTorch multiplies, and one line
-says so.
+A library chooses its kernel by the sizes, and the kernel determines the order in which a row's
+products are added up: a generated text then depends, in its last bits and sometimes in its words,
+on what else was in the batch. However, all of cuBLASLt's kernels of one family add up in the same
+order, whatever their tiles are; only the number of parts that k is cut into makes a difference
+(measured on an H200: docs/benchmarks/generation.md). So each weight is assigned a family and a
+number of parts, and each number of rows uses the fastest kernel among these. Whether the bits are
+then the same is tested when a weight's shape is first met; if they are not, PyTorch multiplies, and
+one line says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add up in the same order: the library's number and the number of parts of k."""
+    """Kernels that add up in the same order: the library's id for them, and the parts of k."""
 
     kind: int
     cut: int
@@ -59,7 +59,7 @@ class _Shape(NamedTuple):
 
 
 def choose_row_product(device: torch.device) -> RowProduct | None:
-    """Return cuBLASLt's product, or `None` if there is none: on CPUs and other vendors' GPUs."""
+    """Return cuBLASLt's product, or `None` on CPUs and other vendors' GPUs, which have none."""
     if not Device(device).is_gpu:
         return None
     try:

@@ -41,7 +41,7 @@ class TensorTable:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Tensor | None]], device: torch.device) -> TensorTable:
-        """Make a table from rows of contiguous tensors.
+        """Create a table from rows of contiguous tensors.
 
         Args:
             rows: The rows. A row's tensors have the same size, and its first is not `None`.
@@ -69,7 +69,7 @@ def choose_tensor_sums(
     *,
     counts: bool = True,
 ) -> Sums:
-    """Choose how to compute (sum of squares, number of nonzero elements): fp64 [2], repeatable.
+    """Choose how to compute (sum of squares, number of nonzero elements), repeatably: fp64 [2].
 
     Args:
         tensors: Contiguous tensors that do not move.

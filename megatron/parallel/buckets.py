@@ -1,11 +1,11 @@
 """The bucket plan: the layout of gradients and weights in flat buffers, and the sending order.
 
-A plan is pure data. It is computed from the names, shapes and traits of parameters, without a
-tensor or a process, and can be printed, compared and tested by itself. `gradients` and `weights`
+A plan is pure data. It is computed from the names, shapes and traits of parameters, without any
+tensor or process, and can be printed, compared and tested by itself. `gradients` and `weights`
 carry it out.
 
 Backward reaches the last layers first, so parameters lie in reverse order and a buffer fills front
-to back. A bucket holds neighboring parameters and is communicated as one message. Where processes
+to back. A bucket holds neighboring parameters and is communicated as one message. If processes
 share the work of the update, each owns an equal part of every bucket, its shard.
 """
 
@@ -74,7 +74,7 @@ def runs(
 
 @dataclass(frozen=True)
 class ParameterTraits:
-    """The traits of a parameter that a plan depends on.
+    """Everything about a parameter that a plan depends on.
 
     Attributes:
         name: A name that is unique among the parameters of this process.
@@ -82,18 +82,19 @@ class ParameterTraits:
         dtype: The data type of the weight.
         replica_axis: The axis of the processes that hold the same weight, over which its gradient
             is averaged: "data", or "expert_data" for the weights of an expert.
-        waves: In stage 2, the operations of a pipeline schedule that each add to the gradient.
-        gathered_in_8_bits: Updated weights are cast to fp8 before they are gathered.
-        is_partial: Each tensor rank sees only a part of the sequence or some of the heads, so the
-            gradient must be added over the tensor axis before it is averaged.
-        is_tied: A copy on another pipeline stage adds to the gradient after backward, so its bucket
-            and those after it wait for that. In stage 2 it has a bucket of its own, so that both
-            stages cut it at the same rows.
-        comes_first: In stage 2, backward reaches this tied parameter first. It is the table of word
-            embeddings that the output layer shares, although it is the model's first parameter.
-        may_be_idle: An iteration may bring no gradient (an idle expert, an unused adapter). Such
-            parameters are kept apart and sent last, so that no other bucket waits for them.
-        needs_whole: The update needs the whole tensor on one process, not a shard of it.
+        waves: In stage 2, the pipeline operations that add to the gradient.
+        gathered_in_8_bits: Whether updated weights are cast to fp8 before they are gathered.
+        is_partial: Whether each tensor rank sees only a part of the sequence or some of the heads,
+            so that the gradient must be added over the tensor axis before it is averaged.
+        is_tied: Whether a copy on another pipeline stage adds to the gradient after backward. The
+            parameter's bucket, and those after it, wait for that. In stage 2 the parameter has a
+            bucket of its own, so that both stages cut it at the same rows.
+        comes_first: In stage 2, whether backward reaches this tied parameter first. This is the
+            word embedding table if the output layer shares it, although it is the model's first
+            parameter.
+        may_be_idle: Whether an iteration may bring no gradient (an idle expert, an unused adapter).
+            Such parameters are kept apart and sent last, so that no other bucket waits for them.
+        needs_whole: Whether the update needs the whole tensor on one process, not a shard of it.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Bucket:
     Attributes:
         span: All elements of the bucket, padding included.
         members: Its parameters in the order of their slots.
-        waves: In stage 2, the operations that each add to all of its gradients.
+        waves: In stage 2, the operations, each of which adds to all of its gradients.
     """
 
     span: Span
@@ -306,8 +307,9 @@ def lay_out(
         limit: The smallest size of a bucket.
         shards: The number of equal parts of each bucket.
         ends: The indices of tensors that must end a bucket.
-        keeps_whole: No tensor may cross the border of a shard. A bucket then has at least as many
-            tensors as shards; they are distributed over the shards by size, the largest first.
+        keeps_whole: Whether each tensor must lie within a single shard. If so, a bucket has at
+            least as many tensors as shards; they are distributed over the shards by size, the
+            largest first.
 
     Returns:
         For each bucket, its span, and the index and slot of each tensor in the order of the slots.

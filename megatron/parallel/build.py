@@ -51,14 +51,15 @@ _ON_CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Kernels:
-    """The form of each operation, chosen once for all layers of a model.
+    """The implementation of each operation, chosen once for all layers of a model.
 
     Attributes:
         library: The fused kernels; `None` means PyTorch's operations.
-        new_products: Makes the products of one linear layer of an attention or MLP.
-        output_products: The products that compute vocabulary scores.
-        attention: The form of the attention core.
-        activation: Returns the form of an MLP's activation, given its name and `handovers`.
+        new_products: Creates the products of one linear layer in attention or an MLP.
+        output_products: The products that compute logits.
+        attention: The implementation of the attention core.
+        activation: Returns the implementation of an MLP's activation, given its name and
+            `handovers`.
         rotate: Rotates heads.
         split_rotate: Splits queries, keys and values, and rotates them.
         bias_dropout_add: Adds an update to the residual stream.
@@ -76,7 +77,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The settings that a layer's constructor takes besides its own record.
+    """The settings that a layer's constructor takes in addition to the layer's own.
 
     Attributes:
         layout: The grid of processes as this process sees it.
@@ -85,8 +86,8 @@ class BuildContext:
             memory. `None` means `device`.
         dtype: The data type of the parameters.
         precision: The number formats of everything else.
-        kernels: The form of each operation.
-        overlap: Communicate while computing; the results are the same without it.
+        kernels: The implementation of each operation.
+        overlap: Whether to communicate while computing. The results are the same without it.
         exchange: The exchange through which split layers send rows, part by part, while they
             multiply; `None` puts collectives before and after the products.
         weight_gradients: The queue in which backward leaves weight gradients for later; `None`
@@ -159,11 +160,11 @@ class BuildContext:
     def multiplying_by(
         self, new_products: Callable[[], Products], *, for_output: Products | None = None
     ) -> BuildContext:
-        """Return this context with linear layers that multiply in another format.
+        """Return a copy of this context whose linear layers multiply in another format.
 
         Args:
-            new_products: Makes the products of one linear layer.
-            for_output: The products that compute vocabulary scores; `None` changes nothing.
+            new_products: Creates the products of one linear layer.
+            for_output: The products that compute logits; `None` keeps the present ones.
         """
         output = self.kernels.output_products if for_output is None else for_output
         kernels = replace(self.kernels, new_products=new_products, output_products=output)
@@ -219,12 +220,12 @@ def choose_kernels(
 def attention_over(
     axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the form of attention when context ranks may hold only a part of each sequence.
+    """Choose the attention implementation; context ranks may hold only parts of sequences.
 
     Args:
         axis: The context ranks; a single rank has whole sequences.
         comm_type: How several ranks communicate in attention: "p2p" for ring attention, "a2a" for
-            Ulysses, which runs the form for a single process between two exchanges.
+            Ulysses, which runs the single-process implementation between two exchanges.
         model: The resolved network flags.
         precision: The number formats.
         device: The device on which the model runs.

@@ -38,7 +38,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Give x to a computation that is split over the axis: identity, backward an all-reduce."""
+    """Pass x to a computation split over the axis: identity in forward, all-reduce in backward."""
     if axis.size == 1:
         return x
 
@@ -125,7 +125,7 @@ def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int])
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way. Its input must not be touched before `wait` has returned."""
+    """A collective in progress. Its input must not be touched before `wait` has returned."""
 
     result: Tensor
     transfer: Transfer | None = None
@@ -181,7 +181,7 @@ def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
     """Return the operation that averages `x` over the axis.
 
     NCCL divides as it adds. gloo cannot, so for gloo `x` is divided now, in a separate pass (3.4 ms
-    for the gradients of a GPT of 1.7B on a GPU), and the operation is a sum.
+    for the gradients of a 1.7B GPT on a GPU), and the operation is a sum.
     """
     if axis.size > 1:
         if dist.get_backend(_group(axis)) == "nccl":
@@ -205,7 +205,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 @torch.no_grad()
 def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Add tensors over an axis, in place, by one all-reduce for each dtype.
+    """Add tensors over an axis, in place, with one all-reduce for each dtype.
 
     Collective over the axis; every rank gets the same bits.
     """
@@ -243,9 +243,9 @@ class Communication:
     Attributes:
         axis: The ranks that hold different rows of the weight. On an axis of one process there is
             nothing to do.
-        along_sequence: The input is this rank's part along dimension 0; otherwise it is whole.
-        overlap: Communicate during the products; otherwise before and after them, with the same
-            results.
+        along_sequence: Whether the input is this rank's part along dimension 0, rather than whole.
+        overlap: Whether to communicate during the products, rather than before and after them. The
+            results are the same.
     """
 
     axis: Axis = Axis()

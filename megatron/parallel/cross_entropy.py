@@ -40,9 +40,9 @@ def vocabulary_cross_entropy(
 
     Args:
         logits: This rank's part of the (padded) vocabulary's logits, [s, b, v/t].
-        labels: The labels [s, b], ids in the whole vocabulary.
+        labels: The labels [s, b], as ids in the whole vocabulary.
         axis: The tensor axis.
-        form: The form, a kernel or plain PyTorch.
+        form: The implementation, a kernel or plain PyTorch.
         reuse_logits: Backward writes the gradient over the logits. In that case nothing else may
             need them, and backward can run only once: autograd refuses any later use.
 
@@ -83,7 +83,7 @@ def _local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
 
 
 def _join(part: Statistics, local: Tensor, size: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return maxima, sums of exponentials and losses of whole rows [n], by two collectives."""
+    """Return maxima, sums of exponentials and losses of whole rows [n], using two collectives."""
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
     maxima = all_reduce(part.maxima.clone(), axis, dist.ReduceOp.MAX)
@@ -99,7 +99,7 @@ class ChunkedLoss(NamedTuple):
 
     Attributes:
         losses: The loss of each token, fp32 [s, b]. It has no gradient.
-        total: The sum of losses * loss_mask, the only number that can be differentiated.
+        total: The sum of losses * loss_mask, the only result that can be differentiated.
     """
 
     losses: Tensor
@@ -128,11 +128,11 @@ def linear_cross_entropy(
     Args:
         x: The input [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
         weight: This rank's part of the vocabulary, [v/t, h].
-        labels: The labels [s, b], ids in the whole vocabulary.
+        labels: The labels [s, b], as ids in the whole vocabulary.
         communication: The communication of the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
         bias: The bias [v/t].
-        form: The form, a kernel or plain PyTorch.
+        form: The implementation, a kernel or plain PyTorch.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         chunk_logits: The number of logits computed at a time.
     """

@@ -2,13 +2,13 @@
 
 A product that is cut by rows sends each part as soon as it is ready, and takes the others' parts
 when it needs them. The messages between an `open` and its `close` are one use of an exchange. All
-ranks program the same uses in the same order. Step i is the message to the i-th rank after this one
+ranks issue the same uses in the same order. Step i is the message to the i-th rank after this one
 and from the i-th rank before it, around the axis.
 
 On a GPU, ranks write into each other's memory, and each keeps track of which part of it is free
 (`Ledger`) without asking the others. The ranks are not in step, but each makes the same calls in
 the same order. So when a rank has sent rows for a use, its queue has already closed every use that
-the program closes before that.
+the code closes before that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.parallel.layout import Axis
 
 
 class Use(Protocol):
-    """One message to and one from every other rank, all of the same shape [rows, ...]."""
+    """One message to, and one from, every other rank, all of the same shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
         """Start sending contiguous rows, which must not change until `close`."""
@@ -66,7 +66,7 @@ class GroupExchange:
     """
 
     def __init__(self, axis: Axis) -> None:
-        """Send messages over the axis."""
+        """Create an exchange over the axis."""
         assert axis.group is not None, "an axis without a process group cannot exchange"
         self.axis = axis
 
@@ -123,7 +123,7 @@ SLOTS = 3
 
 
 class Ledger:
-    """A record of the slot that each use takes, and whether it is known to be free on every rank.
+    """A record of which slot each use takes, and of whether all ranks are known to have freed it.
 
     Uses count from 0; use k takes slot k modulo `slots`. Rows that another rank has sent for use k
     show that it has closed all uses that this rank had closed when it sent its own for k.
@@ -138,7 +138,7 @@ class Ledger:
         self._known = 0
 
     def open(self) -> int:
-        """Return the next use."""
+        """Return the index of the next use."""
         assert len(self._open) < self._slots, "too many uses are open"
         use = self._opened
         self._opened += 1

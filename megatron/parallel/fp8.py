@@ -6,13 +6,14 @@ scaling), or by the values of the same tensors in earlier updates (delayed scali
 
 A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
 scales by the amax of earlier updates reads it once, and finds this update's amax on the way
-(Transformer Engine's DelayedScaling). A layer's input, weight and gradient have a slot each. Within
-an update its `held` is constant and its `found` only rises, so neither the number nor the order of
-micro-batches matters, nor whether one is recomputed. Once per update, all slots of a process
-advance together, after a single maximum over every process that holds a part or a replica of the
-same layers: tensor, context and data-parallel ranks. They then all have the same scales. The scales
-follow from global batches and not from how these were divided, except that a process divides its
-losses, and so its gradients, by the number of its micro-batches. None of this waits for the device.
+(Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot. Within
+an update the slot's `held` is constant and its `found` only rises, so neither the number nor the
+order of micro-batches matters, nor whether one is recomputed. Once per update, all slots of a
+process advance together, after a single maximum over every process that holds a part or a replica
+of the same layers: tensor, context and data-parallel ranks. They then all have the same scales. The
+scales follow from global batches and not from how these were divided, except that a process divides
+its losses, and so its gradients, by the number of its micro-batches. None of this waits for the
+device.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class DelayedScaling:
 
     Attributes:
         length: The number of updates that are remembered.
-        takes_max: Scale by the maximum of all of them; otherwise by the last one.
+        takes_max: Whether to scale by the maximum of all of them, rather than by the last one.
         margin: Scales are this many powers of 2 smaller than the amax would allow.
-        interval: The number of updates between two choices of scales.
+        interval: The number of updates after which scales are chosen anew.
     """
 
     length: int = 1
@@ -91,7 +92,7 @@ class AmaxHistory:
 
     Args:
         layers: The names of the layers, which no other process uses for different layers.
-        largest: The largest number of the fp8 format of each role, in the order of `ROLES`.
+        largest: The largest value of each role's fp8 format, in the order of `ROLES`.
         scaling: How scales follow from the history.
         layout: The grid whose tensor ranks have parts of these layers and whose replicas have
             copies.
@@ -187,10 +188,11 @@ class Fp8Format:
 
     Attributes:
         values: The format of inputs and weights.
-        gradients: The format of outputs' gradients, which need range more than precision.
-        by_row: Each row of a factor has its own scale; otherwise the factor has one.
-        weight_gradient: The weight's gradient is also computed in 8 bits; otherwise in the tensors'
-            own format.
+        gradients: The format of output gradients, which need range more than precision.
+        by_row: Whether each row of a factor has its own scale. Otherwise the factor has a single
+            one.
+        weight_gradient: Whether the weight's gradient is also computed in 8 bits, rather than in
+            the tensors' own format.
     """
 
     values: torch.dtype = E4M3
@@ -216,9 +218,9 @@ class ArrivingWeight:
 class Fp8Products(Products):
     """Products in 8 bits of 16-bit tensors whose sizes are multiples of 16.
 
-    Forward lets the hardware keep fewer bits of its sums; backward does not. Casts are shared: a
-    weight is cast once per update, an input and a gradient once for both of their products. A part
-    of an input is cast before it is gathered, which halves the traffic.
+    In forward, the hardware may keep fewer bits of its sums; in backward it may not. Casts are
+    shared: a weight is cast once per update, an input and a gradient once for both of their
+    products. A part of an input is cast before it is gathered, which halves the traffic.
 
     Args:
         form: The formats.
@@ -260,16 +262,16 @@ class Fp8Products(Products):
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
-        """Scale by earlier updates from now on."""
+        """From now on, scale by the amaxes of earlier updates."""
         self.slots = slots
 
     def receive_weight(self, weight: ArrivingWeight) -> None:
-        """Take the weight in 8 bits, as it arrives, from now on."""
+        """From now on, use the 8-bit weight that arrives."""
         self.arriving = weight
 
     @property
     def largest(self) -> list[float]:
-        """The largest numbers of the formats of input, weight and gradient."""
+        """The largest values of the formats of input, weight and gradient."""
         return [torch.finfo(fp8).max for fp8 in self._formats.values()]
 
     @property
@@ -290,7 +292,7 @@ class Fp8Products(Products):
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
 
     def weight_factors(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        """Return the weight in 8 bits and its transpose, cast once an update."""
+        """Return the weight in 8 bits and its transpose, cast once per update."""
         if self._weight is None:
             self._weight = self._cast_weight(weight)
         return self._weight
@@ -307,7 +309,7 @@ class Fp8Products(Products):
         return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
-        """Return the amax by which casts scale the weight, fp32 []; `None` means its own."""
+        """Return the amax, fp32 [], by which casts scale the weight; `None` means its own amax."""
         slot = self.slots.get("weight")
         return slot.held if slot is not None and slot.has_begun() else None
 

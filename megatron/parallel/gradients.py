@@ -7,8 +7,8 @@ Alternatively, the code that computes a gradient asks for a `slot` and writes th
 product that adds to fp32 memory needs neither a 16-bit gradient nor a buffer of zeros.
 
 The memory that a process needs for gradients, for d processes and gradients of g bytes per element,
-depends on the stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models", 2020):
+depends on the ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020):
 
     stage 0  All-reduce. A process keeps all gradients: g bytes.
     stage 1  Reduce-scatter. A process keeps all gradients, but only its shard is averaged:
@@ -62,10 +62,10 @@ class PendingBucket:
 
     Attributes:
         members: The parameters in the bucket, each with its location in it.
-        tied: The members, by `id`, whose gradients are added to after backward.
+        tied: The members, by `id`, to whose gradients others are added after backward.
         partial: The locations of gradients that tensor ranks add up first.
-        missing: How often each parameter's gradient will still be added to. A parameter is removed
-            when its gradient is complete.
+        missing: For each parameter, how many additions to its gradient are still to come. A
+            parameter is removed when its gradient is complete.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PendingBucket:
 
 
 class Reducer:
-    """A sender of gradient buckets that receives their averages.
+    """An object that sends buckets of gradients and receives their averages.
 
     Args:
         buckets: All buckets, in sending order.
@@ -100,9 +100,9 @@ class Reducer:
 
     Attributes:
         overlap: The argument, but always False if no other process holds the same weights.
-        uses: How often a backward adds to the gradients of parameters that have slots, by `id`. The
-            other parameters' gradients are added to once. This mapping is read again whenever
-            buckets are expected.
+        uses: For each parameter that has slots, by `id`, how often a backward adds to its gradient.
+            It adds once to the gradients of all other parameters. This mapping is read again
+            whenever buckets are expected.
     """
 
     def __init__(
@@ -365,14 +365,14 @@ class GradientBuffer:
         return view
 
     def slot(self, parameter: nn.Parameter) -> WeightSlot | None:
-        """Return a slot for one use of the parameter, which autograd must not reach from now on.
+        """Return a slot for one use of the parameter, which autograd must no longer differentiate.
 
         With several uses (tied embeddings), each asks for its own: the gradient is complete when
         all of them have added to it.
 
         Returns:
-            The slot, or `None` if no fp32 gradient of the parameter is kept. Autograd then handles
-            it.
+            The slot, or `None` if the parameter's gradient is not kept in fp32. Autograd then
+            handles it.
         """
         if id(parameter) not in self._places:
             return None
@@ -408,7 +408,7 @@ class GradientBuffer:
         This moves the parameters' values, so call it before `part`.
 
         Args:
-            overlap_in: The models whose forward may begin while weights are under way.
+            overlap_in: The models whose forward may begin while weights are in transit.
             in_8_bits: The parameters that the plan gathers in 8 bits, and the products that use
                 each.
         """
@@ -494,7 +494,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
-        """Take over a finished gradient. Autograd adds up all uses of a parameter before that."""
+        """Take over a finished gradient, the sum over all uses of the parameter."""
         bucket, place = self._places[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if parameter not in self._in_place:

@@ -1,4 +1,4 @@
-"""The current state of a process: iteration, operation, and the communication that it waits for.
+"""The current state of a process: iteration, operation, and the communication it is waiting for.
 
 Training keeps it up to date with a few assignments. The watchdog reads it from another thread, to
 report which ranks are missing from which operation when a run hangs.
@@ -34,11 +34,12 @@ class Place(NamedTuple):
 
 
 class Transfer:
-    """A communication under way and its participants: a `torch.distributed.Work` with a name.
+    """A communication in progress and its participants: a `torch.distributed.Work` with a name.
 
     Attributes:
         kind: The kind of communication: "all-reduce", "receive" ...
-        ranks: The global ranks of the group, including this one; for a message the other end.
+        ranks: The global ranks of the group, including this one; for a message, the rank at the
+            other end.
         number: How many of these this process has started with these ranks, including this one;
             `None` for a message.
     """
@@ -73,7 +74,7 @@ class Journal:
 
     Attributes:
         iteration: The update under way, from 1; 0 before the first.
-        waits_for: The communication that the process waits for.
+        waits_for: The communication that the process is waiting for.
         started: The number of communications started so far, by the global ranks that take part.
     """
 
@@ -107,7 +108,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Wrap work that a device only records, because every replay would resend a mark in it."""
+        """Send no marks inside the block: it is recorded, and each replay would resend them."""
         marks, self._marks = self._marks, None
         try:
             yield
@@ -135,12 +136,12 @@ class Journal:
         return Transfer(self, kind, (peer,), None, work)
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Record that the process waits for a communication."""
+        """Record that the process is waiting for a communication."""
         self._moved = time.monotonic()
         self.waits_for = transfer
 
     def end_wait(self) -> None:
-        """Record that the process no longer waits."""
+        """Record that the process is no longer waiting."""
         self.waits_for = None
         self._moved = time.monotonic()
         if self._marks is not None:
@@ -159,7 +160,7 @@ class Journal:
 
     @property
     def device_is_behind(self) -> bool:
-        """Whether some work that the process has queued is not finished."""
+        """Whether the device has yet to finish work that the process has queued."""
         return self._marks is not None and self._marks.behind(self._place.number) > 0
 
     @property

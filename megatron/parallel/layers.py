@@ -123,7 +123,7 @@ def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
 
 
 class VocabularyEmbedding(nn.Module):
-    """A table of one vector per vocabulary entry, whose rows are split over tensor ranks.
+    """A table with one vector per vocabulary entry, whose rows are split over tensor ranks.
 
     Args:
         vocab_size: The padded size of the whole table.

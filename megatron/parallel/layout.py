@@ -57,7 +57,7 @@ class Axis:
         return self.journal.joining(kind, self.ranks)
 
     def barrier(self) -> None:
-        """Return once every process of the axis has called it."""
+        """Return once every process of the axis has called this."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -99,12 +99,12 @@ class Layout:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether the weights of experts are replicated over other ranks than all others."""
+        """Whether expert weights are replicated over different ranks from all other weights."""
         return self.expert.size > 1 or self.expert_tensor.size != self.tensor.size
 
     @property
     def sequence(self) -> Axis:
-        """The ranks that divide the sequence between split layers: the tensor ranks, or none."""
+        """The tensor ranks if they divide the sequence between split layers, otherwise none."""
         return self.tensor if self.sequence_parallel else Axis()
 
     @classmethod
@@ -205,7 +205,7 @@ class Layout:
         return replace(self, world=replace(self.world, group=group, journal=Journal()))
 
     def wait_for_all(self) -> None:
-        """Return once every process has called it."""
+        """Return once every process has called this."""
         self.world.barrier()
 
     def describe(self) -> str:
@@ -222,7 +222,7 @@ def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> 
 
 
 def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | None]:
-    """Return the axes' process groups by name. Every process makes all of them in one order."""
+    """Return the axes' process groups by name. Every process creates all of them, in one order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -63,10 +63,10 @@ class SavedTensors(NamedTuple):
 
 
 class WeightWork(Protocol):
-    """The gradient of a weight, still to be computed."""
+    """A weight gradient that is still to be computed."""
 
     def start(self) -> None:
-        """Start to gather what is missing."""
+        """Start gathering whatever is missing."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [rows, columns], or add it."""
@@ -148,7 +148,7 @@ class Owner:
 
 
 class Wanted(NamedTuple):
-    """The gradients that a backward must compute.
+    """The gradients that a backward pass must compute.
 
     Attributes:
         input: Whether the input's gradient is needed.
@@ -166,7 +166,7 @@ Finish = Callable[[], Tensor | None]
 
 
 class Transport(Protocol):
-    """The way in which a product's factors reach the ranks that need them."""
+    """A way to bring a product's factors to the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return the output, and the tensors that backward needs besides input and weight.
@@ -273,7 +273,7 @@ class Whole:
     """
 
     def __init__(self, communication: Communication) -> None:
-        """Choose the collectives."""
+        """Store the collectives."""
         self._communication = communication
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
@@ -419,7 +419,7 @@ class CutColumn:
         self._exchange = exchange
 
     def fits(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the ranks' messages, forward and backward, fit the exchange."""
+        """Return whether the ranks' messages, forward and backward, fit into the exchange."""
         return self._exchange.fits(x.numel(), x.dtype)
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
@@ -503,7 +503,7 @@ class CutRow:
         self._exchange = exchange
 
     def fits(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the ranks' messages, forward and backward, fit the exchange."""
+        """Return whether the ranks' messages, forward and backward, fit into the exchange."""
         rows = x.shape[:-1].numel() // self._exchange.axis.size
         return self._exchange.fits(rows * weight.shape[:-1].numel(), x.dtype)
 

@@ -24,7 +24,7 @@ from megatron.parallel.random import derive_key
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values.
+    """A rule for the initial values of a tensor.
 
     Attributes:
         kind: "normal", "uniform", "zeros" or "ones".
@@ -48,12 +48,12 @@ class ParameterSpec:
         offset: The index of this part's first element, per dimension.
         init: How the whole tensor is initialized.
         split_dim: The dimension split over tensor ranks; `None` if every rank holds all of it.
-        partial_gradient: Every tensor rank holds all of the tensor but sees only a part of the
-            sequence, or some heads, so its gradients must be added over the ranks.
-        is_copy: Another pipeline stage holds the original; see `tied`.
-        is_expert: The tensor holds the weights of experts, which are replicated, and split, over
-            other ranks than those of all other layers (`Layout.expert`).
-        is_vocabulary: The tensor has a row for each vocabulary entry, at the start (word
+        partial_gradient: Whether every tensor rank holds all of the tensor but sees only a part of
+            the sequence, or some heads, so that its gradients must be added over the ranks.
+        is_copy: Whether another pipeline stage holds the original; see `tied`.
+        is_expert: Whether the tensor holds expert weights, which are replicated, and split, over
+            different ranks from those of all other layers (`Layout.expert`).
+        is_vocabulary: Whether the tensor has a row for each vocabulary entry, at the start (word
             embeddings) or the end (output layer) of a model. --decoupled-lr applies to these
             parameters.
     """

@@ -1,11 +1,11 @@
-"""The three matrix products of a linear layer, in a number format.
+"""The three matrix products of a linear layer, in a given number format.
 
 With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
 `Products` itself multiplies in the tensors' own format, `InFp32` in fp32, and `RowByRow` so that
-the bits of a row do not depend on the others. `fp8.Fp8Products` multiplies in 8 bits. How the
+the bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How the
 factors get to the processes that need them is a separate choice, made in `linear`.
 """
 
@@ -66,9 +66,9 @@ class Products:
     are added in fp32 if they are kept in fp32.
 
     Attributes:
-        keeps_input: The weight's gradient needs the input itself.
-        is_autograds: `F.linear` under autograd gives the same products.
-        can_be_cut: A product may be computed row by row, wherever the rows are.
+        keeps_input: Whether the weight's gradient needs the input itself.
+        is_autograds: Whether `F.linear` under autograd gives the same products.
+        can_be_cut: Whether a product may be computed row by row, wherever the rows are.
         handovers: The places where kernels leave the amaxes of the input and of the output's
             gradient, for a format that casts them.
     """
@@ -140,7 +140,7 @@ class Products:
         Args:
             factor: The factor of one rank.
             rows: The rows of all ranks, in memory that will soon be reused.
-            copy: The result must not share this memory.
+            copy: Whether the result must not share this memory.
         """
         return (rows.clone() if copy else rows,)
 

@@ -1,4 +1,4 @@
-"""Seeds as pure functions of what they are for, so no generator state has to be saved or moved."""
+"""Seeds as pure functions of their purpose, so no generator state has to be saved or moved."""
 
 from __future__ import annotations
 

@@ -85,7 +85,10 @@ class LayerRegistry:
             products.forget()
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
-        """Return the weights read only by 8-bit products of a single scale, with the products."""
+        """Map the weights that are read only by 8-bit products to those products.
+
+        Only weights that are cast with a single scale are included.
+        """
         return {w: products for w, products in self._fp8.items() if products.weight_format}
 
     def keep_history(

@@ -34,7 +34,7 @@ class SharedWeights(Protocol):
         """Make every process's update known to all. Collective over the replica axis."""
 
     def settle(self) -> None:
-        """Return once no part of `gather` is under way."""
+        """Return once `gather` is complete."""
 
     def wait(self) -> None:
         """Return once parameters may be read, or changed, outside of their model's forward.
@@ -64,7 +64,7 @@ class Gradients(Protocol):
         """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view of it."""
 
     def gradient(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the gradient of `part`, of its shape."""
+        """Return the gradient of `part`, in the same shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
         """Return the weight's data type in the forward pass and in checkpoints."""
@@ -143,7 +143,7 @@ class TorchDataParallel:
         """Do nothing."""
 
     def __call__(self, part: nn.Module, /, *args: Any, is_last: bool) -> Any:
-        """Run one micro-batch; the backward of an update's last one averages the sums of all."""
+        """Run one micro-batch; the backward of an update's last one averages all ranks' sums."""
         with nullcontext() if is_last else self._replica.no_sync():
             return self._replica(*args)
 

@@ -3,7 +3,8 @@
 A layer's weights are whole only during its forward or backward pass: they are gathered just before
 it from the processes that hold the same part of the model, in the format that forward computes in.
 Weights outside the layers (embeddings, final normalization, output) are gathered together and stay
-from the start of forward to the end of backward, so that tied embeddings are whole for both uses.
+whole from the start of forward to the end of backward, so that tied embeddings are whole for both
+uses.
 
 A process keeps an fp32 shard of every parameter, which with 16-bit weights serves as the master
 copy, and an fp32 shard of its gradient. Each backward pass reduces gradients immediately and adds

@@ -94,7 +94,7 @@ class SymmetricExchange:
         self._ends.append((end, transfer))
 
     def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
-        """Return the memory on `rank` for a use's rows, each rank's like `rows`: [t, rows, ...]."""
+        """Return the memory on `rank` for one use: room for each rank's `rows`, [t, rows, ...]."""
         memory = self._mapped[rank][use % SLOTS, : self.axis.size * rows.nbytes]
         return memory.view(rows.dtype).view(self.axis.size, *rows.shape)
 

@@ -99,7 +99,7 @@ class SharedTable(nn.Module):
     """A module that several parts of a model have, each under the same name."""
 
     def __init__(self) -> None:
-        """Begin with parameters of its own."""
+        """Create the module with parameters of its own."""
         super().__init__()
         self._original: tuple[SharedTable, ...] = ()  # in a tuple, so that it is no child module
 

@@ -66,7 +66,7 @@ class WeightBuffer:
 
     Args:
         flats: The flat buffers of a sharded gradient buffer.
-        overlap_in: The models whose forward may begin while weights are still under way: their
+        overlap_in: The models whose forward may begin while weights are still in transit: their
             outermost modules wait for the weights that they use. Any other reader must `wait`. With
             `None`, `gather` waits.
         in_8_bits: The weights that are gathered in 8 bits, with the products that use them. They
@@ -146,7 +146,7 @@ class WeightBuffer:
             self._is_behind = False
 
     def forget(self) -> None:
-        """Discard the gathered weights, because all processes have changed the weights."""
+        """Discard the gathered weights, because all processes have changed theirs."""
         assert not self._works and not self._is_behind, "wait before you change a weight"
         for cast in self._casts:
             cast.forget()
@@ -177,9 +177,9 @@ def _move(flat: FlatBuffer) -> Tensor:
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield every parameter with the module whose forward starts before any use of it.
 
-    This is the outermost module below the model that is called (a list or dict of modules is not),
-    whichever module inside it reads the parameter. For parameters that the model uses directly, it
-    is the model itself.
+    This is the outermost module below the model that is called (lists and dicts of modules are not
+    called), whichever module inside it reads the parameter. For parameters that the model uses
+    directly, it is the model itself.
     """
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -194,7 +194,7 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 class Fp8Weights:
-    """The weights of a sharded update's flat buffer in 8 bits, in the form their products take.
+    """The weights of a sharded update's flat buffer, in the 8-bit form that their products take.
 
     Args:
         flat: The weights, all [..., out, in], and the shards of this process.

@@ -119,8 +119,8 @@ def state_of(run: Run) -> State:
     copied in their own number format.
 
     Each optimizer state of a tied parameter has a single holder. With a distributed optimizer, each
-    stage shards its own gradient buffer, and would cut a tied parameter at other points than the
-    other stage does: the pieces would overlap, and no reader could put them together.
+    stage shards its own gradient buffer, and would cut a tied parameter at different points from
+    the other stage: the pieces would overlap, and no reader could put them together.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
@@ -405,7 +405,7 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
 
 
 def _check_tokenizer(run: Run, reader: Reader) -> None:
-    """Refuse another tokenizer, or warn if --finetune uses one: it changes each row's meaning."""
+    """Refuse a different tokenizer, or warn with --finetune: it changes each row's meaning."""
     saved, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
     if not saved or saved == ours:
         return

@@ -80,7 +80,7 @@ def evaluate_and_report(
 
 
 def evaluation_position(run: Run, iteration: int) -> int:
-    """Return the number of validation samples that evaluations up to an iteration consumed.
+    """Return the number of validation samples consumed by evaluations up to an iteration.
 
     It depends on the iteration and the flags alone, so a run resumed with the same flags evaluates
     on the samples that the uninterrupted run would have used.
@@ -90,7 +90,7 @@ def evaluation_position(run: Run, iteration: int) -> int:
 
 
 class Evaluation(Callback):
-    """Validation every `--eval-interval` iterations, after any checkpoint has been saved."""
+    """A callback that validates every `--eval-interval` iterations, after any checkpoint."""
 
     def __init__(self, scalars: Scalars) -> None:
         """Store the callback that writes the results."""

@@ -104,7 +104,7 @@ def new_gradient_buffer(
     layers: LayerRegistry,
     layout: Layout,
 ) -> GradientBuffer:
-    """Plan the buckets of whole parameters' gradients, and build the buffer that holds them.
+    """Plan the buckets for the gradients of whole parameters, and build the buffer for them.
 
     Args:
         config: The run's configuration.

@@ -61,8 +61,9 @@ def training_line(
     Args:
         iteration: The iteration that ended.
         train_iterations: The number of iterations of the run.
-        losses: Mean losses over the iterations since the previous line whose loss was finite.
-        figures: `update_figures`, and those of the iterations since the previous line.
+        losses: Mean losses over those iterations since the previous line that had a finite loss.
+        figures: The result of `update_figures`, and the figures of the iterations since the
+            previous line.
     """
     shown = {**figures, **losses}
     columns = [*_BEFORE_LOSSES, *((name, name, ".6E") for name in losses), *_AFTER_LOSSES]

@@ -101,7 +101,7 @@ def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
 def _agreed_leave(run: Run) -> Leave:
     """Return the reason for the exit, with an exit code that is the same on all ranks. Collective.
 
-    Ranks that differed would not all take part in the evaluation that may be due now.
+    If ranks disagreed, they would not all take part in an evaluation that is due now.
     """
     codes = (EXIT_SAVED_ON_SIGNAL, OutputClosedError.exit_code)
     asked = reduce_losses(None, [run.exit.code == code for code in codes], run)[2]

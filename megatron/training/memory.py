@@ -77,7 +77,7 @@ def _amount(size: int) -> str:
 
 
 def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> MemoryEstimate:
-    """Return the estimate of the process that needs the most memory.
+    """Return the estimate for the process that needs the most memory.
 
     Pipeline stages differ, but all ranks of a stage need the same.
     """
@@ -96,7 +96,7 @@ def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> Memo
 def estimate_memory(
     config: RunConfig, plan: ModelPlan, layout: Layout, micro_batches: int
 ) -> MemoryEstimate:
-    """Return the estimate of the process at `layout`, with `micro_batches` per update."""
+    """Return the estimate for the process at `layout`, with `micro_batches` per update."""
     cut = plan_model(config.model, config.parallel)
     parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
     kind = schedule_kind(config.parallel, len(parts))

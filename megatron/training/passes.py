@@ -48,15 +48,16 @@ class Passes:
         first_sample: The index of the first sample in the sample order; `None` means that
             dropout is not seeded.
         scale: The factor applied to the summed losses before backward.
-        forward: A replacement for the recipe's forward, which computes something other than losses,
-            or the losses by recorded kernels.
+        forward: A replacement for the recipe's forward that computes something other than losses,
+            or that computes the losses with recorded kernels.
 
     Attributes:
-        losses: The losses by log name, one value per micro-batch; empty if the model does not end
-            here.
+        losses: The losses by log name, one value per micro-batch; empty if the last part of the
+            model is on another process.
         sample_ids: The sample ids, one list per micro-batch.
         counted: With --calculate-per-token-loss, the number of labels that count in each
-            micro-batch, as fp64 scalars on the device, wherever the model ends; otherwise empty.
+            micro-batch, as fp64 scalars on the device, even if the last part of the model is on
+            another process; otherwise empty.
         labels: The number of labels of a micro-batch, whether they count or not; 0 until it is
             known.
     """
@@ -83,7 +84,7 @@ class Passes:
         self._begun: Tensor | None = None
 
     def begin(self) -> None:
-        """Run the first forward pass ahead of `forward_backward`. The whole model must be here."""
+        """Run the first forward pass ahead of `forward_backward`. This process needs all parts."""
         self._run.layout.journal.enter("first forward pass, ahead of time")
         with torch.enable_grad():
             self._begun = self._step(0, 0, None)
@@ -155,7 +156,7 @@ class Passes:
         return self._scale(loss / self._count)
 
     def _scale_router_losses(self, micro_batch: int) -> None:
-        """Let backward scale the losses of routers as it scales this micro-batch's loss."""
+        """Let backward scale the router losses as it scales this micro-batch's loss."""
         routers = self._run.layers.routers
         if routers.loss_scale is None:
             return

@@ -60,8 +60,9 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         argv: The command line, or `None` for the process's own.
 
     Returns:
-        The exit code: 0 after a complete run; 3 after a signal made the run save and exit, or 141
-        if the end of the log's reader did; otherwise the code of the error (`megatron.errors`).
+        The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if it
+            did so because nothing reads its log any more; otherwise the code of the error
+            (`megatron.errors`).
     """
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)

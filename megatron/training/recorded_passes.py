@@ -32,7 +32,7 @@ PartForward = Callable[..., Tensor | Losses]
 
 
 class TrainingForward(Protocol):
-    """The way in which a micro-batch goes through a part of the model in training."""
+    """An object that runs micro-batches through a part of the model in training."""
 
     may_run_ahead: bool
     """Whether a pass may begin before the previous update is known to have ended."""
@@ -48,7 +48,7 @@ class TrainingForward(Protocol):
 
 
 class DirectForward:
-    """The recipe's forward without changes."""
+    """A `TrainingForward` that calls the recipe's forward without changes."""
 
     may_run_ahead = True
 
@@ -77,10 +77,10 @@ class _Recording:
     Attributes:
         inputs: The micro-batch.
         losses: The losses, scalars by log name.
-        gradients: The gradients of the losses, in their order.
-        forward: Runs from inputs to losses. Keeps the tensors that backward reads.
-        backward: Runs from `gradients` to those of the weights.
-        note_written: Tells the gradients' buffer that backward has run.
+        gradients: The gradients of the losses, in the order of `losses`.
+        forward: Computes the losses from the inputs, and keeps the tensors that backward reads.
+        backward: Computes the weights' gradients from `gradients`.
+        note_written: Tells the gradient buffer that backward has run.
     """
 
     inputs: dict[str, Tensor]
@@ -94,10 +94,10 @@ class _Recording:
 class RecordedPasses:
     """Recordings of a model's passes, made when they are first needed.
 
-    There is one for each shape of a micro-batch, and for each way in which its backward treats
-    existing gradients: the first of an update overwrites them, the others add. Warm-up updates, and
-    the first micro-batch of each kind, run without recordings, so that libraries choose their
-    kernels and allocate memory then.
+    There is one for each micro-batch shape, and for each way in which its backward treats existing
+    gradients: the first of an update overwrites them, the others add. Warm-up updates, and the
+    first micro-batch of each kind, run without recordings, so that libraries choose their kernels
+    and allocate memory then.
 
     Args:
         forward: The forward of the whole model, which returns losses by log name.
@@ -181,7 +181,7 @@ class RecordedPasses:
 
 
 class _Replay(torch.autograd.Function):
-    """A replay of a recording. It returns copies of the losses, which the next one overwrites."""
+    """A replay of a recording. It copies the losses, because the next replay overwrites them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> tuple[Tensor, ...]:

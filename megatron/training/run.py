@@ -63,7 +63,7 @@ class ParallelModel:
         weight_gradients: The queue in which a zero-bubble schedule keeps weight gradients for
             later.
         gradients: The parts' gradients.
-        forward: How a micro-batch goes through a part in training.
+        forward: Runs a micro-batch through a part in training.
         optimizer: The optimizer that turns gradients into new weights.
     """
 
@@ -106,7 +106,7 @@ class Run(ParallelModel):
     """Fingerprint of the training data, on rank 0; None if tokens are generated."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of all parts with their names, which are global."""
+        """Yield the parameters of all parts with their global names."""
         for part in self.parts:
             yield from part.named_parameters()
 

@@ -49,9 +49,9 @@ class Updates:
     """The sequence of updates in a run.
 
     Nothing in an update waits for the device except its end, where the host reads the result. The
-    device would then be idle until the host has begun the next update: 7 of 315 ms with a GPT of
-    1.7B on an H200. So the next update's first forward pass is queued before the wait. It depends
-    only on the weights, which are final by then, whether this update was applied or skipped.
+    device would then be idle until the host has begun the next update: 7 of 315 ms with a 1.7B GPT
+    on an H200. So the next update's first forward pass is queued before the wait. It depends only
+    on the weights, which are final by then, whether this update was applied or skipped.
     """
 
     def __init__(self, run: Run) -> None:
@@ -222,7 +222,7 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
     """Return the share of the global batch's labels that counts: a scalar fp64 on the device.
 
     Collective over the data axis. Each micro-batch's loss is multiplied by the share of its own
-    labels, which is known when it is differentiated; the global share is known once all
+    labels, which is known when the loss is differentiated; the global share is known once all
     micro-batches are loaded, and divides the gradients' average. The sums are of whole numbers, so
     all processes get the same bits.
     """

@@ -10,7 +10,7 @@ from megatron.processes.groups import BACKSTOP
 
 
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the size in bytes of the largest message of a split layer to one tensor rank.
+    """Return the size in bytes of the largest message that a split layer sends to one rank.
 
     A message is the rank's part of a micro-batch's hidden states.
 

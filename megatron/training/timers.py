@@ -53,7 +53,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now(level) - start
 
     def _now(self, level: int) -> float:
-        """Return the time at which the device and, for a barrier, all ranks are done."""
+        """Return the time once the device and, with a barrier, all ranks have finished."""
         self._device.synchronize()
         if self._barrier and level == 1:
             self._world.barrier()
@@ -132,7 +132,7 @@ class Bubble(NamedTuple):
 
 
 class OperationClock:
-    """A clock for when this pipeline stage computes and when it waits in one update.
+    """A clock that measures when this pipeline stage computes, and when it waits, in one update.
 
     On a GPU, events in the device's own queue give the times, so timing does not synchronize.
 

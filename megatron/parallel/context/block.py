@@ -42,7 +42,7 @@ class QueryRows(NamedTuple):
 
 
 class BlockForward(Protocol):
-    """The forward function of one form of attention within a block."""
+    """The forward function of one implementation of attention within a block."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
@@ -53,7 +53,7 @@ class BlockForward(Protocol):
             query: The queries [b, n, q, d].
             key: The keys [b, g, k, d].
             value: The values [b, g, k, d].
-            causal: Row i attends to columns up to i; q = k.
+            causal: Whether row i attends only to columns up to i. This requires q = k.
             dropout: The dropout probability of attention weights.
 
         Returns:
@@ -63,7 +63,7 @@ class BlockForward(Protocol):
 
 
 class BlockBackward(Protocol):
-    """The backward function of one form of attention within a block."""
+    """The backward function of one implementation of attention within a block."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class BlockBackward(Protocol):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The forward and backward functions of one form, and the reason for choosing it."""
+    """The forward and backward functions of one implementation, and the reason for choosing it."""
 
     name: str
     reason: str
@@ -101,7 +101,7 @@ class BlockAttention:
 
 
 def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> BlockAttention:
-    """Choose the flash kernel if it runs, otherwise the plain form."""
+    """Choose the flash kernel if it can run, otherwise plain PyTorch."""
     misfit = flash_misfit(head_size, dtype, device)
     if misfit:
         return plain_block(misfit)
@@ -109,12 +109,12 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
 
 
 def plain_block(reason: str) -> BlockAttention:
-    """Return the form of attention that uses only PyTorch's basic operations."""
+    """Return the implementation of attention that uses only PyTorch's basic operations."""
     return BlockAttention("plain", reason, reference_forward, reference_backward)
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
-    """Add a block to a result, in place, weighted by its share of the exponentials' sum."""
+    """Add a block to a result, in place, weighted by its share of the sum of exponentials."""
     share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
     out.lerp_(part.to(out.dtype), share)
     logsumexp.copy_(logsumexp.logaddexp(part_sum))
@@ -179,7 +179,7 @@ def flash_forward(
 def flash_backward(
     rows: QueryRows, key: Tensor, value: Tensor, *, causal: bool, dropout: float, drawn: Drawn
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the kernel's gradients. It recomputes weights from the whole row's log-sum-exp."""
+    """Return the gradients from the kernel, which recomputes weights from the rows' log-sum-exp."""
     if not drawn:
         drawn = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows

@@ -1,10 +1,11 @@
 """Two ways for parts of a sequence to attend to each other: a ring, and all-to-all (Ulysses).
 
 Ring attention (Liu et al., 2023): keys and values travel while queries stay. In C steps the keys
-and values of every rank pass through this one. While a block is computed, the next one is under
-way. Blocks' results are merged by their log-sum-exp; blocks that lie in the future are never
-computed. Backward goes around once more, with the gradients of keys and values one step behind.
-Dropout draws a mask for each block, and forward keeps only the values needed to draw it again.
+and values of every rank pass through this one. While a block is computed, the next one is in
+transit. The results of blocks are merged using their log-sum-exp; blocks that lie in the future are
+never computed. Backward goes around once more, with the gradients of keys and values one step
+behind. Dropout draws a mask for each block, and forward keeps only the values needed to draw it
+again.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
 a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global
@@ -87,7 +88,7 @@ def ring_attention(
             needed. Dropout is drawn from the device's default generator, which must have a
             different seed on every rank of the axis.
         axis: The context axis.
-        block: The form of the attention within a block.
+        block: The implementation of attention within a block.
 
     Returns:
         The result [l, b, n * d], in the type of `query`.
@@ -147,7 +148,7 @@ class _Ring:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
-        """Return the result [b, n, l, d]; keep each step's values to draw its mask again."""
+        """Return the result [b, n, l, d]. Keep the values needed to draw each mask again."""
         axis, steps = ring.axis, ring.steps
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
         out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider

@@ -27,7 +27,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
     """Yield every (stage, operation) in an order in which they can run.
 
     Sends are buffered. A receive takes the oldest message that was sent over its edge, as NCCL and
-    gloo do, so that message must be the one it needs.
+    gloo do, so the oldest one must be the message it needs.
 
     Raises:
         ScheduleError: There is a deadlock, a message out of turn, or one that is never received.
@@ -111,7 +111,7 @@ def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: in
 
 
 def _check_stage(schedule: Schedule, stage: int) -> int:
-    """Check operations by micro-batch and chunk; return the most activations held at once."""
+    """Check each micro-batch in each chunk; return the peak number of activations held at once."""
     chunks = 1 + max(operation.chunk for operations in schedule for operation in operations)
     micro_batches = 1 + max(operation.micro_batch for operation in schedule[0])
     kinds = {operation.kind for operation in schedule[stage]}

@@ -1,4 +1,4 @@
-"""Execution of a stage's operations under any schedule. Only this module here computes.
+"""Execution of a stage's operations under any schedule. This is the only module here that computes.
 
 Autograd runs the backward of each part separately: a part's input is a leaf of its graph, whose
 gradient goes to the previous stage. Only the place of a part's output in the graph is kept, never

@@ -72,13 +72,13 @@ class PipelineChannel:
         self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape
 
     def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
-        """Return the same connections for messages of other shapes, by micro-batch."""
+        """Return the same connections for messages whose shape depends on the micro-batch."""
         other = copy.copy(self)
         other._shape_of = shape_of
         return other
 
     def post_receive(self, operation: Operation) -> None:
-        """Start receiving, in schedule order; `receive` of the same operation gets the result."""
+        """Start receiving, in schedule order; `receive` for the same operation gets the result."""
         edge = self._edge(operation)
         shape = self._shape_of(operation.micro_batch)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)

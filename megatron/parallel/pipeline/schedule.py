@@ -105,7 +105,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, micro: int) -> int:
-    """Return the most (micro-batch, chunk) activations that `stage` may hold at once.
+    """Return the largest number of (micro-batch, chunk) activations `stage` may hold at once.
 
     With uniform layers each is 1 / (stages * chunks) of a micro-batch's activations. In a
     zero-bubble schedule every stage holds as much as 1F1B's first, because weight gradients still
@@ -121,7 +121,7 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
 
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
-    """Return the most micro-batches whose loss the last stage may keep for backward.
+    """Return the largest number of micro-batches whose loss the last stage keeps for backward.
 
     Every kind but "gpipe" starts backward as soon as a micro-batch has passed the last part. The
     tensors that the head keeps are freed with the backward of its inputs: its weight gradient is
@@ -131,7 +131,7 @@ def loss_bound(kind: ScheduleKind, micro: int) -> int:
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run all forwards chunk by chunk, then all backwards from the last chunk on."""
+    """Run all forwards chunk by chunk, then all backwards from the last chunk to the first."""
     forwards = [Operation("forward", m, c) for c in range(chunks) for m in range(micro_batches)]
     backwards = [
         Operation("backward", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)

@@ -37,7 +37,7 @@ class Times:
     communication: float = 0.0
 
     def by_kind(self, stage: int) -> dict[str, tuple[float, ...]]:
-        """Return durations of a stage's computations, [chunk] by kind."""
+        """Return the durations of a stage's computations: one per chunk, by kind of operation."""
         inputs, weights = self.backward_input[stage], self.backward_weight[stage]
         return {
             "forward": self.forward[stage],

@@ -13,8 +13,8 @@ The queue is an ordinary object, not thread-local state: on GPUs autograd runs b
 thread while the thread that called it waits.
 
 `parameter_waves` maps each parameter to the operations of a schedule that bring its gradient. An
-operation brings those of one chunk. If a zero-bubble schedule divides backward in two, the first
-part brings the gradients that no layer defers: biases, normalizations, embeddings.
+operation brings the gradients of one chunk. If a zero-bubble schedule divides backward in two, the
+first part brings the gradients that no layer defers: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WeightGradientQueue:
         return self._open is not None
 
     def __len__(self) -> int:
-        """Return the number of backward passes whose weight gradients wait."""
+        """Return the number of backward passes whose weight gradients are waiting."""
         return len(self._waiting)
 
     @contextmanager

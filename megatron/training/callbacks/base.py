@@ -41,7 +41,7 @@ class Callback:
         """Act once, before the first step."""
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether `after_step` of the coming update occupies the device.
+        """Return whether `after_step` of the coming update will occupy the device.
 
         If so, the following update does not begin early.
         """

@@ -20,7 +20,7 @@ _HOUR = 3600.0
 
 
 class Checkpoints(Callback):
-    """Checkpoints at the requested intervals, on an early exit, and at the end of training.
+    """A callback that saves at the requested intervals, on an early exit, and after training.
 
     With `--async-save` one save may run in the background while training continues, and the next
     save waits for it. A failed save publishes nothing and is reported at once. The save after it

@@ -16,7 +16,7 @@ _MIB = 1024 * 1024
 
 
 class LogLine(Callback):
-    """One line every `--log-interval` iterations, on the last rank.
+    """A callback that prints a line every `--log-interval` iterations, on the last rank.
 
     The reported time includes steps, data loading and logging, but not checkpoints or evaluations.
 
@@ -31,7 +31,7 @@ class LogLine(Callback):
         self._start = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Begin to count, before the first step and after each line."""
+        """Start counting, before the first step and after each line."""
         self._seconds = 0.0
         self._sums: dict[str, float] = {}
         self._iterations = self._counted = self._skipped = self._nan = self._samples = 0

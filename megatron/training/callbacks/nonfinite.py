@@ -23,7 +23,7 @@ class NonFinitePolicy(Callback):
     """
 
     def __init__(self) -> None:
-        """Start with no skipped update."""
+        """Start with no skipped updates."""
         self._in_a_row = 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:

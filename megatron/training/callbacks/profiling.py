@@ -30,7 +30,7 @@ def profile_folder(config: RunConfig) -> Path:
 
 
 class Profile(Callback):
-    """A trace of iterations [start, end) for a browser's trace viewer (`--profile`).
+    """A callback that traces iterations [start, end) for a browser's trace viewer (`--profile`).
 
     In the trace every iteration is a range called "iteration N", and every timer of `Timers` is a
     range with its name.
@@ -90,7 +90,7 @@ class Profile(Callback):
 
 
 class PipelineBubble(Callback):
-    """The measured and predicted pipeline bubble (`--log-pipeline-bubble`).
+    """A callback that reports measured and predicted bubbles (`--log-pipeline-bubble`).
 
     It prints a line every `--log-interval` iterations and writes two scalars per iteration, for the
     pipeline of the logging rank. The other pipelines do the same work.

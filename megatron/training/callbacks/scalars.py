@@ -178,7 +178,7 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 
 
 class Scalars(Callback):
-    """The scalars written every `--tensorboard-log-interval` iterations and after evaluations.
+    """A callback that writes scalars at `--tensorboard-log-interval` and after evaluations.
 
     Args:
         writers: The writers, an empty sequence on ranks that do not log.

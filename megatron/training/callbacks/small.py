@@ -16,10 +16,10 @@ from megatron.training.step import StepOutcome
 
 
 class GarbageCollection(Callback):
-    """Garbage collection on all ranks at the same iteration (`--manual-gc`).
+    """A callback that collects garbage on all ranks at the same iteration (`--manual-gc`).
 
-    By default every process collects at its own time, and each pause delays all other processes
-    at the next collective. With an interval of 0 there is no collection during training.
+    By default every process collects at a time of its own, and each pause delays all other
+    processes at the next collective. With an interval of 0 there is no collection during training.
     """
 
     def on_start(self, run: Run) -> None:
@@ -49,9 +49,10 @@ class EmptyCache(Callback):
 
 
 class SampleIds(Callback):
-    """A JSON lines file of the samples that each iteration consumed (`--log-sample-ids`).
+    """A callback that writes each iteration's sample ids to a file (`--log-sample-ids`).
 
-    A line holds "iteration" and "ids", sorted so that layouts compare equal.
+    Each line is a JSON object with "iteration" and "ids". The ids are sorted, so that layouts
+    compare equal.
     """
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
