@@ -183,7 +183,9 @@ class ExpertLinear(nn.Module):
                 is_expert=True,
             )
         self._adds_bias = not sums or context.layout.expert_tensor.is_first
-        self._form = choose_grouped_product(context.device, self.weight.dtype)
+        self._form = choose_grouped_product(
+            context.device, self.weight.dtype, context.kernels.library
+        )
         context.registry.deferrable_weights.append(self.weight)
         self._gradient = context.registry.reserve_slot(self.weight)
         self._queue = context.weight_gradients

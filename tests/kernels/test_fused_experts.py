@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.kernels.grouped import Grouping, collect, spread
+from megatron.kernels.grouped import Grouping, collect, spread, take_gradient
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -84,3 +84,14 @@ def test_values_of_rows_without_an_expert_are_never_read_as_numbers(kernels):
     assert weights.grad.isfinite().all()
     assert rows.grad is not None
     assert (rows.grad[kept:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_gradient_is_written_or_added(kernels, dtype, accumulate):
+    library, device = kernels
+    value = torch.randn(3, 7, 40, generator=fresh()).to(device, dtype)
+    into = torch.randn(3, 7, 40, generator=fresh()).to(device)
+    expected = into + value if accumulate else value.float()
+    take_gradient(library, value, into, accumulate)
+    assert torch.equal(into, expected)

@@ -89,6 +89,8 @@ def cases():
         yield "combine_rows", (draw(4, 16), place, weights)
     rows = (draw(2, 16), draw(4, 16), order, place, draw(2, 2, dtype=FP32))
     yield "combine_rows_backward", rows
+    for accumulate in (False, True):
+        yield "take_gradient", (draw(4, 16), draw(4, 16, dtype=FP32), accumulate)
     labels = torch.tensor([0, 63, -1, 64, 5])
     yield "cross_entropy_statistics", (draw(5, 64), labels)
     rows = (_rows(), _rows(), _rows(BF16))

@@ -75,6 +75,22 @@ __global__ void __launch_bounds__(kMostThreads)
   if (exists && threadIdx.x == 0) weights_grad[choice] = product;
 }
 
+// into = value, or into + value.
+template <typename T, bool ADD>
+__global__ void __launch_bounds__(kMostThreads)
+    take_gradient_kernel(const T* __restrict__ value, float* __restrict__ into, int64_t count) {
+  constexpr int V = vector_size<T>;
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * V;
+  if (at >= count) return;
+  auto sum = to_floats(load<T, V>(value + at));
+  if (ADD) {
+    const auto before = load<float, V>(into + at);
+#pragma unroll
+    for (int i = 0; i < V; i++) sum.at[i] += before.at[i];
+  }
+  store(into + at, sum);
+}
+
 // Threads of a block that share a row.
 inline int threads_of(int64_t columns, int vector) {
   const int64_t warps = divide_up(divide_up(columns, vector), 32);
@@ -109,5 +125,16 @@ extern "C" int combine_rows_backward(const void* grad, const void* rows, const v
                   static_cast<const T*>(rows), static_cast<const int64_t*>(order),
                   static_cast<const int64_t*>(place), static_cast<const float*>(weights),
                   static_cast<T*>(rows_grad), static_cast<float*>(weights_grad), chosen, columns);
+  });
+}
+
+// value [count] of dtype, written to into fp32 [count], or added; count is a multiple of 16 bytes.
+extern "C" int take_gradient(const void* value, void* into, int64_t count, int64_t accumulate,
+                             int64_t dtype, cudaStream_t stream) {
+  return with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto kernel = accumulate ? take_gradient_kernel<T, true> : take_gradient_kernel<T, false>;
+    return launch(kernel, dim3(divide_up(count, kMostThreads * vector_size<T>)), dim3(kMostThreads), 0,
+                  stream, static_cast<const T*>(value), static_cast<float*>(into), count);
   });
 }
