@@ -118,9 +118,9 @@ def _end_without_memory(
 def rehearsed() -> Iterator[None]:
     """Run the block in a forked process first if `ulimit -v` is set.
 
-    Short of memory, native libraries do not only raise: while they are loaded, they abort, crash,
-    or exit with 1 or 127, each in its own words. Only another process can tell what that was. The
-    block must not start threads or write files.
+    When memory is short, native libraries do more than raise errors: while they are loaded, they
+    abort, crash, or exit with 1 or 127, each with a message of its own. Only another process can
+    tell what happened. The block must not start threads or write files.
 
     Raises:
         ShortageError: There is too little memory for the block.
@@ -140,8 +140,8 @@ def _begin_rehearsal() -> None:
     """Fork a process that goes on from here without output, and wait for its end.
 
     Raises:
-        ShortageError: It did not end well. What Python itself ends with, such as an exit after
-            --help, counts as well, because it will happen again in this process.
+        ShortageError: The fork failed for lack of memory. If Python itself ends it, for example
+            after --help, that is no failure: this process will end in the same way.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return

@@ -137,7 +137,7 @@ class BackgroundSaver:
             iteration: Training steps taken.
             entries: This rank's tensors.
             meta: A JSON value; rank 0's is saved.
-            since: Time at which training stopped for this save, by `time.perf_counter`.
+            since: The `time.perf_counter` time at which training stopped for this save.
 
         Returns:
             Seconds for which training has waited on this rank.

@@ -37,7 +37,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype, for example "BF16".
+    """Return safetensors' name for a dtype, for example "BF16".
 
     Raises:
         ValueError: Safetensors has no name for the type.

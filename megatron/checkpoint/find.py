@@ -76,8 +76,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
     """Return all complete checkpoints in the order in which to try them.
 
     The one that the tracker names comes first, then the older ones, newest first. Checkpoints newer
-    than the tracker says come last, newest first: they were never reported as saved, or someone has
-    moved the tracker back.
+    than the one that it names come last, newest first: they were never reported as saved, or
+    someone has moved the tracker back.
 
     Args:
         root: Folder of checkpoints. If it is missing, or never held one, the list is empty.
@@ -197,7 +197,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
-    """Return a checkpoint folder's format and "", or None and why it is not one that we read."""
+    """Return a checkpoint folder's format and "", or None and the reason why we do not read it."""
     is_kind = {
         "native": (path / MANIFEST).is_file(),
         "legacy": any(path.glob("mp_rank_*")),

@@ -179,7 +179,8 @@ def open_root(
         allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
 
     Raises:
-        CheckpointError: None of the checkpoints can be read, or none is of the requested iteration.
+        CheckpointError: None of the checkpoints can be read, or none is for the requested
+            iteration.
     """
     if not is_model_folder(root):
         return open_checkpoint(

@@ -1,4 +1,4 @@
-"""Read a safetensors file through the descriptor by which it was checked."""
+"""Read a safetensors file through the descriptor with which it was checked."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class OptimizerScalars(TypedDict):
 
 
 class SavedSchedule(TypedDict, total=False):
-    """The values of schedules under Megatron's names (`Schedules.to_dict`), old ones included."""
+    """The values of schedules under Megatron's names (`Schedules.to_dict`), old names included."""
 
     num_steps: _Position
     num_iters: _Position

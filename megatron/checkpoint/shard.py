@@ -38,7 +38,7 @@ class Placement:
     """The position of a tensor in a shard file.
 
     Attributes:
-        dtype: Safetensors' name of the dtype.
+        dtype: Safetensors' name for the dtype.
         shape: The shape of the part that the file holds.
         start: The first byte, counted from the start of the file.
         size: The number of bytes.

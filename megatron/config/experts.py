@@ -1,4 +1,4 @@
-"""Options of mixtures of experts, under Megatron Core's names."""
+"""Options for mixtures of experts, under Megatron Core's names."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ExpertOptions:
 
     Attributes:
         num_experts: Number of experts in each mixture layer. Default: all layers are dense.
-        moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, from the
-            first on; a pattern of ones and zeros such as ([0]*1+[1]*3) names them.
+        moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, starting
+            with the first; a pattern of ones and zeros such as ([0]*1+[1]*3) names them.
         moe_ffn_hidden_size: Inner width of an expert. Default: --ffn-hidden-size.
-        moe_shared_expert_intermediate_size: Inner width of the shared experts, which every token
-            passes through, in all. Default: no shared experts.
+        moe_shared_expert_intermediate_size: Total inner width of the shared experts, which every
+            token passes through. Default: no shared experts.
         moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
         moe_router_topk: Number of experts that each token is sent to.
         moe_router_score_function: Function that turns the router's logits into scores.

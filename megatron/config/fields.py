@@ -46,7 +46,7 @@ class FlagInfo:
             field's name.
         off: Spellings that turn a switch off. If empty, `--no-` and the preferred spelling.
         choices: The accepted values.
-        convert: The function that reads the value from text, if it is not that of the type.
+        convert: The function that reads the value from text, if not the usual one for its type.
         notice: Printed once if the value is not the default, for a flag that is accepted although
             it has no effect.
         at_least: The smallest value.

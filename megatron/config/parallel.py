@@ -1,4 +1,4 @@
-"""Options of parallelism: how processes share the work and how they communicate."""
+"""Parallelism options: how processes share the work and how they communicate."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
 
 
 def _spelt(data: DataOptions, field: str) -> str:
-    """Return what gave the words that name corpora: a flag, or a flag and its file."""
+    """Return the source of the words that name corpora: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
@@ -57,7 +57,10 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def blends(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield words that are neither one prefix nor pairs of a positive weight and a prefix."""
+    """Yield an error for words that are neither a prefix nor pairs of a weight and a prefix.
+
+    Weights must be positive.
+    """
     data = config.data
     for field, words in _given(data).items():
         name = _spelt(data, field)

@@ -12,7 +12,7 @@ from megatron.config.stages import megatron_misfit, possible_plan
 
 
 def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if a run shall save in Megatron Core's format."""
+    """Yield an error if a run is to save in Megatron Core's format."""
     if config.checkpoint.ckpt_format == "torch_dist" and config.checkpoint.save is not None:
         yield (
             "--ckpt-format torch_dist with --save: this is a Megatron Core format, which is read "

@@ -18,7 +18,7 @@ _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the flags that every training run must have and that are missing."""
+    """Yield an error for each flag that every training run must have and that is missing."""
     paths = [f"model.{name}" for name in _REQUIRED]
     paths += ["data.seq_length", "training.micro_batch_size"]
     if not config.training.skip_train:
@@ -37,7 +37,7 @@ def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def heads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield numbers of heads that do not divide evenly."""
+    """Yield an error for each number of heads that does not divide evenly."""
     model = config.model
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if not count or count < 1:
@@ -89,7 +89,7 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in the experts and their router."""
+    """Yield an error for each mistake in the experts and their router."""
     model = config.model
     count, chosen = model.num_experts, model.moe_router_topk
     if not count:
@@ -225,7 +225,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield settings that a T5 requires or does not support."""
+    """Yield an error for each setting that a T5 lacks or does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel

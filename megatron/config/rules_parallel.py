@@ -180,7 +180,7 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield mistakes in how processes divide experts."""
+    """Yield an error for each mistake in how processes divide experts."""
     model, parallel = config.model, config.parallel
     count, ranks = model.num_experts, parallel.expert_model_parallel_size
     if not count:
@@ -267,7 +267,7 @@ def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield settings that cannot be combined with --DDP-impl torch."""
+    """Yield an error for each setting that cannot be combined with --DDP-impl torch."""
     if config.parallel.ddp_impl == "torch":
         yield from _excluded(config, "--DDP-impl torch", _NOT_WITH_TORCH_DDP)
 
@@ -303,7 +303,7 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield settings that cannot be combined with --tp-comm-overlap."""
+    """Yield an error for each setting that cannot be combined with --tp-comm-overlap."""
     parallel, shown = config.parallel, "--tp-comm-overlap"
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # a notice says so for a single process
@@ -313,7 +313,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield settings that cannot be combined with recorded passes (--cuda-graph-impl)."""
+    """Yield an error for each setting that cannot be combined with --cuda-graph-impl."""
     training, parallel, model = config.training, config.parallel, config.model
     shown = f"--cuda-graph-impl {training.cuda_graph_impl}"
     if training.cuda_graph_impl == "transformer_engine":

@@ -59,7 +59,7 @@ def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def length(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield lengths that exclude each other or count different units."""
+    """Yield an error for lengths that exclude each other or are counted in different units."""
     training, schedule = config.training, config.schedule
     iters, samples = training.train_iters, training.train_samples
     if iters is not None and samples is not None:
@@ -219,7 +219,7 @@ def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield flags about non-finite numbers that contradict each other."""
+    """Yield an error if flags about non-finite numbers contradict each other."""
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
         yield (

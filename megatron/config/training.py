@@ -1,4 +1,4 @@
-"""Options of training: batches, length, recomputation, exit and non-finite numbers."""
+"""Options for training: batches, length, recomputation, exit and non-finite numbers."""
 
 from __future__ import annotations
 

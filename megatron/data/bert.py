@@ -57,7 +57,7 @@ class BertDataset(SentenceSamples):
     `is_random`: A single number: 1 if the segments are swapped, otherwise 0.
     `loss_mask`: 1 at masked positions, otherwise 0.
     `padding_mask`: 0 at padding, otherwise 1.
-    `id`: The sample's number.
+    `id`: The sample's index.
     """
 
     kind = "BERT"

@@ -111,8 +111,8 @@ def build_datasets(
     Args:
         request: The data that the run needs.
         build_part: A function that makes the samples of one part of one dataset.
-        build_mock: A function that makes the samples of --mock-data, from the number of samples
-            and the number of the split.
+        build_mock: A function that makes the samples of --mock-data, from the number of samples and
+            the index of the split.
         count_documents: A function that counts the documents that --split divides. By default each
             sequence is a document, as in Megatron's GPT.
 
@@ -285,7 +285,7 @@ class BlendIndex(NamedTuple):
 
     Attributes:
         datasets: The dataset of each sample, `[n]` uint8 (int16 from 255 datasets on).
-        samples: The number of each sample within its dataset, `[n]`.
+        samples: The index of each sample within its dataset, `[n]`.
     """
 
     datasets: NDArray[Any]
@@ -399,7 +399,7 @@ class BlendedDataset:
         return len(self.index.datasets)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`; its `id` is its number in the blend, not in its own dataset."""
+        """Return sample `i`; its `id` is its index in the blend, not in its own dataset."""
         dataset = self.datasets[int(self.index.datasets[i])]
         sample = dataset[int(self.index.samples[i]) % len(dataset)]
         return {**sample, "id": i}

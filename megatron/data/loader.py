@@ -85,7 +85,7 @@ class SingleSampler(_Sampler):
 class CyclicSampler(_Sampler):
     """Endless passes over the samples, in a new random order each epoch.
 
-    As in Megatron, the order is drawn from the epoch's number alone, not from --seed.
+    As in Megatron, the order is drawn from the epoch's index alone, not from --seed.
 
     Attributes:
         data_sharding: Whether each process shuffles its own contiguous share. If not, the
@@ -146,7 +146,7 @@ def build_loader(
 
     Args:
         dataset: The dataset to load from.
-        sampler: An iterable of the sample numbers of each micro-batch.
+        sampler: An iterable of the sample indices of each micro-batch.
         num_workers: The number of processes that load in advance. 0 loads in this process.
         seed: The seed of the loader's private generator.
         pin_memory: Whether to copy batches to page-locked memory, which is only useful with a GPU.
@@ -215,7 +215,7 @@ class _LoadingProcess(context.ForkProcess):
     """A data loading process that ends without a traceback if memory is short."""
 
     def run(self) -> None:
-        """Load until the training process says to end; `lost_workers` reports another end."""
+        """Load until the training process says to end; `lost_workers` reports any other end."""
         try:
             super().run()
         except Exception as error:

@@ -409,7 +409,7 @@ def map_in_order(
 
 
 def _reason(worker: Any, reader: Any, report: Connection, remedy: str) -> Exception:
-    """Return the error to raise for a worker that ended before its answer."""
+    """Return the error to raise for a worker that ended before it answered."""
     worker.join(timeout=5)
     code = worker.exitcode
     if code == 0:  # the worker has no more tasks, because the reader has ended
@@ -431,7 +431,7 @@ def _run_child(
     unused: Sequence[Connection],
     *arguments: object,
 ) -> None:
-    """Run the work of a child process, which ends in silence if a pipe closes."""
+    """Run the work of a child process, which ends silently if a pipe closes."""
     try:
         # Ctrl-C reaches every process of the terminal; the parent decides how to react.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -34,7 +34,7 @@ _WORDS, _MIDDLE = 312, 156
 
 
 class SentenceMapPlan(NamedTuple):
-    """Everything that determines a map except the lengths.
+    """Everything, except the lengths, that determines a map.
 
     Attributes:
         num_samples: The number of rows that are needed. Whole passes over the documents give more.
@@ -98,7 +98,7 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
     It has at least `plan.num_samples` rows.
 
     Args:
-        plan: Everything that determines the map except the lengths.
+        plan: Everything, except the lengths, that determines the map.
         text: The documents. At least one must be usable.
     """
     rows = _rows_in_order(plan, _places(plan, text))

@@ -51,7 +51,7 @@ class SentenceSource(DescribedDataset, Protocol):
 
 @dataclasses.dataclass(eq=False)
 class MappedSentences:
-    """The runs of sentences of an indexed dataset that a map lists.
+    """The runs of sentences that a map lists in an indexed dataset.
 
     Attributes:
         data: The dataset.

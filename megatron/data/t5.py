@@ -63,7 +63,7 @@ class T5Dataset(SentenceSamples):
     `loss_mask`: 1 for labels that count in the loss, otherwise 0, `[d]`.
     `enc_mask`: 0 at padding in `text_enc`, otherwise 1, `[e]`.
     `dec_mask`: 0 at padding in `text_dec`, otherwise 1, `[d]`.
-    `id`: The sample's number.
+    `id`: The sample's index.
     """
 
     kind = "T5"

@@ -104,7 +104,7 @@ class Answer(ABC):
         """Process the results of `_next_choices`, and return the events to report."""
 
     def _prompt_choices(self, row: Row) -> list[PlacedChoice]:
-        """Return the prompt tokens to score in this row. Preemption makes them be scored again."""
+        """Return the prompt tokens to score in this row. After a preemption, score them again."""
         if not self._owes_prompt:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs
@@ -154,7 +154,7 @@ class PlainAnswer(Answer):
 
     @property
     def can_expect(self) -> bool:
-        """Whether the next token can be chosen without knowing the one under way."""
+        """Whether the next token can be chosen without knowing the one being computed."""
         depends = self._choice.is_penalized or self.request.sampling.banned_pairs
         return not self._owes_prompt and not depends
 

@@ -109,7 +109,7 @@ class CacheMemory:
 
     Attributes:
         shapes: Number of KV heads in this process and of channels per head, by layer index from 0.
-        paged: Attention that writes the cache and serves sequences that add one token.
+        paged: Attention that writes to the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
@@ -164,7 +164,7 @@ class StepCache:
             query: Queries [s, 1, n/t, d].
             key: Keys [s, 1, g/t, d].
             value: Values [s, 1, g/t, d].
-            layer_number: Number of the layer, counted from 1.
+            layer_number: Index of the layer, counted from 1.
 
         Returns:
             Attention output [s, 1, n d / t].

@@ -56,7 +56,7 @@ class BatchEngine:
     Attributes:
         executor: Executor that runs the model.
         settings: Sizes of steps and of the cache.
-        limits: Limits of the requests that `add` accepts.
+        limits: Limits on the requests that `add` accepts.
         seed: Seed for requests that do not set one.
         looks_ahead: Whether to queue a step before the previous step's results are read.
         choices: Names and descriptions of the implementations in use, for the start-up panel.

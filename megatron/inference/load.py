@@ -295,7 +295,10 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
 
 
 def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield why the run lacks a model or a tokenizer. Old checkpoints do not name a tokenizer."""
+    """Yield an error if the model or the tokenizer is missing.
+
+    Old checkpoints do not name a tokenizer.
+    """
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
     else:

@@ -117,7 +117,7 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        id: Name chosen by the caller. No two requests under way may share one.
+        id: Name chosen by the caller. No two requests in progress may share one.
         prompt: Token ids of the prompt, at least one.
         sampling: Settings for continuing the prompt.
     """
@@ -207,7 +207,7 @@ Event = Prompt | Token | Finished
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the requests that an engine can answer.
+    """Limits on the requests that an engine can answer.
 
     Attributes:
         vocab_size: Number of token ids, which start at 0.
@@ -228,7 +228,7 @@ class Stats:
 
     Attributes:
         running: Number of requests in the batch.
-        waiting: Number of requests that wait for a place in the batch.
+        waiting: Number of requests that are waiting for a place in the batch.
         blocks: Number of blocks in the KV cache.
         blocks_used: Number of blocks that running requests use.
         preempted: Number of times that a sequence gave up its blocks, to be computed again later.

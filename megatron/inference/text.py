@@ -93,6 +93,6 @@ class StopStrings:
         return Shown(shown)
 
     def rest(self) -> str:
-        """Return the text that is still held back, once no more text comes."""
+        """Return the text that is still held back. Call this when there is no more text."""
         held, self._held = self._held, ""
         return held

@@ -44,7 +44,7 @@ class AdamNumbers:
         beta2: Decay of the mean of their squares.
         eps: The number added to the root of the mean square.
         weight_decay: Decoupled weight decay.
-        step: The number of the update, from 1; a scalar fp32 tensor on the device.
+        step: The index of the update, from 1; a scalar fp32 tensor on the device.
         gradient_scale: The divisor of the gradients; a scalar fp32 tensor on the device.
         found_nonfinite: If this is not 0, the update changes nothing; a scalar fp32 tensor on the
             device.

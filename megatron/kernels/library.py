@@ -3,8 +3,9 @@
 The library is found or built once, when a model is built, and then passed to the functions that
 launch its kernels:
 
-    choice = find_library(device) norm = choose_add_norm(choice.library)  # without a library: plain
-    PyTorch print(choice)
+    choice = find_library(device)
+    norm = choose_add_norm(choice.library)  # without a library: plain PyTorch
+    print(choice)
 
 An operation's module declares the C functions that it calls as `Kernel` constants, and registers
 each function that launches them as an `operator`, so that compilers and exporters trace it.

@@ -176,7 +176,7 @@ def fused_split_rotate(
 
 
 def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
-    """Return whether the kernel takes heads in x, whose dimension 0 is that of the positions."""
+    """Return whether the kernel supports the heads in x, whose dimension 0 indexes positions."""
     pair = 2 * VECTOR_BYTES // x.element_size()
     fits = takes(x) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
     return fits and all(
@@ -190,7 +190,7 @@ def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
 
 
 def fused_rotate(library: KernelLibrary, x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] by one kernel, or by PyTorch if it does not fit."""
+    """Rotate queries or keys [s, b, n, d] with a kernel, or with PyTorch if it cannot."""
     if not _fits(x, x.shape[-1], rotation):
         return rotate(x, rotation)
     result: Tensor = _rotate(library, x, *rotation, False)
@@ -208,7 +208,7 @@ def rotate_heads(
         x: Heads [s, b, n, d].
         cosine: The cosines, fp32 [s, 1, 1, r].
         sine: The sines, of the same shape.
-        backward: Whether to turn back.
+        backward: Whether to rotate back, for gradients.
 
     Returns:
         The rotated heads, contiguous.

@@ -43,7 +43,7 @@ class KeyValueCache(Protocol):
             query: [s, 1, n/t, d].
             key: [s, 1, g/t (at least 1), d].
             value: Same shape as key.
-            layer_number: Number of the layer in the model, from 1.
+            layer_number: Index of the layer in the model, from 1.
 
         Returns:
             [s, 1, n d / t].
@@ -57,7 +57,7 @@ class AttentionCore(nn.Module):
     Args:
         plan: The record of the attention that contains it.
         context: Layout, device, kernels and number formats.
-        layer_number: Number of the layer in the model, from 1.
+        layer_number: Index of the layer in the model, from 1.
         recompute: Whether to recompute the core in backward instead of keeping its intermediates.
         site: Name that distinguishes its dropout from that of the layer's other core.
     """
@@ -117,7 +117,7 @@ class SelfAttention(nn.Module):
     Args:
         plan: The record of its sizes.
         context: Layout, device, kernels and number formats.
-        layer_number: Number of the layer in the model, from 1.
+        layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the core in backward instead of keeping its
             intermediates.
     """
@@ -256,7 +256,7 @@ class CrossAttention(nn.Module):
     Args:
         plan: The record of its sizes; every head has its own key and value.
         context: Layout, device, kernels and number formats.
-        layer_number: Number of the layer in the model, from 1.
+        layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the core in backward instead of keeping its
             intermediates.
     """

@@ -36,7 +36,7 @@ SHORTEST_IN_ONE = 256  # tokens per sample; at 128 the flash kernel is slower
 
 
 class BertResult(NamedTuple):
-    """The results of the heads of a BERT.
+    """The results of a BERT's heads.
 
     Attributes:
         tokens: If labels were given, the loss of each token, fp32 [b, s], or their weighted sum

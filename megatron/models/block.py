@@ -79,7 +79,7 @@ class Block(nn.Module):
     Args:
         plan: The record of the layer.
         context: Layout, device, kernels and number formats.
-        layer_number: Number of the layer in the model, from 1.
+        layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the attention core in backward instead of keeping its
             intermediates.
     """
@@ -190,7 +190,7 @@ class Block(nn.Module):
 
 
 class LayerStack(nn.ModuleDict):
-    """Consecutive layers of a stack, keyed by their number in it.
+    """Consecutive layers of a stack, keyed by their index in it.
 
     It has a method `run` instead of `forward`, so that only the layer that reads a weight waits
     until it is gathered, not all layers together (`parallel.weights`).
@@ -198,7 +198,7 @@ class LayerStack(nn.ModuleDict):
     Args:
         plans: Records of all layers of the stack.
         context: Layout, device, kernels and number formats.
-        layers: Numbers, from 0, of the layers that this process holds.
+        layers: Indices, from 0, of the layers that this process holds.
         numbered_after: Number of the model's layers before this stack (an encoder's).
         recompute: Activations to recompute in backward; `None` keeps all of them.
     """

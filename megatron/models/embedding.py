@@ -42,7 +42,7 @@ class VectorTable(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The sum of word, position and token type embeddings (those of the plan), with dropout.
+    """The sum of word, position and token type embeddings (those that the plan has), with dropout.
 
     Args:
         plan: The record of its sizes.

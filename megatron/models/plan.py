@@ -249,9 +249,9 @@ class RouterPlan:
         hidden: Width of the residual stream.
         init: Distribution of the initial weights.
         experts: Number of experts to choose from.
-        chosen: Number of experts of each token.
+        chosen: Number of experts for each token.
         score: "softmax" or "sigmoid", the function that turns logits into scores.
-        scores_all: Whether softmax runs over all experts, and not only over the chosen ones.
+        scores_all: Whether softmax runs over all experts, rather than only over the chosen ones.
         groups: Number of groups of experts; 1 if there are none.
         groups_chosen: Number of groups that a token's experts may come from.
         scale: Factor applied to the scores of the chosen experts.
@@ -262,7 +262,7 @@ class RouterPlan:
         jitter: Largest relative noise of the input in training; 0 for none.
         capacity: Multiple of an even share of the tokens beyond which an expert drops them; `None`
             keeps all.
-        drops_last: Whether the last tokens are dropped, and not those with the lowest scores.
+        drops_last: Whether the last tokens are dropped, rather than those with the lowest scores.
     """
 
     hidden: int

@@ -7,7 +7,8 @@ With --optimizer-cpu-offload, fp32 weights (masters or copies) and moments are i
 update runs there: gradients go to the host, new weights come back, and the step waits for both.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
-moments exist only for this process's shard. It updates its shard and gathers the others' weights.
+moments exist only for this process's shard. The process updates its shard and gathers the others'
+weights.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         lr: Learning rate.
-        count: Number of this update, from 1, for bias correction: a scalar fp32 on the device.
+        count: Index of this update, from 1, for bias correction: a scalar fp32 on the device.
         gradient_scale: Number by which gradients are divided: a scalar fp32 on the device.
         found_nonfinite: 1 if the update must not happen, otherwise 0: a scalar fp32 on the device.
     """

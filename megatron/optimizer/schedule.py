@@ -129,9 +129,9 @@ class Schedules:
         never used and need neither learning rate nor length.
 
         Args:
-            schedule: Flags of the learning rate.
-            optimizer: Flags of the weight decay.
-            training: Flags of the run's length.
+            schedule: Learning-rate flags.
+            optimizer: Weight-decay flags.
+            training: Flags for the run's length.
             global_batch: Full global batch size, which converts iterations to samples.
         """
         assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
@@ -184,7 +184,7 @@ class Schedules:
         """Return the schedules to continue with, and the samples that they have consumed.
 
         Args:
-            saved: The `to_dict` of the saved run, or Megatron's, also under its older names.
+            saved: The `to_dict` of the saved run, or Megatron's, possibly under its older names.
             override: Whether to keep these schedules, whatever was saved.
             use_checkpoint: Whether to take the saved schedules.
 

@@ -224,8 +224,8 @@ class Fp8Products(Products):
 
     Args:
         form: The formats.
-        casts: The casts, by kernels or in plain PyTorch.
-        multiply: The product, by a kernel or in plain PyTorch.
+        casts: The casts, in kernels or in plain PyTorch.
+        multiply: The product, in a kernel or in plain PyTorch.
         zeros: Zeros that other kernels raise to the amaxes of the input and of the output's
             gradient, if the casts are to read them there; `None` if the casts need no amax or
             measure it.

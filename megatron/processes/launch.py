@@ -80,7 +80,7 @@ def _is_launched() -> bool:
 
 
 def slurm_task() -> int:
-    """Return the number of this SLURM task if there is no other launcher, otherwise 0.
+    """Return the index of this SLURM task if there is no other launcher, otherwise 0.
 
     Raises:
         ConfigError: The variable is not a number.

@@ -11,9 +11,9 @@ network and no file, and never waits for its output to be read. It is set before
 connect, and again before the first call that ends a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
-that is the first process to exceed the time limit for a communication. It collects the positions
-of the others and prints why the run hangs (`explain`, a pure function). All processes then exit
-with the same code, whatever their main thread waits for.
+that is the first process to exceed the time limit for a communication. It collects the positions of
+the others and prints why the run hangs (`explain`, a pure function). All processes then exit with
+the same code, whatever their main thread is waiting for.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Wait:
-    """A communication that a process waits for (a `journal.Transfer`)."""
+    """A communication that a process is waiting for (a `journal.Transfer`)."""
 
     kind: str
     ranks: Ranks
@@ -73,9 +73,9 @@ class State:
         iteration: The current update, counted from 1.
         operation: A description of the current operation.
         place: The number of operations entered so far.
-        wait: The communication that the process waits for, if any.
-        device_is_behind: Whether the process waits for its device, which may itself wait for a
-            communication.
+        wait: The communication that the process is waiting for, if any.
+        device_is_behind: Whether the process is waiting for its device, which may itself be waiting
+            for a communication.
         started: The number of communications started so far, by the ranks that take part.
         source: The current position in the source code.
     """
@@ -143,7 +143,7 @@ def explain(
 def _absent(
     state: State, rank: int, states: Mapping[int, State | None], silent: frozenset[int]
 ) -> frozenset[int]:
-    """Return the ranks that a waiting process appears to wait for."""
+    """Return the ranks that a waiting process appears to be waiting for."""
     if state.wait is not None and state.wait.number is None:  # a message
         return frozenset(state.wait.ranks)
     if state.wait is not None:
@@ -280,7 +280,7 @@ class Watchdog:
         self._talker.start()
 
     def end_within(self, seconds: float, code: int, text: str | None) -> None:
-        """Have the clock end this process, whatever it then waits for, unless it ends by itself.
+        """Have the clock end this process, whatever it is doing then, unless it ends by itself.
 
         Args:
             seconds: The time until then. An earlier deadline stays in force.
@@ -422,7 +422,7 @@ class Watchdog:
         )
 
     def _wait(self) -> Wait | None:
-        """Return the communication that the main thread waits for.
+        """Return the communication that the main thread is waiting for.
 
         Some calls wait before the journal knows of a communication: the first one of a group, and
         those that form groups. They are recognized by where the thread is.

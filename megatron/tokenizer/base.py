@@ -114,9 +114,9 @@ class Tokenizer(ABC):
         return self.tokenize_batch(texts)
 
     def text_growth(self) -> int:
-        """Return a bound for the length of a text, relative to that of its ids' entries.
+        """Return a bound on the length of a text, relative to that of its ids' entries.
 
-        The time that `detokenize` takes is in proportion to this length.
+        The time that `detokenize` takes is proportional to this length.
 
         Raises:
             DataError: There is no bound.

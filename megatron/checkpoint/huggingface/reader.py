@@ -36,7 +36,7 @@ class _FileTensor:
 
     @property
     def dtype(self) -> str:
-        """Safetensors' name of its type."""
+        """Safetensors' name for its type."""
         return self.place.dtype
 
     @property

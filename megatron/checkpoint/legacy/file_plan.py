@@ -43,7 +43,7 @@ class FileParameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether Megatron applies weight decay to the parameter. It does to matrices only."""
+        """Whether Megatron applies weight decay to the parameter, as it does only to matrices."""
         return not self.path[-1].endswith("bias") and len(self.box.shape) > 1
 
 

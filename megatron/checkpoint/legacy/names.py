@@ -1,4 +1,4 @@
-"""Megatron's parameters by our names, and how its files split and order them.
+"""Megatron's parameters under our names, and how its files split and order them.
 
 The reader supports GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and the flat
 trees of Megatron Core (GPT), which its `torch` format has held since 2023. A layer's number in a
@@ -94,7 +94,7 @@ _ONLY_KIND |= {theirs[0]: "weight" for theirs in EMBEDDINGS.values()}
 
 
 def parameters_of(modules: Modules) -> dict[str, list[str]]:
-    """Return our names of the modules' parameters, each with Megatron's."""
+    """Return our names for the modules' parameters, each with Megatron's."""
     return {
         f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs]
         for ours, theirs in modules.items()
@@ -150,7 +150,7 @@ def list_parameters(
 
     Args:
         model: The tree under the key `model`.
-        first: The number of the stage's first layer in each stack, `encoder` and `decoder`.
+        first: The index of the stage's first layer in each stack, `encoder` and `decoder`.
         architecture: The kind of network, from `architecture_of`.
         tied: Whether the output shares the word embeddings.
         is_first: Whether the file belongs to the first stage. On other stages, embeddings are
@@ -215,7 +215,7 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 def _our_name(
     path: str, first: Mapping[str, int], *, has_decoder: bool, is_first: bool
 ) -> str | None:
-    """Return our name of a parameter, or None for a copy that a later stage holds.
+    """Return our name for a parameter, or None for a copy that a later stage holds.
 
     Raises:
         KeyError: Our networks have no such parameter.
@@ -241,7 +241,7 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
 
     Args:
         name: One of our names that Megatron has.
-        first_layer: The number of the stage's first layer.
+        first_layer: The index of the stage's first layer.
     """
     match = _OURS.fullmatch(name)
     if match:

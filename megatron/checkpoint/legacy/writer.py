@@ -69,9 +69,9 @@ def notices(model: ModelConfig) -> Iterator[str]:
 
 
 def megatron_rows(vocabulary: int, config: ModelRun) -> int:
-    """Return the rows of the word embedding by Megatron's rule.
+    """Return the number of rows of the word embedding under Megatron's rule.
 
-    They are a multiple of --make-vocab-size-divisible-by times the tensor-parallel size.
+    It is a multiple of --make-vocab-size-divisible-by times the tensor-parallel size.
     """
     multiple = config.model.make_vocab_size_divisible_by
     multiple *= config.parallel.tensor_model_parallel_size
@@ -319,7 +319,7 @@ class LegacyWriter:
 
 
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
-    """Return our name of a parameter, or of its optimizer state of this kind."""
+    """Return our name for a parameter, or for its optimizer state of this kind."""
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
 
 

@@ -120,13 +120,13 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
 
 
 class Pace:
-    """The speed at which large bodies are read, which each client's address has of its own.
+    """The speed at which large bodies are read, limited separately for each client's address.
 
     Bytes that have to wait stay in the client's socket, where they cost the server nothing.
     """
 
     def __init__(self, limits: ServerLimits) -> None:
-        """Start with all speed free.
+        """Start with the full speed available.
 
         Args:
             limits: The number of bytes per second, and the longest wait.

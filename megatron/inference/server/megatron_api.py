@@ -269,7 +269,7 @@ class MegatronApi:
         return tuple(itertools.product(self._colon, self._newline)) if is_banned else ()
 
     def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], number: int) -> Sampling:
-        """Return the settings for continuing the prompt with this number."""
+        """Return the settings for continuing the prompt with this index."""
         settings = self._service.settings  # the command line has its own defaults
         top_k, top_p = settings.choose(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol

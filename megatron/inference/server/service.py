@@ -86,7 +86,8 @@ class EngineClient:
             sequence is a `Finished`.
 
         Raises:
-            ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
+            ApiError: Too many sequences are running or waiting (429), or the engine has stopped
+                (503).
         """
         if not self.alive:
             raise ApiError(503, _GONE)
@@ -329,7 +330,8 @@ class Answers:
             observe_first: Function that is called with the seconds from now to the first text.
 
         Raises:
-            ApiError: Too many sequences run or wait (429), or the engine has stopped (503).
+            ApiError: Too many sequences are running or waiting (429), or the engine has stopped
+                (503).
         """
         self._engine = service.engine
         self._observe_first = observe_first
@@ -463,7 +465,7 @@ class Service:
 
         Args:
             seed: Seed of the request. `None` or a number below 0 means that it has none.
-            number: Number of the sequence within the request.
+            number: Index of the sequence within the request.
 
         Returns:
             The sequence's seed, or `None` if the request has none.

@@ -43,7 +43,7 @@ class Setup:
     """The settings that a process needs before its first job.
 
     Attributes:
-        limits: Limits of the time and memory of a job.
+        limits: Limits on the time and memory of a job.
         niceness: Priority to give up, from 0 to 19.
         most_bytes: Largest size of a text that can fit in the model's context, in bytes. If a
             template writes a longer text, the rest is cut off, since the text is refused anyway.
