@@ -41,36 +41,46 @@ ASKED = [
 ]
 
 
+MIXTURE = (
+    *("--num-experts", "16", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "256"),
+    *("--moe-shared-expert-intermediate-size", "512"),
+)
+
+
 @cache
-def model() -> GPTModel:
-    config = parse_config(FLAGS, world_size=1).config
+def model(further: tuple[str, ...]) -> GPTModel:
+    config = parse_config([*FLAGS, *further], world_size=1).config
     made = build_model(GPTModel, config, serving_context(config, Layout.single(), DEVICE), VOCAB)
     initialize(made.named_parameters(), seed=1)
     return made
 
 
-def engine(options: EngineOptions) -> BatchEngine:
-    config = parse_config(FLAGS, world_size=1).config
+def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine:
+    config = parse_config([*FLAGS, *further], world_size=1).config
     tokenizer = build_tokenizer(config.tokenizer)
-    return build_engine(Loaded(model(), tokenizer, config, 0, Layout.single()), DEVICE, options)
+    return build_engine(
+        Loaded(model(further), tokenizer, config, 0, Layout.single()), DEVICE, options
+    )
 
 
-def test_recorded_steps_say_what_others_say() -> None:
+@pytest.mark.parametrize("further", [(), MIXTURE], ids=["dense", "mixture"])
+def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     """To the bit, though a recording has more rows."""
-    recorded = engine(OPTIONS)
+    recorded = engine(OPTIONS, further)
     found = drain(recorded, ASKED)
     graphs = recorded.executor.graphs
     assert graphs is not None
     assert graphs._recordings
-    assert found == drain(engine(replace(OPTIONS, graphs=False)), ASKED)
+    assert found == drain(engine(replace(OPTIONS, graphs=False), further), ASKED)
 
 
-def test_the_batch_does_not_show() -> None:
+@pytest.mark.parametrize("further", [(), MIXTURE], ids=["dense", "mixture"])
+def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
     """In no token and no bit of its log probability, of what is written and of what is read."""
     scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)
     both = [*ASKED, *(replace(r, id=f"scored {r.id}", sampling=scored) for r in ASKED[:6])]
-    together = drain(engine(OPTIONS), both)
-    alone = engine(OPTIONS)
+    together = drain(engine(OPTIONS, further), both)
+    alone = engine(OPTIONS, further)
     for request in both[:12] + both[-6:]:
         assert drain(alone, [request])[request.id] == together[request.id]
 

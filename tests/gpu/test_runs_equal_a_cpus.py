@@ -19,6 +19,10 @@ _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disa
 _LLAMA += "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
 
 
+_MIXTURE = "--num-experts 8 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.01 "
+_MIXTURE += "--moe-z-loss-coeff 1e-3"
+
+
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -26,6 +30,8 @@ _LLAMA += "--group-query-attention --num-query-groups 2 --untie-embeddings-and-o
         ("gpt", _LLAMA),
         ("gpt", "--squared-relu --cross-entropy-fusion-impl linear --reset-attention-mask"),
         ("gpt", "--no-bias-gelu-fusion --apply-layernorm-1p --no-masked-softmax-fusion"),
+        ("gpt", f"{_LLAMA} --qk-layernorm {_MIXTURE}"),
+        ("gpt", f"--moe-expert-capacity-factor 1 {_MIXTURE}"),
         ("bert", ""),
         ("t5", ""),
         ("t5", "--position-embedding-type relative --geglu"),

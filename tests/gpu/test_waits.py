@@ -15,6 +15,9 @@ pytestmark = [
 ]
 
 
+_MIXTURE = "--swiglu --num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01 "
+
+
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -28,6 +31,16 @@ pytestmark = [
         ("gpt", "--fp8-format e4m3 --fp8-recipe delayed"),
         ("gpt", "--cuda-graph-impl local --cuda-graph-warmup-steps 1"),
         ("gpt", "--eod-mask-loss --calculate-per-token-loss"),
+        ("gpt", _MIXTURE + "--moe-z-loss-coeff 1e-3 --disable-bias-linear --qk-layernorm"),
+        (
+            "gpt",
+            _MIXTURE + "--moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 64",
+        ),
+        (
+            "gpt",
+            _MIXTURE + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
         ("bert", ""),
         ("t5", ""),
         ("t5", "--position-embedding-type relative --geglu"),
