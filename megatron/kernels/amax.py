@@ -96,7 +96,7 @@ class Handover:
         return left[0] if left is not None and left[1] == x.numel() else None
 
     def forget(self) -> None:
-        """Drop what was left here."""
+        """Discard the amax that was left here, if any."""
         self._left = None
 
 

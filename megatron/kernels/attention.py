@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """A batch of b samples of s tokens, cut into k segments: tokens attend within their own.
+    """A batch of b samples of s tokens, cut into k segments, within which tokens attend.
 
     Attributes:
         ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample after

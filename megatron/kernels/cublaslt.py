@@ -54,7 +54,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Problem(NamedTuple):
-    """A product of matrices of one shape and format, which lives as long as the process.
+    """A matrix product of given shapes and formats, which lives as long as the process.
 
     Attributes:
         operation: The description of the operation.

@@ -205,7 +205,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether kernels take these tensors: not empty, aligned, of one supported type."""
+    """Return whether kernels support these tensors: not empty, aligned, of one supported type."""
     return (
         x.dtype in DTYPE_CODES
         and x.numel() > 0

@@ -80,7 +80,7 @@ def gather_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Send x[i] to rank i, and return what rank i sent here as result[i]: [C, ...] -> [C, ...].
+    """Exchange [C, ...] -> [C, ...]: send x[i] to rank i, and receive result[i] from it.
 
     The backward pass is the same exchange.
     """
@@ -140,7 +140,7 @@ class Pending:
 def start_all_reduce(
     x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """All-reduce `x` in place."""
+    """Start an all-reduce of `x` in place."""
     if axis.size == 1:
         return Pending(x)
     work = dist.all_reduce(x, op=op, group=_group(axis), async_op=True)
@@ -148,7 +148,7 @@ def start_all_reduce(
 
 
 def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
-    """Join the parts along dimension 0: [s, ...] -> [t s, ...], written to `into` if given.
+    """Start joining parts along dimension 0: [s, ...] -> [t s, ...], written to `into` if given.
 
     It runs in place if `x` is this rank's part of `into`.
     """
@@ -165,7 +165,7 @@ def start_reduce_scatter(
     into: Tensor | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Pending:
-    """Sum over the axis; each rank gets its part of dimension 0: [t s, ...] -> [s, ...].
+    """Start summing over the axis; each rank gets a part of dimension 0: [t s, ...] -> [s, ...].
 
     The result is written to `into` if given. It runs in place if `into` is this rank's part of `x`.
     """

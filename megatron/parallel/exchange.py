@@ -146,7 +146,7 @@ class Ledger:
         return use
 
     def may_send(self, use: int) -> bool:
-        """Return whether all other ranks have closed the last use of this use's slot."""
+        """Return whether all other ranks have closed the previous use of this use's slot."""
         return use - self._slots < self._known
 
     def met(self) -> None:
@@ -167,5 +167,5 @@ class Ledger:
 
     @property
     def _closed(self) -> int:
-        """All uses below this one are closed."""
+        """The first use that may still be open: all earlier ones are closed."""
         return min(self._open, default=self._opened)

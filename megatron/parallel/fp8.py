@@ -42,7 +42,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """The rule by which scales follow from the history.
+    """The rule that derives scales from the history.
 
     Attributes:
         length: The number of updates that are remembered.
@@ -93,7 +93,7 @@ class AmaxHistory:
     Args:
         layers: The names of the layers, which no other process uses for different layers.
         largest: The largest value of each role's fp8 format, in the order of `ROLES`.
-        scaling: How scales follow from the history.
+        scaling: The rule that derives scales from the history.
         layout: The grid whose tensor ranks have parts of these layers and whose replicas have
             copies.
         device: The device of the layers' tensors.
@@ -355,11 +355,11 @@ class Fp8Products(Products):
         return arrived
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
-        """Return the gradient in 8 bits, and its transpose if all rows are here."""
+        """Return the gradient in 8 bits, and its transpose if this rank has all rows."""
         return self._factor(grad.flatten(0, -2).contiguous(), "gradient", axis)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
-        """Return the input in 8 bits, and its transpose if all rows are here."""
+        """Return the input in 8 bits, and its transpose if this rank has all rows."""
         return self._factor(x, "input", axis, records=training)
 
     def _factor(self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True) -> Kept:

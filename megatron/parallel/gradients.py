@@ -441,12 +441,12 @@ class GradientBuffer:
 
     @property
     def to_overwrite(self) -> frozenset[int]:
-        """The parameters, by `id`, whose old gradient the next backward overwrites."""
+        """The parameters, by `id`, whose old gradients the next backward overwrites."""
         return frozenset(self._stale)
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
-        """Wrap a backward whose kernels a device only records, so that no gradient exists yet.
+        """Wrap a backward pass that a device only records, so that no gradients exist yet.
 
         Yields a function to call each time the recorded kernels have run with the same
         `to_overwrite`.

@@ -122,7 +122,7 @@ class Journal:
 
     @contextmanager
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a collective that another library starts and itself waits for.
+        """Wrap a collective that another library starts and waits for.
 
         On a GPU it is only queued, in a stream of that library, where marks would be out of order.
         """

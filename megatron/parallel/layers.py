@@ -113,7 +113,7 @@ class Linear(nn.Module):
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Sum [s, ...], which is partial on each tensor rank, at the end of the split layers.
+    """Sum `x` [s, ...], a partial result on each tensor rank, at the end of the split layers.
 
     Every rank gets the whole sum, or with sequence parallelism its part of the sequence.
     """

@@ -304,7 +304,7 @@ def around(communication: Communication) -> Transport | None:
 
 
 class _GatheredInput(WeightProduct):
-    """A `WeightProduct` whose input may be this rank's part, to be gathered by a collective."""
+    """A `WeightProduct` whose input may be only a part, which a collective then gathers."""
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Kept, communication: Communication

@@ -102,7 +102,7 @@ class LayerRegistry:
 
         Args:
             named_parameters: The parameters of the model in this process; their names are global.
-            scaling: How scales follow from the history.
+            scaling: The rule that derives scales from the history.
             layout: The grid on which the layers run.
             device: The device on which they run.
 

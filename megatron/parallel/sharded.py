@@ -42,7 +42,7 @@ class ShardedModel:
 
     Args:
         parts: The parts, built with fp32 parameters that have no memory ("meta") or whose values
-            may be lost.
+            may be discarded.
         layout: The grid. The processes of its replica axis (more than one) share the model, and
             partial gradients are added over its tensor axis.
         device: The device of the shards.

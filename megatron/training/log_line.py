@@ -34,7 +34,7 @@ _AFTER_LOSSES = (
 
 
 def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) -> Figures:
-    """Return the figures of the last update that the log line and TensorBoard have in common."""
+    """Return the figures of the last update that both the log line and TensorBoard report."""
     # Megatron steps its schedules before it logs, so these are the next update's rates.
     next_update = run.progress.scheduled_samples
     return {

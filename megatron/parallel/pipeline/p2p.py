@@ -24,7 +24,7 @@ from megatron.parallel.pipeline.schedule import SENDS, Operation
 
 @dataclass
 class _Edge:
-    """One direction between this process and a neighbor: global rank `peer`."""
+    """One direction of the connection between this process and a neighbor, global rank `peer`."""
 
     is_send: bool
     group: dist.ProcessGroup
@@ -43,10 +43,11 @@ EdgeKey = tuple[str, int]  # kind of operation, peer stage
 
 
 class PipelineChannel:
-    """A stage's messages to and from its neighbors. Those of a micro-batch have the same shape.
+    """A connection for a stage's messages to and from its neighbors.
 
-    Calls to `post_receive`, `receive` and `send` follow the order of the stage's operations;
-    `finish` ends an update. Construction is collective over the world.
+    All messages of a micro-batch have the same shape. Calls to `post_receive`, `receive` and `send`
+    follow the order of the stage's operations; `finish` ends an update. Construction is collective
+    over the world.
 
     Args:
         layout: The grid, with process groups if there is more than one stage.
@@ -122,7 +123,7 @@ class PipelineChannel:
 
 
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
-    """Make this process's edges. Collective over the world, because it makes process groups.
+    """Create this process's edges. Collective over the world, because it creates process groups.
 
     One message is sent over each edge immediately, in the same order on all stages: NCCL builds a
     connection at the first message and blocks until both ends take part, which would be a deadlock
@@ -149,7 +150,7 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
 
 
 def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
-    """Make this pipeline's process groups for one kind of message, by the edges that use them.
+    """Create this pipeline's process groups for one kind of message, by the edges that use them.
 
     Neighboring edges are in different groups, so in each group a stage has at most one neighbor,
     and with it one direction. Every process makes the groups of every pipeline, in the same order.

@@ -98,18 +98,18 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time in which each stage computes."""
+        """The time that each stage spends computing."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The fraction of all stages' time in which they wait."""
+        """The fraction of their time that all stages together spend waiting."""
         available = len(self.spans) * self.total
         return 1 - sum(self.busy) / available if available else 0.0
 
 
 class Course:
-    """A schedule in an order in which it can run, to be timed with one set of times or many.
+    """A schedule in an order in which it can run, so that it can be timed with many sets of times.
 
     Raises:
         ScheduleError: The schedule cannot run.

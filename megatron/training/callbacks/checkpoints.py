@@ -41,7 +41,7 @@ class Checkpoints(Callback):
         run.save_clock.restart()
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a save follows. It would wait for a forward pass that has begun."""
+        """Return whether a save follows, which would wait for a forward pass in progress."""
         return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:

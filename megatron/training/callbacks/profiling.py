@@ -51,7 +51,7 @@ class Profile(Callback):
             self._first += 1
 
     def before_step(self, run: Run) -> None:
-        """Begin to record at the first iteration that is not skipped."""
+        """Begin recording at the first iteration that is not skipped."""
         upcoming = run.progress.iteration + 1
         if upcoming == self._first:
             from torch.profiler import profile
