@@ -150,15 +150,22 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign:
 
         return LegacyReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
     if found.format == "core":
-        from megatron.checkpoint.core.reader import CoreReader
+        from megatron.checkpoint.core.reader import COMMON, CoreReader
 
-        return CoreReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
+        core = CoreReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
+        _check_iteration(found, core, COMMON)
+        return core
     reader = NativeReader(found.path, allow_foreign=allow_foreign)
-    if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
-        raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")
+    _check_iteration(found, reader, MANIFEST)
     if verify:
         reader.verify(world.rank, world.size)
     return reader
+
+
+def _check_iteration(found: find.FoundCheckpoint, reader: Reader, file: str) -> None:
+    """Check that the iteration in a file is that of the folder's name."""
+    if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
+        raise CheckpointError(f"{file} is of iteration {reader.iteration}")
 
 
 def open_root(

@@ -71,3 +71,30 @@ def test_one_process_goes_on_as_the_original(golden, tmp_path, name):
     flags = ("--expert-model-parallel-size", "1")
     (records,) = run_distributed(1, continue_core, golden, name, tmp_path, flags)
     compare(records, golden, name)
+
+
+_EXPERTS, _TENSOR = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2"
+_STAGES = "--pipeline-model-parallel-size 2"
+_LAYOUTS = {
+    "core_moe_ep2, EP 2 as recorded": (2, {"expert": 2}, ""),
+    "core_moe, EP 2": (2, {"expert": 2}, f"{_EXPERTS} --use-distributed-optimizer"),
+    "core_moe, EP 4": (4, {"expert": 4}, "--expert-model-parallel-size 4"),
+    "core_moe, TP 2 x EP 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        f"{_TENSOR} --sequence-parallel {_EXPERTS} --expert-tensor-parallel-size 1",
+    ),
+    "core_moe, PP 2 x EP 2": (4, {"pipeline": 2, "expert": 2}, f"{_STAGES} {_EXPERTS}"),
+    "core_moe_sigmoid, PP 2 x EP 2": (4, {"pipeline": 2, "expert": 2}, f"{_STAGES} {_EXPERTS}"),
+    "core_dense, TP 2": (2, {"tensor": 2}, _TENSOR),
+}
+
+
+@pytest.mark.parametrize("case", _LAYOUTS)
+def test_every_layout_goes_on_as_the_original(golden, tmp_path, case):
+    name = case.partition(",")[0]
+    processes, sizes, flags = _LAYOUTS[case]
+    found = run_distributed(
+        processes, continue_core, golden, name, tmp_path, flags.split(), **sizes
+    )
+    compare(found[-1], golden, name)

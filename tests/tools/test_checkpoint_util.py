@@ -28,7 +28,7 @@ from pretrain_gpt import GPTRecipe
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.legacy import megatron_files
 from tests.checkpoint.legacy.megatron_files import whole_model
-from tests.checkpoint.states import read_whole
+from tests.checkpoint.states import read_all, read_whole
 from tools import generate_samples_gpt
 from tools.checkpoint import formats, util
 
@@ -399,6 +399,14 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
     capsys.readouterr()
     assert convert("native", "native", tmp_path / "megatron", tmp_path / "again") == 4
     assert "has another format: use --loader megatron" in capsys.readouterr().err
+
+
+def test_megatron_core_s_checkpoints_go_to_ours(golden: Path, tmp_path: Path) -> None:
+    source = golden / "core_moe_sigmoid" / "ckpt"
+    assert convert("megatron", "native", source, tmp_path / "out", "--keep-optimizer") == 0
+    found = read_all(tmp_path / "out")
+    assert "model.layers.3.mlp.router.expert_bias" in found
+    assert_same(found, read_all(source))
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -45,7 +45,7 @@ _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
-_LOADERS = {"native": "native", "legacy": "megatron"}  # by `Reader.format`
+_LOADERS = {"native": "native", "legacy": "megatron", "core": "megatron"}  # by `Reader.format`
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -139,7 +139,7 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 
 
 def load_own(options: argparse.Namespace) -> Source:
-    """Open the newest checkpoint that this program, or Megatron-LM up to 23.08, wrote."""
+    """Open the newest checkpoint that this program, Megatron-LM or Megatron Core wrote."""
     folder = options.load_dir
     reader = None
     if not folder.is_file():
@@ -152,10 +152,11 @@ def load_own(options: argparse.Namespace) -> Source:
     if _LOADERS[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
     sections = reader.meta["config"]
-    if reader.format == "legacy":
+    is_other = reader.format in ("legacy", "core")
+    if is_other:
         sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)
-    if reader.format == "legacy" and _entries_if_there(config.tokenizer) is None:
+    if is_other and _entries_if_there(config.tokenizer) is None:
         config = replace(config, tokenizer=TokenizerConfig())  # its files were on another machine
     # Files copied by an import: in this folder, or in the folder of the run's tokenizer.
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]

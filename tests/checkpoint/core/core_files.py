@@ -1,0 +1,186 @@
+"""Writes folders as Megatron Core does with torch.distributed.checkpoint, from one of ours."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint.reader import Reader
+from tests.checkpoint.states import read_whole
+
+FILES = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp")
+_LAYER = {
+    "attention_norm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "attention_norm.bias": "self_attention.linear_qkv.layer_norm_bias",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.output": "self_attention.linear_proj",
+    "attention.query_norm": "self_attention.q_layernorm",
+    "attention.key_norm": "self_attention.k_layernorm",
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.up": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
+    "mlp.router": "mlp.router",
+    "mlp.experts": "mlp.experts.experts",
+    "mlp.experts.up": "mlp.experts.experts.linear_fc1",
+    "mlp.experts.down": "mlp.experts.experts.linear_fc2",
+    "mlp.shared.up": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.down": "mlp.shared_experts.linear_fc2",
+    "mlp.shared_gate": "mlp.shared_experts.gate_weight",
+}
+_OUTSIDE = {
+    "embedding.word": "embedding.word_embeddings",
+    "embedding.position": "embedding.position_embeddings",
+    "final_norm": "decoder.final_layernorm",
+    "output": "output_layer",
+}
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
+
+
+def _their_name(name: str) -> tuple[str, int | None]:
+    """Megatron Core's name of one of our parameters, with {} for the layer, and its layer."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    table, rest, prefix = _OUTSIDE, name, ""
+    if match:
+        table, rest, prefix = _LAYER, match[2], "decoder.layers.{}."
+    if rest in table:
+        return prefix + table[rest], int(match[1]) if match else None
+    module, _, kind = rest.rpartition(".")
+    return f"{prefix}{table[module]}.{kind}", int(match[1]) if match else None
+
+
+def core_tensors(reader: Reader, *, stacked: bool) -> dict[str, Tensor]:
+    """All tensors of a checkpoint of ours in Megatron Core's names and shapes."""
+    found: dict[str, dict[int | None, Tensor]] = {}
+    for name in reader.names():
+        prefix, _, parameter = name.partition(".")
+        if prefix == "optimizer":
+            parameter, _, kind = parameter.rpartition(".")
+            prefix = f"optimizer.state.{_KINDS[kind]}."
+        else:
+            assert prefix == "model", name
+            prefix = ""
+        value = read_whole(reader, name)
+        gate = parameter.rpartition(".")[0].endswith(".up")
+        dim = 1 if ".experts." in parameter else 0
+        own = value.dim() == dim + 3 if parameter.endswith("weight") else value.dim() == dim + 2
+        if gate and own:
+            value = value.flatten(dim, dim + 1)
+        theirs, layer = _their_name(parameter)
+        found.setdefault(prefix + theirs, {})[layer] = value.clone()
+    layers = 1 + max(layer for by in found.values() for layer in by if layer is not None)
+    result = {}
+    for name, by_layer in found.items():
+        if None in by_layer:
+            result[name] = by_layer[None]
+        elif stacked and len(by_layer) == layers:
+            whole = torch.stack([by_layer[layer] for layer in range(layers)])
+            result[name.replace("{}.", "")] = whole
+        else:
+            result |= {name.format(layer): value for layer, value in by_layer.items()}
+    return result
+
+
+def cut(name: str, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (offsets, sizes): a layer, an expert and a half each."""
+    sizes = list(shape)
+    leading = int("decoder.layers." in name and not re.search(r"layers\.\d", name))
+    leading += ".experts.experts." in name
+    for dim in range(leading):
+        sizes[dim] = 1
+    if leading < len(shape) and shape[leading] % 2 == 0:
+        sizes[leading] //= 2
+    starts = itertools.product(*(range(0, n, s) for n, s in zip(shape, sizes, strict=True)))
+    return [(start, tuple(sizes)) for start in starts]
+
+
+def write_core(folder: Path, tensors: Mapping[str, Tensor], common: Mapping[str, Any]) -> Metadata:
+    """Write a folder, with objects that nobody has to read; what is in its `.metadata`."""
+    folder.mkdir(parents=True)
+    contents = {name: bytearray() for name in FILES}
+    turns = itertools.cycle(FILES)
+    described: dict[str, Any] = {}
+    placed: dict[MetadataIndex, Any] = {}
+
+    def put(index: MetadataIndex, value: Any) -> None:
+        buffer, file = io.BytesIO(), next(turns)
+        torch.save(value, buffer)
+        start, length = len(contents[file]), buffer.tell()
+        contents[file] += buffer.getbuffer()
+        placed[index] = filesystem._StorageInfo(file, start, length)
+
+    for name in ("rng_state/shard_0_1", "decoder.layers.self_attention.linear_qkv._extra_state/0"):
+        described[name] = BytesStorageMetadata()
+        put(MetadataIndex(name), {"state": name})
+    for name, value in tensors.items():
+        boxes = cut(name, tuple(value.shape))
+        chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
+        properties = TensorProperties(dtype=value.dtype)
+        described[name] = TensorStorageMetadata(properties, value.size(), chunks)
+        for start, size in boxes:
+            place = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            put(MetadataIndex(name, torch.Size(start)), value[place].clone())
+    metadata = Metadata(described, None, placed, StorageMeta(save_id="x"))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name, data in contents.items():
+        (folder / name).write_bytes(data)
+    torch.save(dict(common), folder / "common.pt")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    backend |= {"common_backend": "torch", "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(common["iteration"]))
+    return metadata
+
+
+def core_arguments(reader: Reader) -> Namespace:
+    """The command line of Megatron Core that makes the network of a checkpoint of ours."""
+    config = reader.meta["config"]
+    values = {name: value for section in config.values() for name, value in section.items()}
+    pattern = values.pop("moe_layer_freq", "1")
+    values |= {
+        "layernorm_epsilon": values.pop("norm_epsilon", 1e-5),
+        "moe_layer_freq": [1, 0, 1, 0] if pattern == "2" else 1,
+        "consumed_train_samples": reader.meta["consumed_train_samples"],
+        "padded_vocab_size": reader.meta["padded_vocab_size"],
+        "params_dtype": torch.float32,
+        "mtp_num_layers": None,
+    }
+    return Namespace(**values)
+
+
+def to_core(reader: Reader, root: Path, *, stacked: bool = True) -> Metadata:
+    """Write one of our checkpoints under `root` as Megatron Core would have."""
+    step = torch.tensor(float(reader.meta["optimizer"]["step"]))
+    optimizer: Any = {"state": {"common_step": step}, "param_groups": [{"lr": 1.0}]}
+    if "mlp.experts" in " ".join(reader.names()):
+        optimizer = {0: optimizer, 1: {"state": {"common_step": step}, "param_groups": []}}
+    if reader.meta["optimizer"]["loss_scale"]:
+        optimizer["grad_scaler"] = reader.meta["optimizer"]["loss_scale"]
+    common = {
+        "args": core_arguments(reader),
+        "checkpoint_version": 3.0,
+        "iteration": reader.iteration,
+        "optimizer": optimizer,
+        "opt_param_scheduler": reader.meta["schedule"],
+    }
+    tensors = core_tensors(reader, stacked=stacked)
+    return write_core(root / f"iter_{reader.iteration:07d}", tensors, common)

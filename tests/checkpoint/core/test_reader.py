@@ -1,0 +1,134 @@
+"""Folders of Megatron Core, as tests write them, hold what ours held, for every layout."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from megatron.checkpoint.entries import Box, flatten
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.config.parser import parse_config
+from megatron.training.checkpointing import network_of, state_of
+from tests.checkpoint.core.core_files import to_core
+from tests.checkpoint.states import read_whole
+from tests.distributed import run_distributed
+from tests.training.toy import TOY, build_toy, train_toy
+
+_SAVE = "--save-interval 2 --exit-interval 2 --eval-iters 0 --num-layers 4".split()
+_LLAMA = """
+    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
+    --qk-layernorm
+""".split()
+_MIXTURE = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12 --moe-layer-freq 1
+    --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+""".split()
+NETWORKS = {
+    "GPT-2": [],
+    "Llama": _LLAMA,
+    "mixture": [*_LLAMA, *_MIXTURE],
+    "mixture with biases": _MIXTURE,
+    "mixture in every second layer": [*_LLAMA, *_MIXTURE, "--moe-layer-freq", "2"],
+    "bf16": [*_LLAMA, *_MIXTURE, "--bf16"],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a network: our folder, and the folders that Megatron Core would have written."""
+    made = {}
+
+    def make(network):
+        if network not in made:
+            root = tmp_path_factory.mktemp("core")
+            words = [*_SAVE, *NETWORKS[network], "--save", str(root / "native")]
+            run_distributed(1, _train, words)
+            reader = open_checkpoint(root / "native")
+            for form in ("stacked", "by layer"):
+                to_core(reader, root / form, stacked=form == "stacked")
+            made[network] = root
+        return made[network]
+
+    return make
+
+
+def _train(layout, words):
+    train_toy(layout, words)
+
+
+@pytest.mark.parametrize("form", ["stacked", "by layer"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_it_holds_the_same_tensors_and_position(folders, network, form):
+    root = folders(network)
+    ours, theirs = open_checkpoint(root / "native"), open_checkpoint(root / form)
+    assert theirs.format == "core"
+    assert theirs.names() == ours.names()
+    for name in ours.names():
+        assert theirs.dtype(name) == ours.dtype(name), name
+        assert torch.equal(read_whole(theirs, name), read_whole(ours, name)), name
+    for key in ("iteration", "consumed_train_samples", "padded_vocab_size", "optimizer"):
+        assert theirs.meta[key] == ours.meta[key], key
+
+
+def test_biases_of_routers_are_saved_with_the_weights(folders):
+    ours = open_checkpoint(folders("mixture in every second layer") / "native")
+    names = {name for name in ours.names() if name.endswith("expert_bias")}
+    assert names == {f"model.layers.{layer}.mlp.router.expert_bias" for layer in (0, 2)}
+    for name in names:
+        assert read_whole(ours, name).abs().max() > 0
+
+
+@pytest.mark.parametrize("form", ["stacked", "by layer"])
+def test_any_box_is_read(folders, form):
+    reader, rng = open_checkpoint(folders("mixture") / form), random.Random(1)
+    for name in reader.names():
+        whole = read_whole(reader, name)
+        for _ in range(3):
+            spans = [sorted(rng.sample(range(size + 1), 2)) for size in whole.shape]
+            box = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+            assert math.prod(box.shape)
+            expected = whole[tuple(slice(a, b) for a, b in spans)]
+            assert torch.equal(reader.read(name, box), expected), (name, box)
+
+
+_LAYOUTS = {
+    "TP 2": ({"tensor": 2}, "--tensor-model-parallel-size 2"),
+    "PP 2": ({"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+    "EP 2, ZeRO 1": ({"expert": 2}, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
+}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_every_layout_loads_it(folders, layout):
+    sizes, flags = _LAYOUTS[layout]
+    words = [*_SAVE, *NETWORKS["mixture"], *flags.split()]
+    assert run_distributed(2, _load, folders("mixture"), words, **sizes) == [True, True]
+
+
+def test_shards_of_weights_are_filled(folders):
+    words = [*_SAVE, *NETWORKS["GPT-2"], "--zero-stage", "3"]
+    assert run_distributed(2, _load, folders("GPT-2"), words) == [True, True]
+
+
+def _load(layout, root, words):
+    """Whether this rank then holds what the native checkpoint holds."""
+    run = build_toy(layout, [*words, "--load", str(root / "stacked")])
+    ours = open_checkpoint(root / "native")
+    for name, entry in flatten(state_of(run)):
+        assert torch.equal(entry.tensor, ours.read(name, entry.box)), name
+    return run.progress.iteration == 2
+
+
+def test_its_network_is_taken_over_and_served(folders):
+    root = folders("mixture in every second layer") / "by layer"
+    words = [*_SAVE[:-2], "--load", str(root), "--use-checkpoint-args"]
+    parsed = parse_config(
+        [*TOY, "--train-iters", "6", *words], world_size=1, read_checkpoint=network_of
+    )
+    model = parsed.config.model
+    assert (model.num_layers, model.num_experts, model.moe_ffn_hidden_size) == (4, 4, 12)
+    assert model.moe_router_enable_expert_bias
+    assert model.moe_layer_freq == "[1,0,1,0]"
