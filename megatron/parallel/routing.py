@@ -56,6 +56,7 @@ class RouterState:
         bias: What is added to each expert's score when experts are chosen, fp32 [experts]; `None`
             if nothing is.
         counts: Tokens sent to each expert on this rank since the last update, fp32 [experts].
+        load: The sum of the counts of all updates since the loads were last taken, fp32 [experts].
         losses: Sums of each loss since the last update, fp32.
     """
 
@@ -74,6 +75,7 @@ class RouterState:
         self._kinds = {kind: i for i, kind in enumerate(losses)}
         self._rate = bias_rate
         self.counts = loss_scale.new_zeros(experts)
+        self.load = loss_scale.new_zeros(experts)
         self.losses = loss_scale.new_zeros(len(losses))
         self.bias = None if bias_rate is None else loss_scale.new_zeros(experts)
 
@@ -101,7 +103,8 @@ class RouterState:
             self.bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
 
     def reset(self) -> None:
-        """Forget the passes of an update."""
+        """Forget the passes of an update, whose tokens count in the load from now on."""
+        self.load.add_(self.counts)
         self.counts.zero_()
         self.losses.zero_()
 
@@ -161,3 +164,10 @@ class Routers:
             total += state.losses
             state.reset()
         return total
+
+    def take_loads(self) -> list[Tensor]:
+        """Return each router's load on this rank, fp32 [experts], and begin the next at zero."""
+        loads = [state.load.clone() for state in self.states]
+        for state in self.states:
+            state.load.zero_()
+        return loads

@@ -14,6 +14,7 @@ from megatron.command import say
 from megatron.device import Reading
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
+from megatron.training.expert_load import ExpertLoad, expert_load_part
 from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
 from megatron.training.run import Run
@@ -23,7 +24,7 @@ _NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and 
 
 @dataclass(frozen=True)
 class StepOutcome(StepResult):
-    """The result of one update, the same on every rank except for its last two attributes.
+    """The result of one update, the same on every rank but for `sample_ids` and `finite`.
 
     Attributes:
         losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
@@ -34,6 +35,8 @@ class StepOutcome(StepResult):
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
         sample_ids: The sample ids of this rank, one list per micro-batch.
         finite: Whether each micro-batch of this rank had a finite loss.
+        expert_load: The load of the experts since the last log line; `None` between log lines, and
+            without mixtures of experts.
     """
 
     losses: dict[str, float]
@@ -43,6 +46,7 @@ class StepOutcome(StepResult):
     save_due: bool
     sample_ids: list[list[int]]
     finite: list[bool]
+    expert_load: ExpertLoad | None
 
 
 class Updates:
@@ -112,7 +116,7 @@ class Updates:
             self._begun.begin()
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
-        result, losses, (exit_wanted, save_due), finite = reading.wait()
+        result, losses, (exit_wanted, save_due), finite, expert_load = reading.wait()
         if not all(map(math.isfinite, losses.values())):  # no loss scale can be the reason
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
@@ -126,6 +130,7 @@ class Updates:
             save_due=save_due,
             sample_ids=passes.sample_ids,
             finite=finite,
+            expert_load=expert_load,
         )
 
 
@@ -190,24 +195,32 @@ class _Reading:
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
         flags = (run.exit.wanted, run.save_clock.is_due)
-        packed = pack_losses(passes, flags, run, router_losses(run, len(passes.sample_ids)))
+        others = router_losses(run, len(passes.sample_ids))
+        load = expert_load_part(run)
+        self._load_size = load.numel()
+        packed = pack_losses(passes, flags, run, torch.cat((others, load)))
         parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
         self._reading = Reading(torch.cat([part.double() for part in parts]))
 
-    def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
-        """Return the optimizer's result, the losses, two flags, and which losses are finite.
+    def wait(
+        self,
+    ) -> tuple[StepResult, dict[str, float], list[bool], list[bool], ExpertLoad | None]:
+        """Return the optimizer's result, losses, two flags, which losses are finite, and the load.
 
         The flags say whether some rank wants to exit, and whether one has a checkpoint due. The
-        last list says whether each micro-batch of this rank had a finite loss.
+        second list says whether each micro-batch of this rank had a finite loss. The experts' load
+        is `None` if no log line is due.
         """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
         names = self._run.config.model.auxiliary_losses
-        shared = len(packed) - len(names)
-        losses, _, flags = unpack_losses(packed[:shared], self._run)
-        losses |= zip(names, packed[shared:], strict=True)
-        return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite]
+        end = len(packed) - self._load_size
+        start = end - len(names)
+        losses, _, flags = unpack_losses(packed[:start], self._run)
+        losses |= zip(names, packed[start:end], strict=True)
+        load = ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None
+        return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite], load
 
 
 def reduce_gradients(run: Run) -> None:

@@ -12,6 +12,7 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
+from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
@@ -43,9 +44,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
+        self.loads: dict[int, ExpertLoad] = {}
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
         self.records.append({"iteration": iteration, "consumed samples": samples, **scalars})
+
+    def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
+        self.loads[iteration] = load
 
     def close(self) -> None:
         pass

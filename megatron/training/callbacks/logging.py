@@ -18,6 +18,8 @@ _MIB = 1024 * 1024
 class LogLine(Callback):
     """A callback that prints a line every `--log-interval` iterations, on the last rank.
 
+    In models with mixtures of experts, lines on the load of the experts follow.
+
     The reported time includes steps, data loading and logging, but not checkpoints or evaluations.
 
     Args:
@@ -50,6 +52,11 @@ class LogLine(Callback):
         norm = run.parameters_norm() if options.log_params_norm else None
         if run.is_log_rank:
             say(self._line(run, outcome, norm))
+            if outcome.expert_load is not None:
+                say(outcome.expert_load.line())
+                warning = outcome.expert_load.warning()
+                if warning is not None:
+                    say(warning)
         if options.timing_log_level > 0:
             over_ranks = run.timers.over_ranks()
             run.timers.reset()

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from megatron.config.run import flatten
 from megatron.durable import writing_to
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.expert_load import ExpertLoad
 from megatron.training.log_line import perplexity, update_figures
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -24,7 +25,7 @@ from megatron.training.step import StepOutcome
 class Writer(Protocol):
     """A destination for the scalars of one iteration.
 
-    `write` and `close` raise StorageError if the disk cannot be written. A later `write` may
+    All methods raise StorageError if the disk cannot be written. A later `write` may
     succeed.
     """
 
@@ -37,6 +38,9 @@ class Writer(Protocol):
         at_end_of_training: bool = False,
     ) -> None:
         """Write the scalars of an iteration, or of the evaluation at the end of training."""
+
+    def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
+        """Write the load of the experts since the last log line."""
 
     def close(self) -> None:
         """Write any remaining data and close the files."""
@@ -60,6 +64,13 @@ class TensorBoardWriter:
             for tag, value in scalars.items():
                 self._writer.add_scalar(tag, value, iteration)
                 self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
+        """Add a point to two curves of each layer, and a heat map of all layers."""
+        self.write(load.scalars(), iteration, samples)
+        with writing_to("--tensorboard-dir", self._folder):
+            picture = load.picture()
+            self._writer.add_image("expert-load", picture, iteration, dataformats="HWC")
 
     def close(self) -> None:
         """Close the event file."""
@@ -113,6 +124,10 @@ class WandbWriter:
         """Log the scalars together with the number of consumed samples."""
         self._run.log({**scalars, "consumed-samples": samples}, step=iteration)
 
+    def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
+        """Log the busiest and the idlest expert of each layer."""
+        self.write(load.scalars(), iteration, samples)
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
@@ -142,13 +157,21 @@ class JsonLinesWriter:
         *,
         at_end_of_training: bool = False,
     ) -> None:
+        """Append a line with the scalars."""
+        end = {"end of training": True} if at_end_of_training else {}
+        self._append({**end, **scalars}, iteration, samples)
+
+    def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
+        """Append a line with one field, "expert load": each expert's load by layer."""
+        self._append({"expert load": load.compact()}, iteration, samples)
+
+    def _append(self, fields: Mapping[str, Any], iteration: int, samples: int) -> None:
         """Append a whole line, or nothing if the disk is full."""
         record = {
             "iteration": iteration,
             "consumed samples": samples,
             "time": round(time.time(), 3),
-            **({"end of training": True} if at_end_of_training else {}),
-            **scalars,
+            **fields,
         }
         line = json.dumps(record).encode() + b"\n"
         with writing_to("--metrics-jsonl", self._path):
@@ -180,6 +203,8 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 class Scalars(Callback):
     """A callback that writes scalars at `--tensorboard-log-interval` and after evaluations.
 
+    It writes the load of the experts at the iterations of a log line.
+
     Args:
         writers: The writers, an empty sequence on ranks that do not log.
         flops_per_token: The FLOPs of one token in the whole model, for throughput.
@@ -200,6 +225,9 @@ class Scalars(Callback):
         """Write the step's scalars. Collective: ranks without writers take part too."""
         seconds = time.perf_counter() - self._start
         options = run.config.logging
+        load = outcome.expert_load
+        if load is not None:
+            self._write_to_all(lambda writer, *when: writer.write_expert_load(load, *when), run)
         if run.timers.resets != self._resets:
             self._resets, self._timed = run.timers.resets, 0
         self._timed += 1
@@ -235,10 +263,18 @@ class Scalars(Callback):
     def _write(
         self, run: Run, scalars: Mapping[str, float], *, at_end_of_training: bool = False
     ) -> None:
-        iteration, samples = run.progress.iteration, run.progress.consumed_samples
+        self._write_to_all(
+            lambda writer, *when: writer.write(
+                scalars, *when, at_end_of_training=at_end_of_training
+            ),
+            run,
+        )
+
+    def _write_to_all(self, write: Callable[[Writer, int, int], None], run: Run) -> None:
+        """Call `write` with each writer, the iteration and the consumed samples."""
         for writer in self._writers:
             try:
-                writer.write(scalars, iteration, samples, at_end_of_training=at_end_of_training)
+                write(writer, run.progress.iteration, run.progress.consumed_samples)
             except StorageError as error:
                 if writer not in self._failed:
                     self._failed.add(writer)

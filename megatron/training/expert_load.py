@@ -1,0 +1,148 @@
+"""The load of the experts: how many tokens each got, compared with an even share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.config.stages import parts_of_stage, plan_model
+from megatron.models.plan import MixturePlan, ModelPlan
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
+
+OVERLOADED = 4.0  # even shares beyond which an expert is named
+_MOST_NAMED = 8  # experts of one layer in a log line
+_PIXELS = 16  # of the side of an expert's square in the picture
+
+
+def _mixtures(plan: ModelPlan) -> dict[int, int]:
+    """Return the number of experts of each mixture layer, by layer index from 0."""
+    return {
+        index: layer.mlp.router.experts
+        for index, layer in enumerate(plan.layers)
+        if isinstance(layer.mlp, MixturePlan)
+    }
+
+
+def expert_load_part(run: Run) -> Tensor:
+    """Return this rank's part of the tokens of all experts since the last log line.
+
+    Only at the iterations of a log line; otherwise the result is empty, and counting goes on. The
+    parts of all ranks add up to the tokens of the whole model: fp32, all experts of the first
+    mixture layer, then those of the second, and so on.
+    """
+    device = run.device.torch_device
+    if (run.progress.iteration + 1) % run.config.logging.log_interval:
+        return torch.zeros(0, device=device)
+    layout, mixtures = run.layout, _mixtures(run.plan)
+    parts = plan_model(run.config.model, run.config.parallel)
+    held = parts_of_stage(parts, layout.pipeline.rank, layout.pipeline.size)
+    here = [index for part in held for index in part.layers if index in mixtures]
+    loads = {index: torch.zeros(experts, device=device) for index, experts in mixtures.items()}
+    taken = run.layers.routers.take_loads()
+    # Without sequence parallelism all tensor ranks count the same tokens.
+    if layout.sequence_parallel or layout.tensor.is_first:
+        loads |= zip(here, taken, strict=True)
+    return torch.cat((torch.zeros(0, device=device), *loads.values()))
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The load of every expert since the last log line.
+
+    Attributes:
+        layers: For each mixture layer, by its index from 0, the tokens of each expert divided by an
+            even share: 1 if all experts have equally many tokens, 0 for one without tokens.
+    """
+
+    layers: dict[int, NDArray[np.float64]]
+
+    @classmethod
+    def of(cls, plan: ModelPlan, tokens: Sequence[float]) -> ExpertLoad:
+        """Return the load.
+
+        Args:
+            plan: The network.
+            tokens: The sum over ranks of `expert_load_part`.
+        """
+        mixtures = _mixtures(plan)
+        ends = np.cumsum([0, *mixtures.values()])
+        layers = {}
+        for index, start, end in zip(mixtures, ends, ends[1:], strict=False):
+            counts = np.asarray(tokens[start:end], dtype=np.float64)
+            layers[index] = counts / max(counts.mean(), 1 / len(counts))
+        return cls(layers)
+
+    def line(self) -> str:
+        """Return the log line with the busiest and the idlest expert's load in each layer."""
+        fields = [
+            f"layer {layer}: {load.max():.2f} to {load.min():.2f}"
+            for layer, load in self.layers.items()
+        ]
+        return f" expert load (1.00: even) | {' | '.join(fields)} |"
+
+    def warning(self) -> str | None:
+        """Return a line that names idle and overloaded experts; `None` if there are none."""
+        idle, overloaded = [], []
+        for layer, load in self.layers.items():
+            if not load.any():
+                continue  # no update has counted tokens
+            without = np.flatnonzero(load == 0)
+            if len(without):
+                names = [str(expert) for expert in without]
+                idle.append(f"layer {layer}: {_first(names)}")
+            beyond = np.flatnonzero(load > OVERLOADED)
+            if len(beyond):
+                names = [f"{expert} ({load[expert]:.1f})" for expert in beyond]
+                overloaded.append(f"layer {layer}: {_first(names)}")
+        found = []
+        if idle:
+            found.append(f"experts without a token since the last log line: {'; '.join(idle)}")
+        if overloaded:
+            found.append(
+                f"experts with more than {OVERLOADED:g} even shares of the tokens: "
+                f"{'; '.join(overloaded)}"
+            )
+        return f" {' | '.join(found)}" if found else None
+
+    def scalars(self) -> dict[str, float]:
+        """Return the busiest and the idlest expert's load in each layer, by TensorBoard tag."""
+        return {
+            f"expert-load/layer {layer} {name}": float(value)
+            for layer, load in self.layers.items()
+            for name, value in (("busiest", load.max()), ("idlest", load.min()))
+        }
+
+    def compact(self) -> dict[str, list[float]]:
+        """Return the load of each expert, rounded to three digits after the point, by layer."""
+        return {str(layer): load.round(3).tolist() for layer, load in self.layers.items()}
+
+    def picture(self) -> NDArray[np.uint8]:
+        """Return a heat map, RGB [height, width, 3]: a row per layer, a square per expert.
+
+        White is an even share. Experts with less are blue and those with more are red, on a
+        logarithmic scale whose ends are `OVERLOADED` and its inverse.
+        """
+        widest = max(len(load) for load in self.layers.values())
+        rows = np.ones((len(self.layers), widest))
+        for row, load in zip(rows, self.layers.values(), strict=True):
+            row[: len(load)] = load
+        warmth = np.log(rows.clip(1 / OVERLOADED, OVERLOADED)) / np.log(OVERLOADED)
+        warmth = warmth[:, :, np.newaxis]
+        fade = np.where(warmth > 0, [0.0, 1.0, 1.0], [1.0, 1.0, 0.0])  # red: no green, no blue
+        colors = (255 * (1 - np.abs(warmth) * fade)).round().astype(np.uint8)
+        return colors.repeat(_PIXELS, axis=0).repeat(_PIXELS, axis=1)
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    others = len(names) - _MOST_NAMED
+    more = [f"and {others} more"] if others > 0 else []
+    return ", ".join([*names[:_MOST_NAMED], *more])
