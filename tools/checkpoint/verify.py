@@ -269,7 +269,7 @@ def their_model(reader: HFReader) -> Any:
     kind, values = values.pop("model_type"), {**values, "dtype": "float32"}
     values.pop("torch_dtype", None)
     config = transformers.AutoConfig.for_model(kind, **values)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"  # for odd sizes too
     lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
     pieces = {"add_pooling_layer": False} if lacks_pooler else {}
     model = getattr(transformers, reader.architecture)(config, **pieces).float()
@@ -283,6 +283,13 @@ def their_model(reader: HFReader) -> Any:
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
+    if any(".experts." in name for name in state):  # transformers 5 fuses them while it loads
+        model, loading = getattr(transformers, reader.architecture).from_pretrained(
+            None, config=config, state_dict=state, output_loading_info=True
+        )
+        if any(loading.values()):
+            raise CheckpointError(f"--verify: transformers cannot load the tensors: {loading}")
+        return model.float()
     own_head = family.head_follows_files and family.tied_head in state
     if own_head:  # `transformers` ties it at first, whatever config.json says
         head = model.get_output_embeddings()

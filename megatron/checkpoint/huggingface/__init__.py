@@ -4,7 +4,7 @@
     settings    config.json, checked key by key
     rules       how our parameters are made from a folder's tensors; the description of a family
     families    the table of families
-    llama, gpt2, bert, t5   one module for each group of families
+    llama, mixtures, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`
     writer      a checkpoint as such a folder
 

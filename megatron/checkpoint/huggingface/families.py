@@ -8,9 +8,11 @@ from typing import Any
 from megatron.checkpoint.huggingface.bert import Bert
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.llama import LlamaLike
+from megatron.checkpoint.huggingface.mixtures import MIXTRAL, MixtureLike
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
+from megatron.config.experts import mixture_layers
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.errors import CheckpointError
 
@@ -20,8 +22,14 @@ FAMILIES: list[Family] = [
     LlamaLike("mistral", "MistralForCausalLM", window=True),
     LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
     LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
+    MixtureLike("mixtral", "MixtralForCausalLM", window=True, rotary_base=1e6, table=MIXTRAL),
     *(GPT2(), Bert(), T5()),
 ]
+# Networks that look like one of these families, but compute something else.
+_REFUSED = {
+    "olmoe": "it normalizes the queries of all heads together, and the keys, but here "
+    "--qk-layernorm normalizes each head by itself",
+}
 
 
 def families() -> Mapping[str, Family]:
@@ -40,6 +48,8 @@ def family_named(name: object, path: object) -> Family:
         CheckpointError: The `model_type` is not supported.
     """
     known = families()
+    if isinstance(name, str) and name in _REFUSED:
+        raise CheckpointError(f"{path}: model_type {name!r} is not supported: {_REFUSED[name]}")
     if not isinstance(name, str) or name not in known:
         choices = ", ".join(known)
         raise CheckpointError(
@@ -100,14 +110,33 @@ def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> li
 
 
 def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
+    if name.startswith("moe_"):
+        return _meaning_for_experts(model, name)
+    value = getattr(model, name)
     match name:
         case "num_query_groups" | "group_query_attention":
-            return model.kv_heads
+            value = model.kv_heads
         case "rotary_seq_len_interpolation_factor":
-            return model.rotary_seq_len_interpolation_factor or 1
+            value = value or 1
         case "openai_gelu":
             # Compare both as a pair, because a head for masked tokens has an activation of its own.
-            return model.activation, family.head_activates and model.openai_gelu
+            value = model.activation, family.head_activates and model.openai_gelu
         case "add_qkv_bias":
-            return model.add_bias_linear or model.add_qkv_bias
-    return getattr(model, name)
+            value = model.add_bias_linear or model.add_qkv_bias
+        case "ffn_hidden_size" if all(mixture_layers(model, model.num_layers)):
+            value = None  # there is no dense MLP
+    return value
+
+
+def _meaning_for_experts(model: ModelConfig, name: str) -> Any:
+    if not model.num_experts:
+        return None
+    value = getattr(model, name)
+    match name:
+        case "moe_layer_freq":  # there are many ways to write a pattern
+            value = mixture_layers(model, model.num_layers)
+        case "moe_ffn_hidden_size":
+            value = value or model.ffn_hidden_size
+        case "moe_router_num_groups" | "moe_router_group_topk" | "moe_router_topk_scaling_factor":
+            value = value or 1
+    return value

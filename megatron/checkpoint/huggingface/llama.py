@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ class LlamaLike(rules.Family):
         window: Whether config.json may limit attention to a window.
         old_files: Whether config.json may lack keys that its first version did not have.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
+        rotary_base: The base of the rotary frequencies if config.json does not give one.
     """
 
     keys: tuple[rules.Key, ...] = _KEYS
@@ -60,6 +61,7 @@ class LlamaLike(rules.Family):
     window: bool = False
     old_files: bool = False
     head_size: int | None = None
+    rotary_base: float = 10000.0
 
     def read(self, settings: Settings) -> rules.Described:
         """Return the network that a config.json describes, with its attention window."""
@@ -84,7 +86,7 @@ class LlamaLike(rules.Family):
         positions = self._read_window(settings) or settings.size("max_position_embeddings")
         return ModelConfig(
             **flags,
-            **_read_rotation(settings),
+            **_read_rotation(settings, self.rotary_base),
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
@@ -106,11 +108,14 @@ class LlamaLike(rules.Family):
         positions = settings.size("max_position_embeddings")
         layers = settings.words("layer_types")
         used = settings.switch("use_sliding_window", True) or "sliding_attention" in layers
-        window = settings.size("sliding_window", positions)
         settings.size("max_window_layers", 1)
         other = set(layers) - {"full_attention", "sliding_attention"}
         if other:
             raise settings.error("layer_types", f"{', '.join(sorted(other))} is not supported")
+        if not used and settings.values.get("sliding_window") == 0:
+            settings.must_be("sliding_window", 0)  # transformers 5 writes it if there is no window
+            return None
+        window = settings.size("sliding_window", positions)
         return window if used and window < positions else None
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -133,19 +138,24 @@ class LlamaLike(rules.Family):
             **({"sliding_window": None, "use_sliding_window": False} if self.window else {}),
         }
 
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        return _LAYER
+
     def names(self, model: ModelConfig) -> rules.Names:
         """Yield each of our modules with the Hugging Face modules that it combines."""
         yield "embedding.word", ["model.embed_tokens"]
+        modules = self.modules(model)
         for layer in range(model.num_layers):
-            yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
+            yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", modules)
         yield "final_norm", ["model.norm"]
         yield "output", ["lm_head"]
 
 
-def _read_rotation(settings: Settings) -> dict[str, Any]:
+def _read_rotation(settings: Settings, default: float) -> dict[str, Any]:
     """Return the rotary embedding's flags from the keys of transformers 4 or 5."""
     new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
-    base = settings.number("rope_theta", 10000.0)
+    base = settings.number("rope_theta", default)
     flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
     for rope in (new, old):
         kind_key = "rope_type" if "rope_type" in rope.values else "type"

@@ -23,6 +23,8 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
+# Programs that multiply by all experts at once may save them so.
+_FUSED_EXPERTS = re.compile(r".*\.experts\.(?!\d+\.).*")
 # The first BERT files call the weight and bias of a normalization gamma and beta.
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -120,9 +122,10 @@ class HFReader(Reader):
         }
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        rule = self._rules[name]
-        whole = rule.form.join([self._files[self._name(one)].load() for one in rule.theirs])
-        return whole[wanted.within(Box.whole(rule.shape))].contiguous()
+        def load(theirs: str) -> torch.Tensor:
+            return self._files[self._name(theirs)].load()
+
+        return self._rules[name].join(load, wanted, self.dtype(name))
 
     def _name(self, name: str) -> str:
         """Return the name that a tensor has in the files."""
@@ -131,6 +134,13 @@ class HFReader(Reader):
     def _check(self, architectures: object) -> None:
         """Check that the files hold exactly what config.json describes."""
         problems: list[str] = []
+        fused = [name for name in sorted(self._files) if _FUSED_EXPERTS.fullmatch(name)]
+        if fused and any(rule.experts for rule in self._rules.values()):
+            raise CheckpointError(
+                f"{self.path}: {fused[0]} holds all experts of a layer, but in the files of this "
+                "family each expert has tensors of its own: save the model again with "
+                "save_pretrained of transformers"
+            )
         # A different class explains other problems, but is not a problem by itself.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(

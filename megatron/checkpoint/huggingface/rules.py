@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import megatron.models.plan as plans
+from megatron.checkpoint.entries import Box
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.plans import model_plan
@@ -87,10 +88,12 @@ class ParameterRule:
     Attributes:
         name: Our name.
         shape: Our shape.
-        theirs: Names of their tensors that make up the parameter.
-        form: The conversion between their tensors and our parameter.
+        theirs: Names of their tensors that make up the parameter, one expert's after another's.
+        form: The conversion between their tensors and our parameter, or one expert's part of it.
         piece: The piece of the model that the parameter belongs to if a folder may lack that piece
             entirely, otherwise "".
+        experts: Number of experts that the first dimension counts; 0 if the parameter is not one of
+            a mixture's experts. Their files hold each expert in tensors of its own.
     """
 
     name: str
@@ -98,11 +101,61 @@ class ParameterRule:
     theirs: tuple[str, ...]
     form: TensorForm
     piece: str = ""
+    experts: int = 0
+
+    @property
+    def form_shape(self) -> Shape:
+        """The shape of what `form` makes: the parameter, or one expert's part of it."""
+        return self.shape[1:] if self.experts else self.shape
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The parts of the parameter that are made from different tensors, in their order."""
+        if not self.experts:
+            return [Box.whole(self.shape)]
+        inner, start = self.form_shape, (0,) * len(self.form_shape)
+        return [Box((expert, *start), (1, *inner)) for expert in range(self.experts)]
 
     def shapes(self) -> list[Shape]:
         """Return the shapes of their tensors, in order."""
-        parts = self.form.split(torch.empty(self.shape, device="meta"))
-        return [tuple(part.shape) for part in parts]
+        parts = self.form.split(torch.empty(self.form_shape, device="meta"))
+        return [tuple(part.shape) for part in parts] * max(1, self.experts)
+
+    def join(self, load: Callable[[str], Tensor], wanted: Box, dtype: torch.dtype) -> Tensor:
+        """Return a part of our parameter. Tensors of other experts are not read.
+
+        Args:
+            load: Function that returns a tensor of theirs by its name.
+            wanted: The part.
+            dtype: The type of the parameter.
+        """
+        boxes = self.boxes
+        each = len(self.theirs) // len(boxes)
+
+        def part_of(number: int, part: Box) -> Tensor:
+            names = self.theirs[number * each : (number + 1) * each]
+            whole = self.form.join([load(name) for name in names]).view(boxes[number].shape)
+            return whole[part.within(boxes[number])]
+
+        if len(boxes) == 1:
+            return part_of(0, wanted).contiguous()
+        result = torch.empty(wanted.shape, dtype=dtype)
+        for number, box in enumerate(boxes):
+            common = box.intersect(wanted)
+            if common is not None:
+                result[common.within(wanted)] = part_of(number, common)
+        return result
+
+    def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:
+        """Return one of their tensors. Other experts are not read.
+
+        Args:
+            read: Function that returns a part of our parameter.
+            index: Position of the tensor in `theirs`.
+        """
+        boxes = self.boxes
+        number, position = divmod(index, len(self.theirs) // len(boxes))
+        return self.form.split(read(boxes[number]).view(self.form_shape))[position]
 
 
 def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
@@ -239,17 +292,24 @@ class Family(ABC):
         shapes, layers = parameter_shapes(plan), layers_of(plan)
         rules = []
         for ours, theirs in self.names(model):
-            kinds = [kind for kind in KINDS if f"{ours}.{kind}" in shapes]
-            if not kinds:
+            held = {f"{ours}.{kind}": kind for kind in KINDS if f"{ours}.{kind}" in shapes}
+            if ours in shapes:  # a parameter that is not in a module
+                held = {ours: "weight"}
+            if not held:
                 continue  # a module that this network, or this layer, does not have
             match = _IN_LAYER.fullmatch(ours)
-            form = SAME
+            form, experts = SAME, 0
             if match:
-                form = self.form(layers[match.group(1)], match.group(2), len(theirs))
+                layer, module = layers[match.group(1)], match.group(2)
+                if module.startswith("mlp.experts.") and isinstance(layer.mlp, plans.MixturePlan):
+                    experts = layer.mlp.router.experts
+                form = self.form(layer, module, len(theirs) // max(1, experts))
             piece = self.pieces.get(ours.partition(".")[0], "")
-            for kind in kinds:
-                name, names = f"{ours}.{kind}", tuple(f"{one}.{kind}" for one in theirs)
-                rules.append(ParameterRule(f"model.{name}", shapes[name], names, form, piece))
+            for name, kind in held.items():
+                names = tuple(f"{one}.{kind}" for one in theirs)
+                rules.append(
+                    ParameterRule(f"model.{name}", shapes[name], names, form, piece, experts)
+                )
         return rules
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
@@ -299,7 +359,11 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
             case plans.ClassifierPlan():
                 name = "pooler.dense" if head.kind == "pooler" else head.kind
                 modules[name] = linear_shapes((head.outputs,), hidden)
-    return {f"{m}.{kind}": shape for m, shapes in modules.items() for kind, shape in shapes.items()}
+    return {
+        f"{module}.{kind}".removesuffix("."): shape
+        for module, shapes in modules.items()
+        for kind, shape in shapes.items()
+    }
 
 
 def norm_shapes(norm: plans.NormPlan, size: int) -> dict[str, Shape]:
@@ -319,19 +383,30 @@ def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
 
 
 def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each of a layer's modules."""
-    mixer, mlp, cross = attention_of(layer), layer.mlp, layer.cross_attention
-    assert isinstance(mlp, plans.MLPPlan), mlp
+    """Return the shapes of the parameters of each of a layer's modules.
+
+    A parameter that is not in a module has the kind "".
+    """
+    mixer, cross = attention_of(layer), layer.cross_attention
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
-    up = (2, mlp.inner) if mlp.gated else (mlp.inner,)
     modules = {
         "attention_norm": norm,
         "attention.qkv": linear_shapes((mixer.qkv,), hidden, bias=mixer.bias or mixer.qkv_bias),
         "attention.output": linear_shapes((hidden,), mixer.query, bias=mixer.bias),
         "mlp_norm": norm,
-        "mlp.up": linear_shapes(up, hidden, bias=mlp.bias),
-        "mlp.down": linear_shapes((hidden,), mlp.inner, bias=mlp.bias),
     }
+    match layer.mlp:
+        case plans.MLPPlan() as dense:
+            modules |= mlp_shapes("mlp", dense)
+        case plans.MixturePlan() as mixture:
+            experts = mixture.router.experts
+            modules["mlp.router"] = {"weight": (experts, hidden)}
+            for name, shapes in mlp_shapes("mlp.experts", mixture.expert).items():
+                modules[name] = {kind: (experts, *shape) for kind, shape in shapes.items()}
+            if mixture.shared is not None:
+                modules |= mlp_shapes("mlp.shared", mixture.shared)
+            if mixture.gates_shared:
+                modules["mlp.shared_gate"] = {"": (1, hidden)}
     if mixer.head_norm is not None:
         of_head = norm_shapes(mixer.head_norm, mixer.head_size)
         modules |= {"attention.query_norm": of_head, "attention.key_norm": of_head}
@@ -343,6 +418,15 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
             "cross_attention.output": linear_shapes((hidden,), cross.query, bias=cross.bias),
         }
     return modules
+
+
+def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of both modules of an MLP of this name."""
+    up = (2, mlp.inner) if mlp.gated else (mlp.inner,)
+    return {
+        f"{name}.up": linear_shapes(up, mlp.hidden, bias=mlp.bias),
+        f"{name}.down": linear_shapes((mlp.hidden,), mlp.inner, bias=mlp.bias),
+    }
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:

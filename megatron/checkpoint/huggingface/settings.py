@@ -31,13 +31,14 @@ _HARMLESS = frozenset(
     initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
     label2id length_penalty max_length max_sequence_length min_length n_ctx neftune_noise_alpha
     no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_past output_scores pad_token_id pooler_fc_size
-    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
-    predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-    torchscript transformers.js_config transformers_version typical_p use_bfloat16 use_cache
+    output_attentions output_hidden_states output_past output_router_logits output_scores
+    pad_token_id pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+    pooler_size_per_head pooler_type predict_special_tokens prefix pretraining_tp problem_type
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
 
@@ -127,6 +128,13 @@ class Settings:
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
             raise self.error(key, "expected a list of strings")
+        return value
+
+    def indices(self, key: str, end: int) -> list[int]:
+        """Take a list of integers from 0 to below `end`, or an empty list if the key is absent."""
+        value = self._take(key, [])
+        if not isinstance(value, list) or not all(type(i) is int and 0 <= i < end for i in value):
+            raise self.error(key, f"expected a list of integers from 0 to below {end}")
         return value
 
     def part(self, key: str) -> Settings:

@@ -71,7 +71,7 @@ class Export:
         return present(rules, [rule for rule in rules if rule.name in held])
 
     def _read(self, rule: ParameterRule, index: int) -> torch.Tensor:
-        return rule.form.split(self.reader.read(rule.name))[index]
+        return rule.split(partial(self.reader.read, rule.name), index)
 
     def config(self, template: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return config.json.

@@ -3,6 +3,7 @@ a Hugging Face folder, by their names there, in float64. Nothing of the package 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -77,6 +78,15 @@ _GPT2 = {
     "torch_dtype": "float32",
     "vocab_size": 71,  # odd, as GPT-2's 50257 is
 }
+_MIXTRAL = {
+    "intermediate_size": 22,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.0,
+    "sliding_window": None,
+}
 CASES: dict[str, Case] = {
     "llama": Case(_like_llama("llama", "Llama")),
     "llama without groups": Case(_like_llama("llama", "Llama", num_key_value_heads=HEADS)),
@@ -108,6 +118,7 @@ CASES: dict[str, Case] = {
         qkv_bias=True,
     ),
     "qwen3": Case(_like_llama("qwen3", "Qwen3", head_dim=16), head_norm=True),
+    "mixtral": Case(_like_llama("mixtral", "Mixtral", **_MIXTRAL)),
     "gpt2": Case(_GPT2),
     "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
 }
@@ -144,14 +155,31 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         if case.head_norm:
             shapes |= {f"{at}self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
         shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * size)
-        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (FFN, HIDDEN)
-        shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, FFN)
+        shapes |= _mlp_shapes(config, at)
         shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
         shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
     shapes["model.norm.weight"] = (HIDDEN,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = table
     return shapes
+
+
+def _mlp_shapes(config: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    """The tensors between a layer's second norm and the next layer."""
+    inner, experts = config["intermediate_size"], config.get("num_local_experts")
+    if experts is None:
+        names, at = ("gate_proj", "up_proj", "down_proj"), f"{at}mlp."
+        return _three(f"{at}", names, inner)
+    at += "block_sparse_moe."
+    shapes: dict[str, tuple[int, ...]] = {f"{at}gate.weight": (experts, HIDDEN)}
+    for expert in range(experts):
+        shapes |= _three(f"{at}experts.{expert}.", ("w1", "w3", "w2"), inner)
+    return shapes
+
+
+def _three(at: str, names: tuple[str, str, str], inner: int) -> dict[str, tuple[int, ...]]:
+    gate, up, down = (f"{at}{name}.weight" for name in names)
+    return {gate: (inner, HIDDEN), up: (inner, HIDDEN), down: (HIDDEN, inner)}
 
 
 def _gpt2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -223,10 +251,29 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         context = _attention(_turn(q, angles), _turn(k, angles), v)
         x = x + project(context, f"{at}.self_attn.o_proj")
         normal = norm(x, f"{at}.post_attention_layernorm")
-        gate, up = (project(normal, f"{at}.mlp.{kind}_proj") for kind in ("gate", "up"))
-        x = x + project(F.silu(gate) * up, f"{at}.mlp.down_proj")
+        x = x + _feed(config, w, at, normal)
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return F.linear(norm(x, "model.norm"), head)
+
+
+def _feed(config: Mapping[str, Any], w: Tensors, at: str, x: Tensor) -> Tensor:
+    """The MLP of a layer or its mixture, token by token."""
+
+    def mlp(x: Tensor, names: tuple[str, str, str]) -> Tensor:
+        gate, up, down = (w[f"{at}.{name}.weight"] for name in names)
+        return (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+    experts = config.get("num_local_experts")
+    if experts is None:
+        return mlp(x, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    out = torch.zeros_like(x)
+    for place in itertools.product(*map(range, x.shape[:2])):
+        scores = (w[f"{at}.block_sparse_moe.gate.weight"] @ x[place]).softmax(0)
+        best, chosen = scores.topk(config["num_experts_per_tok"])
+        for weight, expert in zip(best / best.sum(), chosen.tolist(), strict=True):
+            one = f"block_sparse_moe.experts.{expert}"
+            out[place] += weight * mlp(x[place], (f"{one}.w1", f"{one}.w3", f"{one}.w2"))
+    return out
 
 
 def _angles(config: Mapping[str, Any], length: int) -> Tensor:

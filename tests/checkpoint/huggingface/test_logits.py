@@ -60,7 +60,7 @@ def _all_logits(layout: Layout, folders: list[Path]) -> list[torch.Tensor | None
     return [_logits(layout, folder) for folder in folders]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}, {"expert": 2}], ids=str)
 def test_logits_are_the_models_in_every_layout(sizes: dict[str, int], tmp_path: Path) -> None:
     folders = [
         write_folder(tmp_path / name, case.config, tensors_of(case), shards=3)

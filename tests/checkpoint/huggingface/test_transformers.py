@@ -23,14 +23,15 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
     """So the tests that run without it stand for it."""
     case = CASES[name]
     folder = write_folder(tmp_path / "original", case.config, tensors_of(case))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    eager = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **eager)
     with torch.no_grad():
         found = model.eval()(TOKENS).logits
     expected = logits(case, tensors_of(case), TOKENS).float()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt2"])
 def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

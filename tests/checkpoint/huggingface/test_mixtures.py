@@ -1,0 +1,154 @@
+"""Mixtures of experts: a rank reads its own experts alone, and wrong files are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.entries import Box
+from megatron.checkpoint.huggingface.families import family_for, misfits
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
+from megatron.config.yaml_file import from_dict
+from megatron.errors import CheckpointError
+from tests.checkpoint.huggingface.models import CASES, HIDDEN, Tensors, tensors_of, write_folder
+
+LAYER = "model.layers.1.block_sparse_moe"
+UP, DOWN = "model.layers.1.mlp.experts.up.weight", "model.layers.1.mlp.experts.down.weight"
+
+
+def _folder(path: Path, tensors: Tensors | None = None, **changes: Any) -> Path:
+    case = CASES["mixtral"]
+    given = tensors_of(case) if tensors is None else tensors
+    return write_folder(path, {**case.config, **changes}, given)
+
+
+def test_gate_and_up_of_each_expert_are_stacked(tmp_path: Path) -> None:
+    reader, theirs = HFReader(_folder(tmp_path)), tensors_of(CASES["mixtral"])
+    assert reader.global_shape(UP) == (6, 2, 22, HIDDEN)
+    for expert in range(6):
+        gate, up = reader.read(UP)[expert]
+        assert torch.equal(gate, theirs[f"{LAYER}.experts.{expert}.w1.weight"])
+        assert torch.equal(up, theirs[f"{LAYER}.experts.{expert}.w3.weight"])
+        down = theirs[f"{LAYER}.experts.{expert}.w2.weight"]
+        assert torch.equal(reader.read(DOWN)[expert], down)
+
+
+def test_a_part_is_read_from_the_tensors_of_its_experts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = HFReader(_folder(tmp_path))
+    whole, loaded = reader.read(UP), list[str]()
+    load = type(reader._files[f"{LAYER}.gate.weight"]).load
+    names = {id(held): name for name, held in reader._files.items()}
+
+    def noted(held: Any) -> torch.Tensor:
+        loaded.append(names[id(held)])
+        return load(held)
+
+    monkeypatch.setattr(type(reader._files[f"{LAYER}.gate.weight"]), "load", noted)
+    wanted = Box((2, 0, 11, 0), (3, 2, 11, HIDDEN))
+    assert torch.equal(reader.read(UP, wanted), whole[2:5, :, 11:])
+    expected = [
+        f"{LAYER}.experts.{expert}.{w}.weight" for expert in (2, 3, 4) for w in ("w1", "w3")
+    ]
+    assert loaded == expected
+
+
+def _without(name: str) -> Tensors:
+    return {key: value for key, value in tensors_of(CASES["mixtral"]).items() if key != name}
+
+
+def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
+    missing = f"{LAYER}.experts.4.w3.weight"
+    with pytest.raises(CheckpointError, match=rf"{missing} is missing"):
+        HFReader(_folder(tmp_path / "missing", _without(missing)))
+    name = f"{LAYER}.experts.2.w2.weight"
+    wide = {**_without(name), name: torch.zeros(HIDDEN, 23)}
+    with pytest.raises(CheckpointError, match=rf"{name} is .* config.json says \[32, 22\]"):
+        HFReader(_folder(tmp_path / "wide", wide))
+    one_more = {**_without(""), f"{LAYER}.experts.6.w1.weight": torch.zeros(22, HIDDEN)}
+    with pytest.raises(CheckpointError, match=r"experts\.6\.w1\.weight does not exist"):
+        HFReader(_folder(tmp_path / "more", one_more))
+    half = {**_without(name), name: torch.zeros(HIDDEN, 22).half()}
+    with pytest.raises(CheckpointError, match="have several types"):
+        HFReader(_folder(tmp_path / "half", half))
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(CheckpointError, match=rf"{fused} holds all experts .* save_pretrained"):
+        HFReader(_folder(tmp_path / "fused", {**_without(""), fused: torch.zeros(6, 44, HIDDEN)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 0}, "num_local_experts 0: expected an integer from 1"),
+        ({"num_local_experts": 10**6}, "num_local_experts 1000000: expected an integer from 1 to"),
+        ({"num_experts": 5}, "num_experts 5: only 6"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7: expected an integer from 1 to 6"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok null: expected"),
+        ({"n_shared_experts": 1}, "n_shared_experts: not supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu": only "silu"'),
+        ({"model_type": "olmoe"}, "model_type 'olmoe' is not supported: it normalizes the queries"),
+    ],
+    ids=str,
+)
+def test_other_networks_are_refused_by_key(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        HFReader(_folder(tmp_path, **changes))
+
+
+def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, num_local_experts=None, num_experts=6)
+    assert HFReader(folder).meta["config"]["model"]["num_experts"] == 6
+
+
+def _model(folder: Path, **changes: Any) -> Any:
+    config = HFReader(folder).meta["config"]
+    config["model"] |= changes
+    return narrow(resolve(from_dict(config, "a"), 1), ModelRun).model
+
+
+def test_a_network_that_means_the_same_is_written(tmp_path: Path) -> None:
+    """A pattern of ones, a width of its own, and a dense width that no layer has."""
+    folder = _folder(tmp_path)
+    model = _model(folder, moe_layer_freq="([1]*2)", moe_ffn_hidden_size=22, ffn_hidden_size=128)
+    family = family_for(model, 70, None)
+    assert family.name == "mixtral"
+    written = family.write(model, 70)
+    expected = json.loads((folder / "config.json").read_text())
+    for key in ("intermediate_size", "num_local_experts", "num_experts_per_tok"):
+        assert written[key] == expected[key], key
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_layer_freq": "2"}, r"moe_layer_freq is 2, a mixtral model has 1"),
+        ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax is True"),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function is sigmoid"),
+        ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size is 8"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor is 2.5"),
+    ],
+    ids=str,
+)
+def test_what_the_family_cannot_express_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = _model(_folder(tmp_path), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        family_for(model, 70, "mixtral")
+
+
+def test_settings_of_experts_mean_nothing_to_a_dense_network(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    model = _model(write_folder(tmp_path, case.config, tensors_of(case)), moe_router_topk=5)
+    assert family_for(model, 70, None).name == "llama"
+    found = misfits(family_for(_model(_folder(tmp_path / "b")), 70, None), model, 70)
+    assert "num_experts is None, a mixtral model has 1" in found
