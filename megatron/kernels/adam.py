@@ -80,7 +80,7 @@ def choose_adam(
 
 
 def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
-    """Update the weights with PyTorch's fused kernel, then their copies.
+    """Update the weights with PyTorch's fused kernel, and then update their copies.
 
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
     w = w - lr (m' / (sqrt(v') + eps) + weight_decay w).

@@ -77,7 +77,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Return the nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda.
+    """Return the nvcc in CUDA_HOME, on the PATH, or in /usr/local/cuda.
 
     Raises:
         BuildError: There is no nvcc, or it does not run.

@@ -364,8 +364,8 @@ def find_library(device: torch.device) -> LibraryChoice:
     """Return the library for a device, compiling it now if there is none yet.
 
     Compiling takes a while, so call this before processes wait for each other. This never raises:
-    without a library everything runs on PyTorch's operations, which are slower, and on a GPU one
-    line says why.
+    without a library everything runs on PyTorch's operations, which are slower, and on a GPU a
+    printed line says why.
     """
     ours = Device(device)
     if not ours.is_gpu:

@@ -222,7 +222,7 @@ def plan_buckets(
         parameters: The parameters in the model's order.
         replicas: The number of processes along each replica axis.
         zero_stage: The ZeRO stage, 0 to 2. A single replica has nothing to share and uses stage 0.
-        gradients_in_fp32: Keep 16-bit parameters' gradients in fp32.
+        gradients_in_fp32: Whether to keep the gradients of 16-bit parameters in fp32.
         bucket_bytes: The minimum size of every bucket except for the last.
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0

@@ -129,7 +129,7 @@ def linear_cross_entropy(
         x: The input [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
         weight: This rank's part of the vocabulary, [v/t, h].
         labels: The labels [s, b], as ids in the whole vocabulary.
-        communication: The communication of the product.
+        communication: The communication around the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
         bias: The bias [v/t].
         form: The implementation, a kernel or plain PyTorch.

@@ -10,10 +10,10 @@ scales by the amax of earlier updates reads it once, and finds this update's ama
 an update the slot's `held` is constant and its `found` only rises, so neither the number nor the
 order of micro-batches matters, nor whether one is recomputed. Once per update, all slots of a
 process advance together, after a single maximum over every process that holds a part or a replica
-of the same layers: tensor, context and data-parallel ranks. They then all have the same scales. The
-scales follow from global batches and not from how these were divided, except that a process divides
-its losses, and so its gradients, by the number of its micro-batches. None of this waits for the
-device.
+of the same layers: tensor, context and data-parallel ranks. All of them then have the same scales.
+The scales follow from global batches and not from how these were divided, except that a process
+divides its losses, and so its gradients, by the number of its micro-batches. None of this waits for
+the device.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ class Fp8Products(Products):
     def _amaxes(
         self, x: Tensor, role: Role, communication: Communication, *, records: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the amax to scale by, and the tensor in which to record that of `x`."""
+        """Return the amax to scale by, and the tensor in which to record the amax of `x`."""
         slot = self.slots.get(role)
         found = slot.found if slot is not None and records else None
         if slot is not None and slot.has_begun():

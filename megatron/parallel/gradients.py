@@ -96,13 +96,13 @@ class Reducer:
         buckets: All buckets, in sending order.
         tensor: The axis over which partial gradients are added.
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
-        overlap: Send during the backward of the last micro-batch.
+        overlap: Whether to send during the backward of the last micro-batch.
 
     Attributes:
         overlap: The argument, but always False if no other process holds the same weights.
         uses: For each parameter that has slots, by `id`, how often a backward adds to its gradient.
-            It adds once to the gradients of all other parameters. This mapping is read again
-            whenever buckets are expected.
+            A backward pass adds once to the gradients of all other parameters. This mapping is read
+            again whenever buckets are expected.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class GradientBuffer:
         plan: The layout of gradients and the sending order.
         axes: The plan's replica axes by name.
         tensor: The axis over which partial gradients are added, just before they are averaged.
-        overlap: Reduce during the backward of the last micro-batch.
+        overlap: Whether to reduce during the backward of the last micro-batch.
 
     Attributes:
         plan: The plan.
@@ -484,7 +484,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average the gradients over the replica axis. Collective over it.
+        """Average the gradients over the replica axis. Collective over that axis.
 
         Every element is summed on one process and sent to the others, so that all hold the same
         bits. Dividing first keeps fp16 sums in range.

@@ -3,8 +3,8 @@
 Training keeps it up to date with a few assignments. The watchdog reads it from another thread, to
 report which ranks are missing from which operation when a run hangs.
 
-On a GPU the process runs ahead of its device, and waits where the device's results are needed, not
-where a communication is. In that case the journal also sends marks through the device's queue: the
+On a GPU the process runs ahead of its device, and waits only where it needs the device's results,
+not at each communication. In that case the journal also sends marks through the device's queue: the
 last one that came back shows which operation the device is in.
 """
 

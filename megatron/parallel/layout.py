@@ -71,8 +71,9 @@ class Layout:
     `replica` is data x context, with context varying fastest: the processes that hold the same
     weights.
 
-    For experts the ranks of a pipeline stage form another grid, in which expert tensor ranks are
-    numbered fastest, then expert ranks, then expert replicas (Megatron Core's parallel folding).
+    For experts the ranks of a pipeline stage form another grid, in which the expert tensor rank
+    varies fastest, then the expert rank, then the expert replica (Megatron Core's parallel
+    folding).
 
     Attributes:
         expert: The ranks among which experts are divided.

@@ -78,7 +78,7 @@ class WeightProduct:
     Both factors are complete here. In subclasses the input may still have to be gathered.
 
     Args:
-        products: The number format.
+        products: The layer's products, which determine the number format.
         saved: The tensors of forward.
         grad: The output's gradient, prepared.
         use: The use of an exchange whose memory holds a factor, if any.
@@ -172,7 +172,7 @@ class Transport(Protocol):
         """Return the output, and the tensors that backward needs besides input and weight.
 
         Args:
-            products: The number format.
+            products: The layer's products, which determine the number format.
             call: The arguments; the input is [s, b, in], or this rank's part of the sequence.
         """
 
@@ -182,7 +182,7 @@ class Transport(Protocol):
         """Begin the input's gradient; return the weight's product and a function to finish.
 
         Args:
-            products: The number format.
+            products: The layer's products, which determine the number format.
             grad: The gradient of the output.
             saved: The tensors of forward.
             wanted: The gradients that are needed. The weight's product is started unless it is
@@ -207,7 +207,7 @@ def parallel_linear(
             accumulates its result as autograd would have, hooks included. Running it is collective
             if the input is split along the sequence.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
-        products: The number format.
+        products: The layer's products, which determine the number format.
 
     Returns:
         The output [s, b, out], or with a `CutRow` this rank's part of the sequence.

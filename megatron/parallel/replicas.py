@@ -165,7 +165,7 @@ class TorchDataParallel:
 
 
 class _Forward(nn.Module):
-    """The module that PyTorch may wrap: the model, called by `function`."""
+    """A module for PyTorch to wrap, whose forward calls `function` with the model."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """An exchange through memory that the GPUs of one machine map from each other.
 
-Rows are written into the receiver's memory by copy engines, which leave the multiprocessors to the
-product that runs meanwhile; a flag next to them signals their arrival. This is PyTorch's symmetric
-memory; NVLink multicast is not used.
+Rows are written into the receiver's memory by copy engines, which leave the multiprocessors free
+for the product that runs meanwhile; a flag next to them signals their arrival. This is PyTorch's
+symmetric memory; NVLink multicast is not used.
 
 No rank asks a receiver whether it has read earlier messages: `Ledger` knows. If it cannot tell, the
 ranks meet at a barrier.
@@ -42,8 +42,8 @@ class SymmetricExchange:
         axis: The axis, whose ranks are on one machine.
         device: This rank's device.
         message_bytes: The size of the largest message.
-        seconds: The time after which the device gives up on a neighbor, if the run has not ended
-            before.
+        seconds: The time after which the device gives up on a neighbor, if the run has not ended by
+            then.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.

@@ -199,7 +199,7 @@ class Fp8Weights:
     Args:
         flat: The weights, all [..., out, in], and the shards of this process.
         storage: Their memory in 16 bits.
-        products: The products that use each weight, all of one form. Nothing else reads the
+        products: The products that use each weight, all in the same format. Nothing else reads the
             weights.
 
     Attributes:

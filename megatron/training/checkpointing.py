@@ -141,7 +141,7 @@ def shard_state(
         named_parameters: The parameters.
         gradients: The gradient buffers, which hold the shards.
         is_copy: Return the shards in the number format of the forward pass, as checkpoints hold
-            them (copies if it has 16 bits), instead of the fp32 shards themselves.
+            them (copies if that format has 16 bits), instead of the fp32 shards themselves.
     """
     return {
         f"model.{name}": _entries(
@@ -210,7 +210,7 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
 
 
 def meta_of(run: Run) -> dict[str, Any]:
-    """Return a checkpoint's meta data as JSON: position, scalars and configuration."""
+    """Return a checkpoint's metadata as JSON: position, scalars and configuration."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -305,7 +305,7 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     """Return a checkpoint's network settings by "model.field", for --use-checkpoint-args.
 
     Args:
-        options: The options for checkpoints, with --load.
+        options: The checkpoint options, which include --load.
 
     Raises:
         CheckpointError: There is no checkpoint.

@@ -23,7 +23,7 @@ def start_panel(run: Run, seconds: float) -> str:
 
     Args:
         run: The run, after its checkpoint has been loaded.
-        seconds: The duration of the set-up.
+        seconds: The time that the set-up took, in seconds.
     """
     config = run.config
     rows = device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0]))

@@ -172,7 +172,7 @@ def layout_text(counts: Counts) -> str:
 def pipeline_rows(
     config: RunConfig, plan: ModelPlan, micro_batches: int, world_size: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the pipeline's lines of the start-up panel.
+    """Yield the lines of the start-up panel that describe the pipeline.
 
     There are no lines without a pipeline, or for T5, whose encoder and decoder differ in length.
 

@@ -55,7 +55,7 @@ class Recipe(Protocol):
         """Return training, validation and test samples (`None` for an empty split). Collective."""
 
     def describe_kernels(self, part: Any) -> str:
-        """Describe the kernels that the model uses and why, for the start-up panel."""
+        """Describe which kernels the model uses and why, for the start-up panel."""
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.

@@ -72,7 +72,7 @@ class Updates:
         """Consume one global batch and update the parameters. Collective.
 
         Args:
-            look_ahead: Whether the next update may begin before this one is known to have ended.
+            look_ahead: Whether the next update may begin before this one's result is known.
         """
         run, progress = self._run, self._run.progress
         journal = run.layout.journal
@@ -291,8 +291,8 @@ def pack_losses(
 
     With --calculate-per-token-loss, losses are multiplied by their weights, and the weights follow
     them. This takes a single all-reduce over the world: the ranks that hold the end of the model
-    know the losses, and one tensor rank contributes for all. Each data and context rank contributes
-    its mean over micro-batches. `others`, of which each rank has a part, come last.
+    know the losses, and one tensor rank contributes on behalf of all. Each data and context rank
+    contributes its mean over micro-batches. `others`, of which each rank has a part, come last.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
     numbers = len(names) + run.config.training.calculate_per_token_loss

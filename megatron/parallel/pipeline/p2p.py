@@ -111,7 +111,7 @@ class PipelineChannel:
             edge.pending.popleft()
 
     def finish(self) -> None:
-        """Wait until everything has been sent. No posted receive may be left."""
+        """Wait until everything has been sent. No posted receive may remain."""
         for (kind, _), edge in self._edges.items():
             assert kind in SENDS or not edge.pending, f"{kind}: a message was not taken"
             while edge.pending:
@@ -153,7 +153,8 @@ def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
     """Create this pipeline's process groups for one kind of message, by the edges that use them.
 
     Neighboring edges are in different groups, so in each group a stage has at most one neighbor,
-    and with it one direction. Every process makes the groups of every pipeline, in the same order.
+    with which it communicates in only one direction. Every process creates the groups of every
+    pipeline, in the same order.
     """
     pipelines = layout.world.size // layout.pipeline.size
     mine: dict[str, dist.ProcessGroup] = {}

@@ -25,8 +25,7 @@ from megatron.training.step import StepOutcome
 class Writer(Protocol):
     """A destination for the scalars of one iteration.
 
-    All methods raise StorageError if the disk cannot be written. A later `write` may
-    succeed.
+    All methods raise StorageError if the disk cannot be written to. A later `write` may succeed.
     """
 
     def write(
@@ -47,7 +46,7 @@ class Writer(Protocol):
 
 
 class TensorBoardWriter:
-    """Event files in `--tensorboard-dir`, with every tag also plotted against consumed samples."""
+    """A writer of event files in `--tensorboard-dir`. Every tag is also plotted against samples."""
 
     def __init__(self, folder: str, queue_size: int) -> None:
         """Open the event file."""
