@@ -1,8 +1,8 @@
 """Checks that checkpoint files are safe to read: plain files that no other user can have changed.
 
-All formats open their files here. A FIFO or a device would make the reader wait forever. A link
-leads to files that a copy of the folder lacks. A file that another user owns or can write to holds
-whatever that user wants.
+The files of all formats are opened here. A FIFO or a device would make the reader wait forever. A
+link leads to files that a copy of the folder lacks. A file that another user owns or can write to
+holds whatever that user wants.
 
 A path may lead to another file from one moment to the next, so whatever is read is checked through
 its descriptor (`open_trusted`). `check_folder` looks at the paths once more, to refuse a folder as

@@ -1,7 +1,8 @@
 """Reading corpora: JSON lines (plain, .gz, .zst), parquet and text files, in blocks of lines.
 
 In every format, a block consists of whole lines of JSON, one document per line. For a plain JSON
-lines file, a block only says where its lines are, so that the process that parses them reads them.
+lines file, a block only says where its lines are, so that the process that parses the lines also
+reads them.
 
 Memory is bounded whatever a file holds: a line that is longer than the caller allows is never read
 or unpacked as a whole. It becomes a block of its own without text, which `parse_block` reports.

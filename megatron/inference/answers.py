@@ -84,7 +84,7 @@ class Answer(ABC):
         return False
 
     def expect(self) -> None:
-        """Reserve a place for the token that the step under way is choosing.
+        """Reserve a place for the token that the current step is choosing.
 
         The sequence ends with `UNKNOWN` until the token is known, unless that token completes the
         answer. Call this only if `can_expect` is true.

@@ -1,7 +1,7 @@
 """Loading a trained model from its checkpoint, which also holds its shape, tokenizer and precision.
 
-This module also parses the command line of programs that run such a model, and makes their rows of
-the start-up panel.
+This module also parses the command line of programs that run such a model, and creates their rows
+in the start-up panel.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class GeneratedText:
 
 @dataclass(frozen=True)
 class _UnfinishedText:
-    """A prompt under way, and the tokens of its text so far."""
+    """A prompt in progress, and the tokens of its text so far."""
 
     index: int
     prompt: str | None

@@ -94,7 +94,7 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 
     Returns:
         fp64 [k, 2 + 2m]: the token, its log probability, the m most likely tokens, and their log
-        probabilities. m is the largest `tops` of all choices. `unpack` takes this flattened.
+        probabilities. m is the largest `tops` of all choices. `unpack` takes the flattened result.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
     pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]

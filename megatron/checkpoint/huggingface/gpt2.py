@@ -76,7 +76,7 @@ class GPT2(rules.Family):
         yield "output", ["lm_head"]
 
     def form(self, layer: LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the form of a layer's module."""
+        """Return the conversion for a layer's module."""
         if module in ("attention.output", "mlp.up", "mlp.down"):
             return rules.TRANSPOSED
         return super().form(layer, module, tensors)

@@ -313,7 +313,7 @@ class Family(ABC):
         return rules
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
-        """Return the form of a layer's module that is made from this number of their tensors."""
+        """Return the conversion for a layer's module made from this number of their tensors."""
         if module == "attention.qkv":
             mixer = attention_of(layer)
             in_group = (mixer.heads // mixer.kv_heads, 1, 1)
