@@ -69,9 +69,9 @@ class Grouping(NamedTuple):
         return self.order // self.place.shape[1]
 
     def expert_of_row(self) -> Tensor:
-        """Return the expert of each row, int64 [n]; rows without one have the last expert's."""
+        """Return the expert of each row, int64 [n]; the number of experts for rows without one."""
         rows = torch.arange(len(self.order), device=self.order.device)
-        return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
+        return torch.searchsorted(self.ends, rows, right=True)
 
     def per_choice(self, rows: Tensor) -> Tensor:
         """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices of no expert."""

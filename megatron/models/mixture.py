@@ -201,7 +201,9 @@ class ExpertLinear(nn.Module):
         out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._form, owner)
         if self.bias is None or not self._adds_bias:
             return out
-        return out + self.bias.flatten(1)[grouping.expert_of_row()]
+        # Rows without an expert take zeros: their gradients, which may be any values, go nowhere.
+        biases = F.pad(self.bias.flatten(1), (0, 0, 0, 1))
+        return out + biases[grouping.expert_of_row()]
 
 
 class _GroupedProduct(torch.autograd.Function):

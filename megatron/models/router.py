@@ -67,7 +67,9 @@ class Router(nn.Module):
             with split_region(self.layout.sequence, x.device, self.state.number, "router"):
                 noise = torch.empty_like(x).uniform_(1 - plan.jitter, 1 + plan.jitter)
             x = x * noise
-        logits = F.linear(x.float(), self.weight.float())  # [s, b, experts]
+        # In fp64 the order of a sum hardly ever shows in fp32: text does not depend on its batch.
+        dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
+        logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
         sequences, logits = logits.shape[1], logits.flatten(0, 1)
         counts_losses = self.training and torch.is_grad_enabled()
         if counts_losses and plan.z_loss is not None:
