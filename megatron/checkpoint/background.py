@@ -1,7 +1,7 @@
 """Save while training continues: training waits only until its tensors are copied to host memory.
 
-A thread then writes, hashes, flushes and publishes the copy by the protocol of `store`, and talks
-to the other processes' threads over a process group of their own. File operations and digests
+A thread then writes, hashes, flushes and publishes the copy following the protocol of `store`, and
+talks to the other processes' threads over a process group of their own. File operations and digests
 release the interpreter lock. If the process is killed, the thread ends too, and leaves the same
 files behind as any killed save.
 """

@@ -122,7 +122,7 @@ def write_folder(
     keep: Keep | None,
     check: Check,
 ) -> Path:
-    """Write a checkpoint's folder, of any format, by the protocol above. Collective.
+    """Write a checkpoint's folder, of any format, following the protocol above. Collective.
 
     Args:
         root: Folder of checkpoints, created if it is missing.

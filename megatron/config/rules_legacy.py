@@ -83,7 +83,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
 
 
 def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
-    """Yield what Megatron-LM 23.08 lacks to continue the training.
+    """Yield a line for each thing that Megatron-LM 23.08 lacks but needs to continue training.
 
     Args:
         precision: The run's number formats.

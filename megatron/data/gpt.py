@@ -136,7 +136,7 @@ def build_gpt_index(
 def build_sample_index(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int, seq_length: int
 ) -> NDArray[np.int32]:
-    """Return where each row starts: place in `documents` and offset in it, `[N + 1, 2]`.
+    """Return where each row starts: its place in `documents` and offset there, `[N + 1, 2]`.
 
     Row k starts at token `k * S` of the documents laid end to end. A document that covers the
     tokens `[a, b)` therefore holds the starts of rows `ceil(a / S)` to `ceil(b / S)`: no search is

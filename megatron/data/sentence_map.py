@@ -1,11 +1,11 @@
 """The sentences of each BERT or T5 sample, as pure functions of lengths, seed and counts.
 
 A sample is a run of sentences of one document, cut when it reaches a target length. The target is
-the longest sample, except for about one sample in `1 / short_seq_prob`, whose target is drawn
-uniformly between 2 and the longest. The documents are passed over repeatedly until there are enough
-samples. Then the samples are shuffled. The map holds a row `first sentence, last sentence + 1,
-target length` per sample, `[n, 3]`. The rules and the order of random draws are those of
-Megatron-LM, so the samples and the maps on disk are the same.
+the length of the longest sample, except for about one sample in `1 / short_seq_prob`, whose target
+is drawn uniformly between 2 and the longest. The documents are passed over repeatedly until there
+are enough samples. Then the samples are shuffled. The map holds a row `first sentence, last
+sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random draws are those
+of Megatron-LM, so the samples and the maps on disk are the same.
 
 The construction is fast without a compiler. The sentences of the documents in use, with one more
 place at the end of each document, are numbered as *places*. One random draw is made at every place

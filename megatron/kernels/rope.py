@@ -97,7 +97,7 @@ Rotate = Callable[[Tensor, Rotation], Tensor]
 
 
 def choose_rotate(model: ModelConfig, library: KernelLibrary | None) -> Rotate:
-    """Choose the kernel if there is a library and no --no-rope-fusion.
+    """Choose the kernel if there is a library and --no-rope-fusion is not given.
 
     Args:
         model: The resolved network flags.

@@ -20,10 +20,10 @@ from megatron.parallel.random import split_region
 
 
 class KeyValueCache(Protocol):
-    """The keys and values of earlier tokens, given to a model with new tokens in inference.
+    """The keys and values of earlier tokens, given to a model together with new tokens.
 
-    Such a pass has a single sample of s tokens. The tokens may belong to any number of sequences,
-    each at its own position in its own sequence.
+    A pass with such a cache, in inference, has a single sample of s tokens. The tokens may belong
+    to any number of sequences, each at its own position in its own sequence.
     """
 
     @property

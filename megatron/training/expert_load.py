@@ -1,4 +1,4 @@
-"""The load of the experts: how many tokens each got, compared with an even share."""
+"""The load of the experts: how many tokens each received, compared with an even share."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _mixtures(plan: ModelPlan) -> dict[int, int]:
 
 
 def expert_load_part(run: Run) -> Tensor:
-    """Return this rank's part of the tokens of all experts since the last log line.
+    """Return this rank's part of the token counts of all experts since the last log line.
 
-    Only at the iterations of a log line; otherwise the result is empty, and counting goes on. The
-    parts of all ranks add up to the tokens of the whole model: fp32, all experts of the first
-    mixture layer, then those of the second, and so on.
+    At iterations without a log line the result is empty, and counting goes on. The parts of all
+    ranks add up to the counts of the whole model: fp32, all experts of the first mixture layer,
+    then those of the second, and so on.
     """
     device = run.device.torch_device
     if (run.progress.iteration + 1) % run.config.logging.log_interval:
@@ -59,7 +59,7 @@ class ExpertLoad:
 
     Attributes:
         layers: For each mixture layer, by its index from 0, the tokens of each expert divided by an
-            even share: 1 if all experts have equally many tokens, 0 for one without tokens.
+            even share: 1 if all experts have the same number of tokens, 0 for one without tokens.
     """
 
     layers: dict[int, NDArray[np.float64]]
@@ -81,7 +81,7 @@ class ExpertLoad:
         return cls(layers)
 
     def line(self) -> str:
-        """Return the log line with the busiest and the idlest expert's load in each layer."""
+        """Return the log line with the load of the busiest and the idlest expert in each layer."""
         fields = [
             f"layer {layer}: {load.max():.2f} to {load.min():.2f}"
             for layer, load in self.layers.items()
@@ -113,7 +113,7 @@ class ExpertLoad:
         return f" {' | '.join(found)}" if found else None
 
     def scalars(self) -> dict[str, float]:
-        """Return the busiest and the idlest expert's load in each layer, by TensorBoard tag."""
+        """Return the load of each layer's busiest and idlest expert, by TensorBoard tag."""
         return {
             f"expert-load/layer {layer} {name}": float(value)
             for layer, load in self.layers.items()
@@ -121,7 +121,7 @@ class ExpertLoad:
         }
 
     def compact(self) -> dict[str, list[float]]:
-        """Return the load of each expert, rounded to three digits after the point, by layer."""
+        """Return the load of each expert, rounded to three decimal places, by layer."""
         return {str(layer): load.round(3).tolist() for layer, load in self.layers.items()}
 
     def picture(self) -> NDArray[np.uint8]:

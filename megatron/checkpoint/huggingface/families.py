@@ -67,7 +67,7 @@ def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
         wanted: The `model_type` to write, or None for any.
 
     Raises:
-        CheckpointError: No family can express the network. The message says why not, for each.
+        CheckpointError: No family can express the network. The message says why, for each family.
     """
     known = families()
     candidates = [known[wanted]] if wanted else list(known.values())

@@ -21,7 +21,8 @@ class ExpertTable:
     Attributes:
         count: The key of config.json with the number of experts.
         once: Each of our modules outside the experts, with theirs.
-        each: Each of our modules of the experts, with an expert's modules; {} is its number.
+        each: Each of our modules of the experts, with an expert's modules; {} is the expert's
+            index.
     """
 
     count: str

@@ -88,7 +88,7 @@ class ParameterRule:
     Attributes:
         name: Our name.
         shape: Our shape.
-        theirs: Names of their tensors that make up the parameter, one expert's after another's.
+        theirs: Names of their tensors that make up the parameter, expert by expert.
         form: The conversion between their tensors and our parameter, or one expert's part of it.
         piece: The piece of the model that the parameter belongs to if a folder may lack that piece
             entirely, otherwise "".

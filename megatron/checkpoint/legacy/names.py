@@ -311,7 +311,7 @@ class Arrangement:
         return split.flatten(0, 2)
 
     def split_dim(self, name: str) -> int | None:
-        """Return the dimension of our tensor that tensor ranks split, or None if each holds all."""
+        """Return the dimension of our tensor that ranks split, or None if each holds all of it."""
         module, _, kind = _LAYER_PREFIX.sub("", name).rpartition(".")
         if module in _SPLIT_OUTPUTS:
             return 1 if module == "mlp.up" and self.gated else 0

@@ -3,7 +3,7 @@
 A conversion has a checkpoint to read from. A training run's state is spread over its ranks in any
 layout, so it is first written as a native checkpoint inside the temporary folder, from which every
 rank then makes its share of the files. That doubles the bytes written, but works for every layout
-and holds only one tensor at a time in memory. Both are published by the protocol of `store`.
+and holds only one tensor at a time in memory. Both are published following the protocol of `store`.
 
 Our dropout is drawn from the seed and the position in the sample order, so there is no generator
 whose state could be saved. The files hold the states of Megatron's generators after seeding. GPU

@@ -18,7 +18,7 @@ _MIB = 1024 * 1024
 class LogLine(Callback):
     """A callback that prints a line every `--log-interval` iterations, on the last rank.
 
-    In models with mixtures of experts, lines on the load of the experts follow.
+    In models with mixtures of experts, it also prints lines about the load of the experts.
 
     The reported time includes steps, data loading and logging, but not checkpoints or evaluations.
 

@@ -202,7 +202,7 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 class Scalars(Callback):
     """A callback that writes scalars at `--tensorboard-log-interval` and after evaluations.
 
-    It writes the load of the experts at the iterations of a log line.
+    It also writes the load of the experts, at iterations with a log line.
 
     Args:
         writers: The writers, an empty sequence on ranks that do not log.
