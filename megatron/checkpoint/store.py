@@ -165,7 +165,7 @@ def write_folder(
 
 
 def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
-    """Tidy up, check that there is room for `need` bytes, and make the temporary folder.
+    """Tidy up, check that there is room for `need` bytes, and create the temporary folder.
 
     A native checkpoint replaces only native ones; files of Megatron-LM may replace its own.
     """

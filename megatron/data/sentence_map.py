@@ -10,7 +10,7 @@ of Megatron-LM, so the samples and the maps on disk are the same.
 The construction is fast without a compiler. The sentences of the documents in use, with one more
 place at the end of each document, are numbered as *places*. One random draw is made at every place
 at which a sample starts, and one, unused, at the end of each document. The next place under the
-longest target is computed for all places at once. It then remains to hop from place to place, one
+longest target is computed for all places at once. What remains is to hop from place to place, one
 draw per hop, and only the short targets need a search.
 
 Megatron-LM draws in C++, so the same maps need the same streams: `std::mt19937`, which is numpy's

@@ -73,7 +73,7 @@ class Chosen(NamedTuple):
 
 
 def uniform(seed: int, number: int) -> float:
-    """Return a pseudorandom number in [0, 1) made from a seed and a number (SplitMix64)."""
+    """Return a pseudorandom number in [0, 1) derived from a seed and a number (SplitMix64)."""
     state = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xD1B54A32D192ED03 & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = ((state ^ state >> shift) * factor) & _MASK

@@ -59,7 +59,7 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 
     Args:
         library: Compiled kernels.
-        zeros: The supply of zeros that kernels raise to amaxes; `None` makes a new supply.
+        zeros: The supply of zeros that kernels raise to amaxes; `None` creates a new supply.
     """
     return Fp8Casts() if library is None else KernelCasts(library, zeros or Zeros())
 

@@ -106,7 +106,7 @@ class BertModel(Network):
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor | BertResult:
-        """Run the layers held here once.
+        """Run the layers of this part once.
 
         Args:
             tokens: [b, s].

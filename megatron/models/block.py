@@ -212,7 +212,7 @@ class LayerStack(nn.ModuleDict):
         numbered_after: int = 0,
         recompute: RecomputePlan | None = None,
     ) -> None:
-        """Build the layers held here and decide which are recomputed."""
+        """Build the layers that this process holds, and decide which are recomputed."""
         super().__init__()
         for index in layers:
             self[str(index)] = Block(

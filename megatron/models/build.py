@@ -46,7 +46,7 @@ def run_context(
             if overlap is off.
         weight_gradients: Queue in which backward leaves weight gradients for later; `None` computes
             them at once.
-        registry: Registry in which layers announce what they will need; `None` makes a new one.
+        registry: Registry in which layers announce what they will need; `None` creates a new one.
     """
     parallel, numbers = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)

@@ -57,7 +57,7 @@ class GPTModel(Network):
         cache: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Run the layers held here once.
+        """Run the layers of this part once.
 
         With context parallelism s counts only this rank's tokens of every sequence.
 

@@ -53,7 +53,7 @@ class T5Stack(nn.Module):
         self.final_norm = final_norm
 
     def run(self, hidden: Tensor, length: int, mask: Tensor | None, *inputs: Any) -> Tensor:
-        """Run the layers held here, and the final normalization if it is held here.
+        """Run this part's layers, and the final normalization if this part has it.
 
         Args:
             hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -148,7 +148,7 @@ class T5Model(Network):
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Run the layers held here once.
+        """Run the layers of this part once.
 
         The decoder's sequences may end in padding too: no token before it attends to it.
 
@@ -175,7 +175,7 @@ class T5Model(Network):
     def states(
         self, tokens: Tensor, decoder_tokens: Tensor, padding: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the encoder's and the decoder's hidden states after the layers held here.
+        """Return the encoder's and the decoder's hidden states after the layers of this part.
 
         The arguments are those of `forward`. The shapes are [e, b, h] and [d, b, h]; with sequence
         parallelism each is this rank's part.

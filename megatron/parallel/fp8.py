@@ -133,7 +133,7 @@ class AmaxHistory:
 
     @torch.no_grad()
     def update(self, iteration: int) -> None:
-        """Make the amaxes just found the newest entry of the history. Collective.
+        """Add the amaxes just found to the history, as its newest entry. Collective.
 
         Values that are not finite are not recorded. If one gradient is not finite, no gradient is
         recorded, because a loss scale that is too high, and will be lowered, has made them all

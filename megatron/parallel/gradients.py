@@ -167,7 +167,7 @@ class Reducer:
             self._send(self._expected[self._next])
 
     def reduce(self) -> None:
-        """Send what is left and wait for all averages. Collective over the replicas."""
+        """Send the remaining buckets and wait for all averages. Collective over the replicas."""
         if self._is_alone:
             for bucket in self.buckets:
                 self._add_partial_gradients(bucket)

@@ -100,7 +100,7 @@ class GigatokenEncoder:
     """A gigatoken encoder with GPT-2's split. Threads may share it; a lock admits one at a time.
 
     Args:
-        load: A function that makes a fresh encoder.
+        load: A function that creates a fresh encoder.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:

@@ -97,7 +97,7 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule, and check that it runs within the memory bound of its kind.
+    """Create a schedule, and check that it runs within the memory bound of its kind.
 
     Raises:
         ScheduleError: The schedule cannot run, or it exceeds the bound on activations.
