@@ -69,7 +69,13 @@ class ExpertOptions:
         moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
     """
 
-    num_experts: int | None = flag(None, unit="experts", at_least=1, at_most=MOST_EXPERTS)
+    num_experts: int | None = flag(
+        None,
+        unit="experts",
+        at_least=1,
+        at_most=MOST_EXPERTS,
+        alike="all mixture layers have the same number of experts: give one number",
+    )
     moe_layer_freq: str = flag("1", needs=_MIXTURE)
     moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, needs=_MIXTURE)
     moe_shared_expert_intermediate_size: int | None = flag(

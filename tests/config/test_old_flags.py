@@ -40,7 +40,11 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--fp8-e4m3": {"precision.fp8_format": "e4m3"},
     "--fp8-hybrid": {"precision.fp8_format": "hybrid"},
     "--enable-cuda-graph": {"training.cuda_graph_impl": "local"},
+    "--topk 1": {"model.moe_router_topk": 1},
+    "--moe-loss-coeff 0.1": {"model.moe_aux_loss_coeff": (0.1,)},
+    "--moe-train-capacity-factor 1.5": {"model.moe_expert_capacity_factor": 1.5},
 }
+_OF_MIXTURES = ("--topk 1", "--moe-loss-coeff 0.1", "--moe-train-capacity-factor 1.5")
 # Old words whose translation is refused by today's name.
 _REFUSED = {
     "--distribute-checkpointed-activations": "--distribute-saved-activations requires ",
@@ -58,6 +62,8 @@ _ELSEWHERE = {
 def test_translated_with_one_notice(words: str) -> None:
     without = ["--micro-batch-size"] if words.startswith("--batch-size") else []
     more = ["--bf16"] if words.startswith("--fp8") else ["--fp16", "--load folder"]
+    if words in _OF_MIXTURES:
+        more = ["--num-experts 4"]
     run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
@@ -147,3 +153,38 @@ def test_model_parallel_size_is_the_tensor_parallel_size() -> None:
     run = parse("--model-parallel-size", "2", world_size=2)
     assert run.config.parallel.tensor_model_parallel_size == 2
     assert [line for line in run.notices if "--model-parallel-size" in line]
+
+
+def test_a_mixture_of_megatron_deepspeed() -> None:
+    """Its tutorial's flags: all are read or change nothing, with a notice each."""
+    words = (
+        "--num-experts 4 4 --topk 2 --mlp-type standard --moe-loss-coeff 0.01 "
+        "--moe-expert-parallel-size 2 --create-moe-param-group --disable-moe-token-dropping "
+        "--moe-train-capacity-factor 1.0"
+    )
+    run = parse(words, world_size=2)
+    model = run.config.model
+    assert (model.num_experts, model.moe_router_topk) == (4, 2)
+    assert model.moe_aux_loss_coeff == (0.01,)
+    assert model.moe_expert_capacity_factor is None
+    assert run.config.parallel.expert_model_parallel_size == 2
+    assert len(run.notices) == 5
+    assert any(line.startswith("--create-moe-param-group: ") for line in run.notices)
+    assert any(line.endswith("--disable-moe-token-dropping") for line in run.notices)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--mlp-type residual", "--mlp-type residual: residual experts, "),
+        ("--use-tutel", "--use-tutel: Tutel is not used"),
+        ("--moe-eval-capacity-factor 1.0", "--moe-eval-capacity-factor 1: evaluation has "),
+        ("--moe-min-capacity 4", "--moe-min-capacity 4: the capacity of an expert has no "),
+        ("--expert-interval 2", "--expert-interval 2: mixture layers are named by "),
+        ("--num-experts 4 8", "--num-experts 4 8: all mixture layers have the same number"),
+    ],
+)
+def test_what_megatron_deepspeed_has_and_mixtures_here_have_not(words: str, answer: str) -> None:
+    (line,) = problems("--num-experts 4" if words[2:5] != "num" else "", words)
+    assert line.startswith(answer)
+    assert "drop the flag" in line or ": give one" in line or ": use --moe-layer-freq" in line
