@@ -14,6 +14,7 @@ import copy
 import io
 import json
 import os
+import pickle
 import random
 import shutil
 import tempfile
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.entries import buffer_state, flatten
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, _sign
 from megatron.checkpoint.trust import open_plain
 from megatron.config.parser import parse_config
@@ -35,6 +38,7 @@ from megatron.training.build import build_run
 from megatron.training.checkpointing import network_of, open_for_loading, restore_run
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
+from tests.checkpoint.core.core_files import to_core
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.distributed import run_distributed
 from tests.fuzz.harness import Target
@@ -42,6 +46,10 @@ from tests.training.toy import CPU, TOY, train_toy
 
 _TRAIN = "--save-interval 2 --exit-interval 4 --eval-iters 0 --untie-embeddings-and-output-weights"
 _VALUES = (None, True, -1, 0, 1.5, 1 << 40, 1 << 64, 1e300, "", "x", "../x", [], {}, [[]], "cosine")
+_OF_CORE = (
+    *("--swiglu", "--num-experts", "2", "--moe-router-topk", "1", "--moe-ffn-hidden-size", "8"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+)
 _OF_LLAMA = ("--vocab-size", str(CASES["llama"].config["vocab_size"] - 1))
 _SOUND = b"no mutation"
 _ERRORS = (CheckpointError, ConfigError)  # a folder may no longer look like a checkpoint
@@ -70,6 +78,7 @@ class _Original:
 def _tensors(run: Run) -> dict[str, Tensor]:
     """Return the tensors that loading sets."""
     tensors = {name: parameter.detach() for name, parameter in run.named_parameters()}
+    tensors |= {name: one.tensor for name, one in flatten(buffer_state(run.parts))}
     own = {f"optimizer.{name}": one for name, (one, _) in run.optimizer.named_tensors().items()}
     return tensors if run.config.checkpoint.finetune else tensors | own
 
@@ -89,7 +98,15 @@ def _load(run: Run, root: Path) -> int | None:
 
 
 def _train(layout: Layout, root: str, kind: str) -> None:
-    train_toy(layout, [*_TRAIN.split(), "--save", root, "--ckpt-format", kind])
+    if kind != "core":
+        train_toy(layout, [*_TRAIN.split(), "--save", root, "--ckpt-format", kind])
+        return
+    with tempfile.TemporaryDirectory() as own:
+        train_toy(layout, [*_TRAIN.split(), *_OF_CORE, "--save", own])
+        for step in (2, 4):
+            reader = open_checkpoint(own, step=step)
+            assert reader is not None
+            to_core(reader, Path(root))
 
 
 @cache
@@ -101,8 +118,11 @@ def _original(kind: str) -> _Original:
         write_folder(root, CASES["llama"].config, tensors_of(CASES["llama"]), shards=2)
         iterations, newest = {0: root}, root
     else:
-        words = [*_TRAIN.split(), "--load", str(root)]
-        run_distributed(2, _train, str(root), kind, tensor=2)
+        words = [*_TRAIN.split(), "--load", str(root), *(_OF_CORE if kind == "core" else ())]
+        if kind == "core":
+            run_distributed(1, _train, str(root), kind)
+        else:
+            run_distributed(2, _train, str(root), kind, tensor=2)
         folders = sorted(root.glob("iter_*"))
         iterations, newest = {2: folders[0], 4: folders[1]}, folders[1]
     parsed = parse_config(
@@ -247,16 +267,74 @@ def _sign_anew(folder: Path, rng: random.Random) -> None:
         (folder / MANIFEST).write_bytes(_sign(body))
 
 
-def _pickle_anew(folder: Path, rng: random.Random) -> None:
+def _pickle_anew(folder: Path, rng: random.Random, *, kind: str = "legacy") -> None:
     """Change values of one of Megatron-LM's files, with sound CRCs."""
     path = rng.choice([path for path in _files(folder) if path.suffix == ".pt"])
     with contextlib.suppress(Exception):  # another mutation came first
         # Nothing can tell bytes that were changed before the CRCs are computed from sound ones.
-        sound = _original("legacy").newest / path.relative_to(folder)
+        sound = _original(kind).newest / path.relative_to(folder)
         tree = torch.load(sound, weights_only=False)
         own = [value for value in tree.values() if isinstance(value, dict | argparse.Namespace)]
         _edit(rng.choice((tree, *own)), rng)
         torch.save(tree, path)
+
+
+def _index_anew(folder: Path, rng: random.Random) -> None:
+    """Change a place, a box, a type or a name in Megatron Core's `.metadata`."""
+    index = pickle.loads((_original("core").newest / ".metadata").read_bytes())
+    tensors = {n: one for n, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
+    place = rng.choice(list(index.storage_data))
+    info, tensor = index.storage_data[place], rng.choice(list(tensors.values()))
+    chunk = rng.choice(tensor.chunks)
+    name = rng.choice(list(tensors))
+    number = rng.choice((-1, 1, 8, 64, 1 << 40, -(1 << 40), None, "x", 1.5))
+
+    def moved(sizes: torch.Size) -> Any:
+        changed = list(sizes)
+        at = rng.randrange(len(changed))
+        changed[at] += number if type(number) is int else 1
+        return rng.choice((tuple(changed), (*sizes, 1), (), changed))
+
+    def moved_to(value: Any) -> Any:
+        return value + number if type(number) is int else number
+
+    match rng.randrange(11):
+        case 0:
+            info.relative_path = rng.choice(
+                (
+                    "/dev/zero",
+                    "../common.pt",
+                    "common.pt",
+                    "__0_9.distcp",
+                    "__0_0.distcp\0",
+                    None,
+                    1,
+                )
+            )
+        case 1:
+            info.offset = moved_to(info.offset)
+        case 2:
+            info.length = moved_to(info.length)
+        case 3:
+            del index.storage_data[place]
+        case 4:
+            del index.state_dict_metadata[name]
+        case 5:
+            tensor.chunks.append(chunk)
+        case 6:
+            tensor.chunks.remove(chunk)
+        case 7:
+            chunk.offsets = moved(chunk.offsets)
+        case 8:
+            chunk.sizes = moved(chunk.sizes)
+        case 9:
+            index.state_dict_metadata[rng.choice(("x", f"{name}x", "decoder.layers.99.x", 7))] = (
+                index.state_dict_metadata.pop(name)
+            )
+        case _:
+            tensor.properties.dtype = rng.choice((torch.float64, torch.int8, torch.bfloat16))
+    with contextlib.suppress(OSError):  # another mutation put something else there
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
 def _change_json(folder: Path, rng: random.Random) -> None:
@@ -284,6 +362,11 @@ _OF_FILES: tuple[Mutation, ...] = (_change_length, _remove, _duplicate, _replace
 _MUTATIONS: dict[str, Sequence[Mutation]] = {
     "native": (*_OF_FILES, _swap, _change_bytes, *[_sign_anew] * 6),
     "legacy": (*_OF_FILES, _swap, _change_bytes, *[_pickle_anew] * 4),
+    # Files of different saves have no sign of it, unless their sizes differ.
+    "core": (
+        *(*_OF_FILES, *[_change_bytes] * 3, *[_index_anew] * 6),
+        *[partial(_pickle_anew, kind="core")] * 2,
+    ),
     "hf": (
         *_OF_FILES,
         partial(_change_bytes, beyond=".safetensors"),

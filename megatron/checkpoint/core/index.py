@@ -233,8 +233,10 @@ def _map(path: Path, allow_foreign: bool) -> mmap.mmap:
     try:
         with open_trusted(path, allow_foreign=allow_foreign) as file:
             return map_file(file)
-    except (ValueError, OSError) as error:  # an empty file cannot be mapped
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError:  # there is nothing to map
+        raise CheckpointError(f"{path}: damaged: the file is empty") from None
 
 
 def _check_places(path: Path, places: list[tuple[int, int]], size: int) -> None:

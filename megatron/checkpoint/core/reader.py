@@ -97,8 +97,8 @@ class CoreReader(Reader):
         tree = read_pickle(bytes(self._common.record("data.pkl")), str(self._common.path))
         if not isinstance(tree, dict):
             raise CheckpointError(f"{self._common.path}: does not hold a dict")
-        args = plain_arguments(tree.get("args"))
         try:
+            args = plain_arguments(tree.get("args"))
             config = core_config(args)
         except CheckpointError as error:
             raise CheckpointError(f"{self._common.path}: {error}") from None
@@ -191,7 +191,9 @@ class CoreReader(Reader):
         shape, chunks = stored.shape, list(stored.chunks)
         if place.is_stacked:
             if not shape or shape[0] != self._layers:
-                raise CheckpointError(f"{name} is {list(shape)}, of {self._layers} layers")
+                raise CheckpointError(
+                    f"{name} is {list(shape)}, but {COMMON} says {show(self._layers)} layers"
+                )
             shape = shape[1:]
         gate_dim = place.gate_dim if self._gated else None
         if gate_dim is not None:
