@@ -1,4 +1,4 @@
-"""The differences between the demos of GPT, BERT and T5."""
+"""The differences between the demos of GPT, a mixture of experts, BERT and T5."""
 
 from __future__ import annotations
 
@@ -130,6 +130,22 @@ KINDS = {
         vocabulary_flags=(),
         tokenizer=_bpe,
         network="--num-layers 4 --seq-length 128 --max-position-embeddings 128",
+        global_batch=8,
+        iterations=1000,
+        title="Let it write",
+        show=_write,
+        go_on=_talk,
+    ),
+    # As many multiplications for a token as the GPT: two of eight experts of half its MLP's width.
+    "moe": Kind(
+        name="MoE",
+        script="pretrain_gpt.py",
+        sentences=False,
+        vocabulary="byte-level BPE",
+        vocabulary_flags=(),
+        tokenizer=_bpe,
+        network="--num-layers 4 --seq-length 128 --max-position-embeddings 128 --num-experts 8 "
+        "--moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2",
         global_batch=8,
         iterations=1000,
         title="Let it write",
