@@ -150,7 +150,8 @@ class Experts(nn.Module):
 class ExpertLinear(nn.Module):
     """A linear layer for each expert, y = x W^T + b on the expert's rows.
 
-    A bias of outputs that expert tensor ranks add up is added by the first of them.
+    Of a bias of outputs that expert tensor ranks add up, each rank adds an equal share: so the bias
+    has a gradient on every rank, and all send their buckets in one order.
 
     Args:
         shape: Shape of all weights: experts, outputs (or parts and outputs of a part), inputs.
@@ -182,7 +183,7 @@ class ExpertLinear(nn.Module):
                 partial_gradient=sums and context.layout.expert_tensor.size > 1,
                 is_expert=True,
             )
-        self._adds_bias = not sums or context.layout.expert_tensor.is_first
+        self._bias_share = 1 / context.layout.expert_tensor.size if sums else 1.0
         self._form = choose_grouped_product(
             context.device, self.weight.dtype, context.kernels.library
         )
@@ -199,10 +200,12 @@ class ExpertLinear(nn.Module):
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
         out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._form, owner)
-        if self.bias is None or not self._adds_bias:
+        if self.bias is None:
             return out
         # Rows without an expert take zeros: their gradients, which may be any values, go nowhere.
         biases = F.pad(self.bias.flatten(1), (0, 0, 0, 1))
+        if self._bias_share < 1:
+            biases = biases * self._bias_share
         return out + biases[grouping.expert_of_row()]
 
 

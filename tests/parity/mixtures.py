@@ -1,0 +1,249 @@
+"""The layouts of a mixture of experts that are compared with one process, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron.parallel.layout import Layout, grid_sizes
+from tests.distributed import run_sharing_memory
+from tests.parity.layouts import largest_difference
+from tests.training.toy import train_toy
+
+_BASE = """
+    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 4 --train-iters 20
+    --micro-batch-size 1 --eval-interval 100 --eval-iters 0 --num-experts 8 --moe-router-topk 2
+    --moe-layer-freq [0]*1+[1]*3 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16
+""".split()
+SOFTMAX = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+)
+
+
+@dataclass(frozen=True)
+class MixtureCase:
+    """One way to train the toy mixture.
+
+    Attributes:
+        processes: in all.
+        tensor, context, pipeline, expert: sizes of the grid.
+        expert_tensor: None: that of `tensor`.
+        flags: of the layout: they change no number.
+        network: of the single process too.
+        tolerance: relative, of the losses; of norms ten times as much.
+        iterations: until the end. In 16 bits a token soon goes elsewhere by rounding alone.
+    """
+
+    processes: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    flags: str = ""
+    network: str = SOFTMAX
+    tolerance: float = 1e-5
+    iterations: int = 20
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As Layout.create takes them."""
+        found = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        found["expert"] = self.expert
+        found["expert_tensor"] = self.expert_tensor or self.tensor
+        return found
+
+    @property
+    def name(self) -> str:
+        """The grid and the flags in words."""
+        grid = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        sizes = grid_sizes(self.processes, **grid) | {"expert": self.expert}
+        words = [f"{axis} {size}" for axis, size in reversed(sizes.items()) if size > 1]
+        words += [f"expert_tensor {self.expert_tensor}"] if self.expert_tensor else []
+        return " ".join([" x ".join(words), self.flags, self.network.replace(SOFTMAX, "")])
+
+    @property
+    def words(self) -> list[str]:
+        """The command line. Losses of routers are of micro-batches: all have one sequence."""
+        return [
+            *_BASE,
+            *("--tensor-model-parallel-size", str(self.tensor)),
+            *("--context-parallel-size", str(self.context)),
+            *("--pipeline-model-parallel-size", str(self.pipeline)),
+            *("--expert-model-parallel-size", str(self.expert)),
+            *("--expert-tensor-parallel-size", str(self.expert_tensor or self.tensor)),
+            *("--exit-interval", str(self.iterations)),
+            *self.flags.split(),
+            *self.network.split(),
+        ]
+
+
+_SP = "--sequence-parallel"
+_OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+_BUBBLE = "--pipeline-schedule zero-bubble"
+_FULL = "--recompute-granularity full --recompute-method uniform"
+_SELECTIVE = "--recompute-granularity selective"
+_A2A = "--cp-comm-type a2a"
+_PER_TOKEN = f"{SOFTMAX} --calculate-per-token-loss"
+_FP16 = f"{SOFTMAX} --fp16 --initial-loss-scale 1024"
+_BF16 = f"{SOFTMAX} --bf16"
+_DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 1.0"
+
+MIXTURES: tuple[MixtureCase, ...] = (
+    # Data parallelism, and experts divided over its ranks.
+    MixtureCase(2),
+    MixtureCase(2, expert=2),
+    MixtureCase(4, expert=2),
+    MixtureCase(4, expert=4),
+    MixtureCase(2, flags="--zero-stage 1"),
+    MixtureCase(4, flags=f"--zero-stage 2 {_OVERLAP}"),
+    MixtureCase(2, expert=2, flags="--zero-stage 1"),
+    MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}"),
+    MixtureCase(4, expert=4, flags=f"--zero-stage 1 {_OVERLAP}"),
+    MixtureCase(2, expert=2, flags="--zero-stage 2"),
+    MixtureCase(4, expert=2, flags=f"--zero-stage 2 {_OVERLAP}"),
+    MixtureCase(4, expert=4, flags="--zero-stage 2 --overlap-grad-reduce"),
+    MixtureCase(2, expert=2, flags="--zero-stage 1 --optimizer-cpu-offload"),
+    # Tensor parallelism, and experts that are not split.
+    MixtureCase(2, tensor=2),
+    MixtureCase(2, tensor=2, flags=_SP),
+    MixtureCase(2, tensor=2, expert_tensor=1, flags=_SP),
+    MixtureCase(2, tensor=2, expert=2, expert_tensor=1, flags=_SP),
+    MixtureCase(4, tensor=4, flags=_SP),
+    MixtureCase(4, tensor=4, expert=4, expert_tensor=1, flags=_SP),
+    MixtureCase(4, tensor=2, expert=2),
+    MixtureCase(4, tensor=2, expert=2, flags=_SP),
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --tp-comm-overlap"),
+    MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=_SP),
+    MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP),
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP}"),
+    MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} --zero-stage 1 {_OVERLAP}"),
+    MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} --zero-stage 2 {_OVERLAP}"),
+    MixtureCase(4, tensor=2, expert_tensor=1, flags=f"{_SP} --zero-stage 2"),
+    # Pipelines.
+    MixtureCase(2, pipeline=2),
+    MixtureCase(2, pipeline=2, flags="--pipeline-schedule gpipe"),
+    MixtureCase(2, pipeline=2, flags="--decoder-first-pipeline-num-layers 1"),  # one stage is dense
+    MixtureCase(4, pipeline=4, flags=_BUBBLE),
+    MixtureCase(4, pipeline=2, expert=2),
+    MixtureCase(4, pipeline=2, expert=2, flags=_VIRTUAL),
+    MixtureCase(4, pipeline=2, expert=2, flags=_BUBBLE),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"--zero-stage 1 {_OVERLAP} {_VIRTUAL}"),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"--zero-stage 2 {_BUBBLE} --overlap-grad-reduce"),
+    MixtureCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}"),
+    MixtureCase(4, tensor=2, pipeline=2, expert=2, expert_tensor=1, flags=f"{_SP} {_BUBBLE}"),
+    MixtureCase(
+        4,
+        pipeline=2,
+        expert=2,
+        network=f"{SOFTMAX} --untie-embeddings-and-output-weights --swiglu --disable-bias-linear",
+    ),
+    # Sequences in parts.
+    MixtureCase(2, context=2),
+    MixtureCase(2, context=2, expert=2),
+    MixtureCase(2, context=2, expert=2, flags=_A2A),
+    MixtureCase(4, context=4, expert=2),
+    MixtureCase(4, context=2, expert=4, flags=f"--zero-stage 1 {_OVERLAP}"),
+    MixtureCase(4, context=2, expert=2, flags="--zero-stage 2"),
+    MixtureCase(4, context=2, pipeline=2, expert=2, flags=_VIRTUAL),
+    MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP),
+    MixtureCase(4, tensor=2, context=2, expert=4, expert_tensor=1, flags=f"{_SP} {_A2A}"),
+    # Recomputation.
+    MixtureCase(1, flags=_FULL),
+    MixtureCase(2, expert=2, flags=_FULL),
+    MixtureCase(2, expert=2, flags=_SELECTIVE),
+    MixtureCase(2, tensor=2, flags=f"{_FULL} --distribute-saved-activations"),
+    MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=f"{_SP} {_FULL}"),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"{_BUBBLE} {_FULL}"),
+    # Losses, clipping, number formats, drops.
+    MixtureCase(4, expert=2, network=_PER_TOKEN),
+    MixtureCase(4, context=2, expert=2, network=_PER_TOKEN),
+    MixtureCase(2, expert=2, network=f"{SOFTMAX} --clip-grad 0"),
+    MixtureCase(2, expert=2, network=f"{SOFTMAX} --clip-grad 0.1"),
+    MixtureCase(4, expert=4, network=_DROPS),
+    MixtureCase(4, pipeline=2, expert=2, network=f"{_DROPS} --moe-token-drop-policy position"),
+    MixtureCase(2, tensor=2, network=_DROPS),
+    MixtureCase(2, expert=2, network=_FP16, tolerance=2e-4, iterations=6),
+    MixtureCase(
+        4, pipeline=2, expert=2, flags="--zero-stage 1", network=_FP16, tolerance=2e-4, iterations=6
+    ),
+    MixtureCase(2, expert=2, network=_BF16, tolerance=5e-3, iterations=4),
+    MixtureCase(
+        4,
+        tensor=2,
+        expert=2,
+        expert_tensor=1,
+        flags=f"{_SP} --zero-stage 1 {_OVERLAP}",
+        network=_BF16,
+        tolerance=5e-3,
+        iterations=4,
+    ),
+    # Biases in place of losses.
+    MixtureCase(4, expert=4, network=SIGMOID),
+    MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}", network=SIGMOID),
+    MixtureCase(4, tensor=2, expert=2, flags=_SP, network=SIGMOID),
+    MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=SIGMOID),
+    MixtureCase(4, context=2, pipeline=2, expert=2, network=SIGMOID),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"{_VIRTUAL} {_FULL}", network=SIGMOID),
+)
+
+
+class MixtureCurves(NamedTuple):
+    """What one process recorded.
+
+    Attributes:
+        losses: By name, a value an iteration.
+        norms: Gradient norms.
+        biases: Those of the routers at the end, by the layer's number in the model.
+    """
+
+    losses: dict[str, list[float]]
+    norms: list[float]
+    biases: dict[str, Tensor]
+
+
+def train_mixture(layout: Layout, words: list[str]) -> MixtureCurves:
+    """Train the toy mixture to its end."""
+    recorder, run = train_toy(layout, words)
+    names = ("lm loss", *run.config.model.auxiliary_losses)
+    losses = {name: recorder.values(name) for name in names}
+    routers = (name for name, _ in run.named_parameters() if name.endswith("router.weight"))
+    states = zip(routers, run.layers.routers.states, strict=True)
+    biases = {name: state.bias for name, state in states if state.bias is not None}
+    return MixtureCurves(losses, recorder.values("grad-norm"), biases)
+
+
+@cache
+def alone(network: str, iterations: int = 20) -> MixtureCurves:
+    """The same training on one process."""
+    case = MixtureCase(1, network=network, iterations=iterations)
+    return train_mixture(Layout.single(), case.words)
+
+
+def differences(case: MixtureCase) -> Mapping[str, float]:
+    """The largest relative differences from one process over ranks, by loss; of norms as "norm".
+
+    Biases, which move by steps of one size, must be equal: "biases" is their largest difference.
+    """
+    expected = alone(case.network, case.iterations)
+    found = dict.fromkeys((*expected.losses, "norm", "biases"), 0.0)
+    seen = set()
+    for got in run_sharing_memory(case.processes, train_mixture, case.words, **case.sizes):
+        curves = {name: (got.losses[name], curve) for name, curve in expected.losses.items()}
+        for name, (ours, theirs) in {**curves, "norm": (got.norms, expected.norms)}.items():
+            found[name] = max(found[name], largest_difference(ours, theirs))
+        for name, bias in got.biases.items():
+            far = (bias - expected.biases[name]).abs().max().item()
+            found["biases"] = max(found["biases"], far)
+        seen |= got.biases.keys()
+    assert seen == expected.biases.keys()
+    return found

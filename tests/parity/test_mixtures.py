@@ -1,0 +1,32 @@
+"""A mixture of experts trains in every layout as in one process."""
+
+import pytest
+
+from tests.parity.mixtures import MIXTURES, SIGMOID, SOFTMAX, MixtureCase, alone, differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MIXTURES, ids=lambda case: case.name)
+def test_losses_norms_and_biases_equal_the_single_process(case):
+    found = dict(differences(case))
+    assert found.pop("biases") == 0
+    norm = found.pop("norm")
+    for name, difference in found.items():
+        assert difference <= case.tolerance, name
+    assert norm <= 10 * case.tolerance
+
+
+@pytest.mark.parametrize("network", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_the_curves_are_those_of_a_training(network):
+    losses, norms, biases = alone(network)
+    assert {len(curve) for curve in (*losses.values(), norms)} == {20}
+    assert losses["lm loss"][-1] < 0.9 * losses["lm loss"][0]
+    assert len(losses) == (3 if network == SOFTMAX else 2)
+    if network == SIGMOID:
+        assert len(biases) == 3
+        assert all(0 < bias.abs().max() < 0.21 for bias in biases.values())
+
+
+def test_no_layout_of_a_mixture_stands_twice():
+    assert len({case.name for case in MIXTURES}) == len(MIXTURES) >= 40
+    assert all(isinstance(case, MixtureCase) for case in MIXTURES)
