@@ -250,19 +250,18 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
         for name in (*AXES, "replica", "world")
         if name in groups
     }
-    for name in _EXPERT_AXES:
+    # An expert axis is a run of every stride-th rank. If another axis has its stride and size, it
+    # has them on all ranks, and its group is used.
+    stride = 1
+    for name in reversed(_EXPERT_AXES):
         axis: Axis = getattr(layout, name)
+        reach = axis.size * stride
         if axis.size > 1 and axis.ranks not in known:
-            # The axes of all ranks look alike, so every rank lacks the same ones.
-            size = {"expert": layout.expert.size, "expert_tensor": layout.expert_tensor.size}
-            grid = {**size, "tensor": layout.tensor.size, "context": layout.context.size}
-            for rank in range(layout.world.size):
-                other = Layout.at(rank, layout.world.size, pipeline=layout.pipeline.size, **grid)
-                ranks = getattr(other, name).ranks
-                if ranks[0] == rank:
-                    group = dist.new_group(list(ranks))
-                    if axis.ranks == ranks:
-                        known[ranks] = group
+            for first in range(layout.world.size):
+                if first % reach < stride:
+                    ranks = tuple(range(first, first + reach, stride))
+                    known[ranks] = dist.new_group(list(ranks))
         if axis.size > 1:
             groups[name] = known[axis.ranks]
+        stride = reach
     return groups

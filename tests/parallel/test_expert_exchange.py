@@ -65,7 +65,8 @@ def _exchanged(layout, kind, sequence_parallel):
     grouping = Grouping.of(arrived.choices, exchange.local, arrived.rows)
     rows = spread(arrived.tokens, grouping)
     # Of an expert that is split, each part gives a part of the sum.
-    scale = here[grouping.expert_of_row()] / layout.expert_tensor.size
+    experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # rows without one count nothing
+    scale = here[experts] / layout.expert_tensor.size
     outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
     out = exchange.bring_back(outputs, arrived)
     out.square().sum().backward()
