@@ -30,6 +30,21 @@ def _loads(layout, *flags):
     }
 
 
+def _in_processes(count, flags):
+    words = flags.split()
+    sizes = {
+        name: int(words[words.index(flag) + 1])
+        for name, flag in (
+            ("tensor", "--tensor-model-parallel-size"),
+            ("context", "--context-parallel-size"),
+            ("pipeline", "--pipeline-model-parallel-size"),
+            ("expert", "--expert-model-parallel-size"),
+        )
+        if flag in words
+    }
+    return run_distributed(count, _loads, *words, **sizes)
+
+
 @pytest.fixture(scope="module")
 def one_process():
     return _loads(Layout.single())
@@ -62,19 +77,27 @@ def test_shares_of_two_updates_by_layer(one_process):
     ],
 )
 def test_every_layout_counts_the_same_tokens(processes, flags, one_process):
-    words = flags.split()
-    sizes = {
-        name: int(words[words.index(flag) + 1])
-        for name, flag in (
-            ("tensor", "--tensor-model-parallel-size"),
-            ("context", "--context-parallel-size"),
-            ("pipeline", "--pipeline-model-parallel-size"),
-            ("expert", "--expert-model-parallel-size"),
-        )
-        if flag in words
-    }
-    for loads in run_distributed(processes, _loads, *words, **sizes):
+    for loads in _in_processes(processes, flags):
         assert loads == one_process
+
+
+@pytest.mark.parametrize(
+    ("flags", "same"),
+    [
+        ("", True),
+        ("--expert-model-parallel-size 2", True),
+        ("--tensor-model-parallel-size 2", True),
+        ("--pipeline-model-parallel-size 2", True),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", False),
+        ("--context-parallel-size 2", False),
+    ],
+)
+def test_layouts_that_drop_other_tokens_are_those_of_the_guide(flags, same):
+    """docs/experts.md has them in a table."""
+    capacity = " --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position"
+    expected = _loads(Layout.single(), *capacity.split())
+    for loads in _in_processes(2, flags + capacity):
+        assert (loads == expected) is same
 
 
 def test_dense_models_have_none(capfd):
