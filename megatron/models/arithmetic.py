@@ -11,8 +11,9 @@ from megatron.models.bert import Classifier, MaskedTokenHead
 from megatron.models.block import Block, class_of
 from megatron.models.embedding import Embedding
 from megatron.models.head import Output
+from megatron.models.mixture import Mixture
 from megatron.models.norm import Norm
-from megatron.models.plan import HeadPlan, MicroBatch, ModelPlan
+from megatron.models.plan import HeadPlan, MicroBatch, MixturePlan, ModelPlan, WeightSplit
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 
@@ -34,18 +35,29 @@ def heads_of(plan: ModelPlan) -> Iterator[tuple[Any, HeadPlan]]:
 
 def count_parameters(plan: ModelPlan) -> int:
     """Count the parameters of the whole model, counting tied parameters once."""
-    return count_part_parameters(plan, whole_model(len(plan.layers)), tensor=1)
+    return count_part_parameters(plan, whole_model(len(plan.layers)), WeightSplit())
 
 
-def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
-    """Count the parameters of a part of the model that one of `tensor` ranks holds.
+def count_active_parameters(plan: ModelPlan) -> int:
+    """Count the parameters that a token uses: of a mixture's experts only those chosen for it."""
+    idle = 0
+    for layer in plan.layers:
+        if isinstance(layer.mlp, MixturePlan):
+            each = Mixture.expert_parameters(layer.mlp, WeightSplit()) // layer.mlp.router.experts
+            idle += each * (layer.mlp.router.experts - layer.mlp.router.chosen)
+    return count_parameters(plan) - idle
+
+
+def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
+    """Count the parameters of a part of the model that one process holds.
 
     If a model with tied embeddings is cut into several parts, the last one holds a second copy of
     the word embedding. Every part with layers of a stack holds a copy of the stack's table of
     relative positions.
     """
+    tensor = split.tensor
     norm = Norm.parameter_count(plan.final_norm, plan.hidden)
-    count = sum(Block.parameter_count(plan.layers[i], tensor) for i in part.layers)
+    count = sum(Block.parameter_count(plan.layers[i], split) for i in part.layers)
     if part.embedding:
         count += Embedding.parameter_count(plan.embedding, tensor)
     if part.head:
@@ -60,25 +72,32 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> i
     return count
 
 
-def count_part_matrices(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
-    """Count the elements of a part's layer matrices that one of `tensor` ranks holds."""
-    return sum(Block.matrix_parameters(plan.layers[i]) for i in part.layers) // tensor
+def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
+    """Count the parameters of a part's experts that one process holds."""
+    mlps = [plan.layers[i].mlp for i in part.layers]
+    mixtures = [mlp for mlp in mlps if isinstance(mlp, MixturePlan)]
+    return sum(Mixture.expert_parameters(mixture, split) for mixture in mixtures)
 
 
-def largest_layer(plan: ModelPlan, *, tensor: int) -> int:
-    """Count the parameters of the largest layer that one of `tensor` ranks holds."""
+def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
+    """Count the elements of a part's layer matrices that one process holds."""
+    return sum(Block.matrix_parameters(plan.layers[i], split) for i in part.layers)
+
+
+def largest_layer(plan: ModelPlan, split: WeightSplit) -> int:
+    """Count the parameters of the largest layer that one process holds."""
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )
-    return max(count_part_parameters(plan, part, tensor=tensor) for part in alone)
+    return max(count_part_parameters(plan, part, split) for part in alone)
 
 
-def largest_matrix(plan: ModelPlan, *, tensor: int) -> int:
-    """Count the elements of the largest matrix that one of `tensor` ranks may hold."""
-    sizes = [plan.embedding.vocabulary * plan.hidden]
+def largest_matrix(plan: ModelPlan, split: WeightSplit) -> int:
+    """Count the elements of the largest matrix that one process may hold."""
+    sizes = [plan.embedding.vocabulary * plan.hidden // split.tensor]
     for sublayer in {part for layer in plan.layers for part in layer.sublayers}:
-        sizes += [a * b for a, b in class_of(sublayer).matrices(sublayer)]
-    return max(sizes) // tensor
+        sizes += [a * b for a, b in class_of(sublayer).matrices(sublayer, split)]
+    return max(sizes)
 
 
 def part_activations(

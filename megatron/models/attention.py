@@ -12,7 +12,7 @@ from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.norm import Norm, Stream, new_head_norm
-from megatron.models.plan import AttentionPlan, MicroBatch, Work
+from megatron.models.plan import AttentionPlan, MicroBatch, WeightSplit, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
@@ -151,14 +151,15 @@ class SelfAttention(nn.Module):
             self.key_norm = new_head_norm(plan.head_norm, plan.head_size, context)
 
     @staticmethod
-    def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight matrix."""
-        return [(plan.qkv, plan.hidden), (plan.hidden, plan.query)]
+    def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        tensor = split.tensor
+        return [(plan.qkv // tensor, plan.hidden), (plan.hidden, plan.query // tensor)]
 
     @staticmethod
-    def vectors(plan: AttentionPlan, tensor: int) -> int:
-        """Count the parameters of biases and normalizations on one of `tensor` ranks."""
-        count = plan.qkv // tensor if plan.bias or plan.qkv_bias else 0
+    def vectors(plan: AttentionPlan, split: WeightSplit) -> int:
+        """Count the parameters of biases and normalizations on one process."""
+        count = plan.qkv // split.tensor if plan.bias or plan.qkv_bias else 0
         count += plan.hidden if plan.bias else 0
         norm = plan.head_norm
         return count + (0 if norm is None else 2 * Norm.parameter_count(norm, plan.head_size))
@@ -283,15 +284,15 @@ class CrossAttention(nn.Module):
         )
 
     @staticmethod
-    def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight matrix."""
-        hidden, query = plan.hidden, plan.query
+    def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        hidden, query = plan.hidden, plan.query // split.tensor
         return [(query, hidden), (2 * query, hidden), (hidden, query)]
 
     @staticmethod
-    def vectors(plan: AttentionPlan, tensor: int) -> int:
-        """Count the parameters of its biases on one of `tensor` ranks."""
-        return 3 * plan.query // tensor + plan.hidden if plan.bias else 0
+    def vectors(plan: AttentionPlan, split: WeightSplit) -> int:
+        """Count the parameters of its biases on one process."""
+        return 3 * plan.query // split.tensor + plan.hidden if plan.bias else 0
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:

@@ -24,6 +24,7 @@ from megatron.models.plan import (
     LayerPlan,
     MicroBatch,
     SublayerPlan,
+    WeightSplit,
     Work,
 )
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
@@ -35,12 +36,12 @@ from megatron.parallel.random import split_region
 class Sublayer(Protocol):
     """The costs that the class of a mixer or an MLP computes from a record alone."""
 
-    def matrices(self, plan: Any, /) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight matrix. Tensor ranks split them evenly."""
+    def matrices(self, plan: Any, split: WeightSplit, /) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
         ...
 
-    def vectors(self, plan: Any, tensor: int, /) -> int:
-        """Count the parameters outside matrices that one of `tensor` ranks holds."""
+    def vectors(self, plan: Any, split: WeightSplit, /) -> int:
+        """Count the parameters outside matrices that one process holds."""
         ...
 
     def work(self, plan: Any, length: int, encoder_length: int, /) -> Work:
@@ -114,20 +115,20 @@ class Block(nn.Module):
         self.mlp = MLPS[plan.mlp.kind](plan.mlp, context)
 
     @staticmethod
-    def matrix_parameters(plan: LayerPlan) -> int:
-        """Count the elements of a layer's matrices over all tensor ranks."""
+    def matrix_parameters(plan: LayerPlan, split: WeightSplit) -> int:
+        """Count the elements of a layer's matrices on one process."""
         return sum(
             outputs * inputs
             for sublayer in plan.sublayers
-            for outputs, inputs in class_of(sublayer).matrices(sublayer)
+            for outputs, inputs in class_of(sublayer).matrices(sublayer, split)
         )
 
     @staticmethod
-    def parameter_count(plan: LayerPlan, tensor: int) -> int:
-        """Count the parameters that one of `tensor` ranks holds."""
+    def parameter_count(plan: LayerPlan, split: WeightSplit) -> int:
+        """Count the parameters that one process holds."""
         each = Norm.parameter_count(plan.norm, plan.mixer.hidden)
-        vectors = sum(class_of(part).vectors(part, tensor) + each for part in plan.sublayers)
-        return Block.matrix_parameters(plan) // tensor + vectors
+        vectors = sum(class_of(part).vectors(part, split) + each for part in plan.sublayers)
+        return Block.matrix_parameters(plan, split) + vectors
 
     @staticmethod
     def work(plan: LayerPlan, length: int, encoder_length: int = 0) -> Work:

@@ -23,6 +23,7 @@ from megatron.models.plan import (
     MicroBatch,
     MixturePlan,
     MLPPlan,
+    WeightSplit,
     Work,
 )
 from megatron.models.router import Router, Routing
@@ -57,18 +58,33 @@ class Mixture(nn.Module):
             )
 
     @staticmethod
-    def matrices(plan: MixturePlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight matrix."""
-        each = MLP.matrices(plan.expert) * plan.router.experts
-        return each + ([] if plan.shared is None else MLP.matrices(plan.shared))
+    def matrices(plan: MixturePlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process.
+
+        The matrices of all its experts lie below each other.
+        """
+        held = plan.router.experts // split.expert
+        each = MLP.matrices(plan.expert, split.of_experts)
+        shared = [] if plan.shared is None else MLP.matrices(plan.shared, split)
+        return [(held * outputs, inputs) for outputs, inputs in each] + shared
 
     @staticmethod
-    def vectors(plan: MixturePlan, tensor: int) -> int:
-        """Count the parameters of router, gate and biases on one of `tensor` ranks."""
-        count = plan.router.experts * (plan.hidden + MLP.vectors(plan.expert, tensor))
+    def vectors(plan: MixturePlan, split: WeightSplit) -> int:
+        """Count the parameters of router, gate and biases on one process."""
+        held = plan.router.experts // split.expert
+        count = plan.router.experts * plan.hidden
+        count += held * MLP.vectors(plan.expert, split.of_experts)
         if plan.shared is not None:
-            count += MLP.vectors(plan.shared, tensor) + plan.hidden * plan.gates_shared
+            count += MLP.vectors(plan.shared, split) + plan.hidden * plan.gates_shared
         return count
+
+    @staticmethod
+    def expert_parameters(plan: MixturePlan, split: WeightSplit) -> int:
+        """Count the parameters of the experts on one process, without the shared experts."""
+        matrices = MLP.matrices(plan.expert, split.of_experts)
+        each = sum(outputs * inputs for outputs, inputs in matrices)
+        held = plan.router.experts // split.expert
+        return held * (each + MLP.vectors(plan.expert, split.of_experts))
 
     @staticmethod
     def work(plan: MixturePlan, length: int, encoder_length: int) -> Work:
@@ -82,13 +98,17 @@ class Mixture(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
-        """Count the bytes of the scores, and of each row's input, activation and output."""
+        """Count the bytes of the scores, and of each row's input, activation and output.
+
+        As many rows arrive as this process sends, if all experts get equally many.
+        """
         router = plan.router
-        scores = 4 * batch.tokens * 3 * router.experts
-        each = MLP.activation_bytes(plan.expert, batch)
-        each += 2 * batch.width * batch.tokens * plan.hidden
+        scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
+        # Each of the ranks that split an expert has the rows of all of them.
+        rows = batch.tokens * batch.expert_tensor // batch.tensor
+        elements = (plan.expert.up + plan.expert.inner) // batch.expert_tensor + 2 * plan.hidden
         shared = 0 if plan.shared is None else MLP.activation_bytes(plan.shared, batch)
-        return scores + router.chosen * each + shared
+        return scores + batch.width * rows * router.chosen * elements + shared
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""

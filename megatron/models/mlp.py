@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.kernels.amax import Handovers
-from megatron.models.plan import MicroBatch, MLPPlan, Work
+from megatron.models.plan import MicroBatch, MLPPlan, WeightSplit, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 
@@ -47,14 +47,15 @@ class MLP(nn.Module):
         self.handovers = Handovers(up.forward, down.backward)
 
     @staticmethod
-    def matrices(plan: MLPPlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight matrix."""
-        return [(plan.up, plan.hidden), (plan.hidden, plan.inner)]
+    def matrices(plan: MLPPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        tensor = split.tensor
+        return [(plan.up // tensor, plan.hidden), (plan.hidden, plan.inner // tensor)]
 
     @staticmethod
-    def vectors(plan: MLPPlan, tensor: int) -> int:
-        """Count the elements of the MLP's biases on one of `tensor` ranks."""
-        return plan.up // tensor + plan.hidden if plan.bias else 0
+    def vectors(plan: MLPPlan, split: WeightSplit) -> int:
+        """Count the elements of the MLP's biases on one process."""
+        return plan.up // split.tensor + plan.hidden if plan.bias else 0
 
     @staticmethod
     def work(plan: MLPPlan, length: int, encoder_length: int) -> Work:

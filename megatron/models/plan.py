@@ -52,6 +52,26 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightSplit:
+    """The numbers of processes that share weights.
+
+    Attributes:
+        tensor: Processes that split every layer except for experts.
+        expert: Processes that divide the experts of a mixture.
+        expert_tensor: Processes that split each expert.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def of_experts(self) -> WeightSplit:
+        """The split of an MLP that is an expert."""
+        return WeightSplit(tensor=self.expert_tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """The properties of a micro-batch that determine the activation memory of a process.
 
@@ -62,6 +82,7 @@ class MicroBatch:
         tensor: Number of tensor-parallel ranks.
         sequence: Number of ranks that share a sequence outside split layers; 1 without sequence
             parallelism.
+        expert_tensor: Number of ranks that split each expert.
         context: Number of context-parallel ranks.
         width: Bytes per activation.
         keeps_scores: Whether attention keeps every score for backward.
@@ -74,6 +95,7 @@ class MicroBatch:
     encoder_length: int = 0
     tensor: int = 1
     sequence: int = 1
+    expert_tensor: int = 1
     context: int = 1
     width: int = 4
     keeps_scores: bool = False

@@ -210,8 +210,13 @@ class Layout:
         self.world.barrier()
 
     def describe(self) -> str:
-        """Describe the grid, for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1"."""
+        """Describe the grid, for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1".
+
+        The axes of experts are shown if processes divide experts: "..., EP 2, ETP 1".
+        """
         sizes = ", ".join(f"{n[0].upper()}P {getattr(self, n).size}" for n in reversed(AXES))
+        if self.divides_experts:
+            sizes += f", EP {self.expert.size}, ETP {self.expert_tensor.size}"
         return f"{self.world.size} process{'es' * (self.world.size > 1)}: {sizes}"
 
 

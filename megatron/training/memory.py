@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import (
+    count_part_experts,
     count_part_matrices,
     count_part_parameters,
     head_activations,
@@ -20,7 +21,7 @@ from megatron.models.arithmetic import (
     largest_matrix,
     part_activations,
 )
-from megatron.models.plan import MicroBatch, ModelPlan
+from megatron.models.plan import MicroBatch, ModelPlan, WeightSplit
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
@@ -109,6 +110,7 @@ def estimate_memory(
         length=config.data.decoder_seq_length or config.data.seq_length,
         tensor=layout.tensor.size,
         sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
+        expert_tensor=layout.expert_tensor.size,
         context=layout.context.size,
         width=numbers.weight_dtype.itemsize,
         keeps_scores=not config.model.masked_softmax_fusion
@@ -137,26 +139,35 @@ def _kept_for_weights(
     config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
 ) -> MemoryEstimate:
     """Count weights, gradients and optimizer states of the model parts that a process holds."""
-    numbers, tensor = config.precision, layout.tensor.size
+    numbers = config.precision
+    split = WeightSplit(
+        tensor=layout.tensor.size,
+        expert=layout.expert.size,
+        expert_tensor=layout.expert_tensor.size,
+    )
     width = numbers.weight_dtype.itemsize
     half, summed = width == 2, 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
-    parameters = sum(count_part_parameters(plan, part, tensor=tensor) for part in parts)
+    parameters = sum(count_part_parameters(plan, part, split) for part in parts)
     outside = sum(
-        count_part_parameters(plan, replace(part, layers=range(0)), tensor=tensor) for part in parts
+        count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
     )
     in_8_bits = 0
     if numbers.fp8_format is not None:
-        in_8_bits = sum(count_part_matrices(plan, part, tensor=tensor) for part in parts)
+        in_8_bits = sum(count_part_matrices(plan, part, split) for part in parts)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
-    updated = parameters // layout.replica.size if stage > 0 else parameters
+    updated = parameters
+    if stage > 0:
+        experts = sum(count_part_experts(plan, part, split) for part in parts)
+        updated = (parameters - experts) // layout.replica.size
+        updated += experts // layout.expert_replica.size
     copies = 4 if on_host or (half and not is_shared) else 0
     states = (4 * moments + copies) * updated
     if is_shared:
         # Two layers are gathered at a time: the current one and the next, which exists twice while
         # it arrives as one buffer and is split into parameters.
-        layer = largest_layer(plan, tensor=tensor)
+        layer = largest_layer(plan, split)
         gathered = width * (outside + 3 * layer)
         leaving = width * outside + (width + summed) * layer
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
@@ -164,7 +175,7 @@ def _kept_for_weights(
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
         gradients = summed * parameters
         if stage == 2 and layout.replica.size > 1:
-            passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, tensor=tensor))
+            passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
             if numbers.fp8_param_gather:  # all small weights fill a bucket of their own
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)

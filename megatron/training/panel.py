@@ -8,7 +8,11 @@ from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
-from megatron.models.arithmetic import count_parameters, flops_per_token
+from megatron.models.arithmetic import (
+    count_active_parameters,
+    count_parameters,
+    flops_per_token,
+)
 from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
@@ -96,6 +100,9 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
     causal = {layer.mixer.causal for layer in plan.layers}
     attention = "causal attention counted half" if True in causal else "attention counted whole"
     attention = "the decoder's " * (len(causal) > 1) + attention
+    parameters, active = count_parameters(plan), count_active_parameters(plan)
+    used = f", of which a token uses {active:,}" if active < parameters else ""
+    evenly = ", if all experts get equally many tokens" if used else ""
     return [
         ("layout", layout.describe()),
         (
@@ -106,12 +113,12 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
         ("tokens per iteration", f"{tokens:,}"),
         (
             "parameters",
-            f"{count_parameters(plan):,} (vocabulary padded to {plan.embedding.vocabulary:,})",
+            f"{parameters:,}{used} (vocabulary padded to {plan.embedding.vocabulary:,})",
         ),
         ("model FLOPs per token", f"{flops / 1e9:.4g} GFLOP ({attention})"),
         (
             "memory per process",
-            f"at most about {largest_process(config, plan, world_size).describe()}",
+            f"at most about {largest_process(config, plan, world_size).describe()}{evenly}",
         ),
         *pipeline_rows(config, plan, micro_batches, world_size),
     ]

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters, flops_per_token
 from megatron.models.bert import BertChooser, BertModel
-from megatron.models.plan import HeadSpec
+from megatron.models.plan import HeadSpec, WeightSplit
 from megatron.models.plans import model_plan
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
@@ -63,7 +63,7 @@ def test_every_part_counts(name, cut):
         ModelPart(range(cut, model.all_layers), embedding=False, head=True),
     ):
         network = _build(model, part=part, layout=Layout.at(0, 2, tensor=2))
-        assert count_part_parameters(plan(model), part, tensor=2) == _held(network)
+        assert count_part_parameters(plan(model), part, WeightSplit(tensor=2)) == _held(network)
 
 
 @pytest.mark.parametrize("name", ["bert", "bert, untied"])
@@ -73,7 +73,7 @@ def test_a_tasks_head_stands_in_the_place_of_those_of_pretraining(name):
     last = ModelPart(range(2, model.all_layers), embedding=False, head=True)
     network = _build_chooser(model, head, part=last, layout=Layout.at(0, 2, tensor=2))
     assert network.embedding is None  # nothing here reads words or scores them
-    counted = count_part_parameters(plan(model, head), last, tensor=2)
+    counted = count_part_parameters(plan(model, head), last, WeightSplit(tensor=2))
     assert counted == _held(network)
 
 

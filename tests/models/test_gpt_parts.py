@@ -7,6 +7,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import plan_parts
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.gpt import GPTModel
+from megatron.models.plan import WeightSplit
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from tests.models.small import LLAMA, batch, config, new_context, plan
@@ -53,4 +54,4 @@ def test_arithmetic_counts_what_each_process_holds(flags):
         part = cut[layout.pipeline.rank]
         model = GPTModel(plan(network), new_context(network, layout=layout, device="meta"), part)
         held = sum(parameter.numel() for parameter in model.parameters())
-        assert count_part_parameters(plan(network), part, tensor=2) == held
+        assert count_part_parameters(plan(network), part, WeightSplit(tensor=2)) == held

@@ -9,10 +9,24 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.stages import whole_model
-from megatron.models.arithmetic import count_parameters, count_part_matrices
+from megatron.models.arithmetic import (
+    count_active_parameters,
+    count_parameters,
+    count_part_experts,
+    count_part_matrices,
+    count_part_parameters,
+    largest_matrix,
+)
 from megatron.models.gpt import GPTModel
 from megatron.models.mixture import ExpertLinear, Mixture
-from megatron.models.plan import InitPlan, MicroBatch, MixturePlan, MLPPlan, RouterPlan
+from megatron.models.plan import (
+    InitPlan,
+    MicroBatch,
+    MixturePlan,
+    MLPPlan,
+    RouterPlan,
+    WeightSplit,
+)
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -260,7 +274,49 @@ def test_counts_are_those_of_the_built_model(flags):
     assert kinds == [layer.mlp.kind == "mixture" for layer in record.layers]
     products = [m for m in model.layers.modules() if isinstance(m, (Linear, ExpertLinear))]
     matrices = sum(module.weight.numel() for module in products)
-    assert count_part_matrices(record, whole_model(3), tensor=1) == matrices
+    assert count_part_matrices(record, whole_model(3), WeightSplit()) == matrices
+
+
+GRIDS = [
+    (2, {"tensor": 2}),
+    (4, {"expert": 2}),
+    (4, {"tensor": 2, "expert": 2}),
+    (4, {"tensor": 2, "expert": 4, "expert_tensor": 1}),
+    (8, {"tensor": 4, "expert": 2, "expert_tensor": 1}),
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("flags", NETWORKS.values(), ids=NETWORKS)
+def test_counts_are_those_of_each_process(flags, grid):
+    world, sizes = grid
+    network, layout = config(num_experts=4, **flags), Layout.at(world - 1, world, **sizes)
+    record = plan(network)
+    split = WeightSplit(
+        tensor=layout.tensor.size,
+        expert=layout.expert.size,
+        expert_tensor=layout.expert_tensor.size,
+    )
+    model = GPTModel(record, new_context(network, layout=layout, device="meta"))
+    whole = whole_model(3)
+    held = list(model.parameters())
+    assert count_part_parameters(record, whole, split) == sum(p.numel() for p in held)
+    experts = sum(p.numel() for p in held if p.spec.is_expert)
+    assert count_part_experts(record, whole, split) == experts > 0
+    products = [m for m in model.layers.modules() if isinstance(m, (Linear, ExpertLinear))]
+    matrices = [module.weight.numel() for module in products]
+    assert count_part_matrices(record, whole, split) == sum(matrices)
+    assert largest_matrix(record, split) == max(*matrices, model.embedding.word.weight.numel())
+
+
+def test_active_parameters_are_those_of_one_token():
+    """Those of a dense network as wide as the experts that a token uses, and the router's."""
+    network = config(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=8, add_bias_linear=False)
+    dense = config(ffn_hidden_size=16, add_bias_linear=False)
+    active = count_active_parameters(plan(network))
+    assert active == count_parameters(plan(dense)) + 3 * 4 * 16
+    assert active < count_parameters(plan(network))
+    assert count_active_parameters(plan(dense)) == count_parameters(plan(dense))
 
 
 @pytest.mark.parametrize("name", ["gated", "shared behind a gate", "one of five", "every expert"])

@@ -18,7 +18,7 @@ from megatron.models.arithmetic import (
 )
 from megatron.models.block import MIXERS, MLPS, Block
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import MicroBatch
+from megatron.models.plan import MicroBatch, WeightSplit
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
@@ -92,10 +92,10 @@ def test_their_parameters_are_counted_as_they_are_built():
     parts = (ModelPart(range(2), True, False), ModelPart(range(2, 4), False, True))
     for part in parts:
         model = toy_model(part, Layout.at(0, 2, tensor=2), device="meta")
-        counted = count_part_parameters(toy_plan(), part, tensor=2)
+        counted = count_part_parameters(toy_plan(), part, WeightSplit(tensor=2))
         assert counted == sum(parameter.numel() for parameter in model.parameters())
     usual, mixed = 4 * 16 * 16 + 2 * 16 * 32, 3 * 24 * 16 + 2 * 16 * 32
-    assert count_part_matrices(toy_plan(), parts[0], tensor=1) == usual + mixed
+    assert count_part_matrices(toy_plan(), parts[0], WeightSplit()) == usual + mixed
 
 
 def test_their_operations_are_those_that_pytorch_counts():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
-from megatron.models.plan import MicroBatch, MixerPlan, Work
+from megatron.models.plan import MicroBatch, MixerPlan, WeightSplit, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 from megatron.parallel.parameter import ONES
@@ -58,12 +58,13 @@ class RunningMean(nn.Module):
         )
 
     @staticmethod
-    def matrices(plan: RunningMeanPlan) -> list[tuple[int, int]]:
-        return [(2 * plan.width, plan.hidden), (plan.hidden, plan.width)]
+    def matrices(plan: RunningMeanPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        width = plan.width // split.tensor
+        return [(2 * width, plan.hidden), (plan.hidden, width)]
 
     @staticmethod
-    def vectors(plan: RunningMeanPlan, tensor: int) -> int:
-        return plan.width // tensor
+    def vectors(plan: RunningMeanPlan, split: WeightSplit) -> int:
+        return plan.width // split.tensor
 
     @staticmethod
     def work(plan: RunningMeanPlan, length: int, encoder_length: int) -> Work:

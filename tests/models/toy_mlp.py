@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.models.plan import MicroBatch, SublayerPlan, Work
+from megatron.models.plan import MicroBatch, SublayerPlan, WeightSplit, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 
@@ -31,11 +31,11 @@ class Square(nn.Module):
         self.tensor = context.layout.tensor
 
     @staticmethod
-    def matrices(plan: SquarePlan) -> list[tuple[int, int]]:
-        return [(plan.hidden, plan.hidden)]
+    def matrices(plan: SquarePlan, split: WeightSplit) -> list[tuple[int, int]]:
+        return [(plan.hidden, plan.hidden // split.tensor)]
 
     @staticmethod
-    def vectors(plan: SquarePlan, tensor: int) -> int:
+    def vectors(plan: SquarePlan, split: WeightSplit) -> int:
         return plan.hidden
 
     @staticmethod

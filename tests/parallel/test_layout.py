@@ -120,7 +120,10 @@ def test_without_division_experts_are_replicated_as_other_layers_are():
     assert layout.expert_tensor.ranks == layout.tensor.ranks
     assert layout.expert_replica.ranks == layout.replica.ranks
     assert Layout.at(0, 4, tensor=2, expert_tensor=1).divides_experts
-    assert Layout.at(0, 4, expert=2).divides_experts
+    divided = Layout.at(0, 4, tensor=2, expert=2, expert_tensor=1)
+    assert divided.divides_experts
+    assert divided.describe() == "4 processes: TP 2, CP 1, DP 2, PP 1, EP 2, ETP 1"
+    assert layout.describe() == "16 processes: TP 2, CP 2, DP 2, PP 2"
 
 
 def _expert_groups(layout):

@@ -10,7 +10,7 @@ from megatron.config.parser import parse_config
 from megatron.config.stages import whole_model
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters, count_part_matrices
-from megatron.models.plan import HeadSpec
+from megatron.models.plan import HeadSpec, WeightSplit
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.training.memory import estimate_memory, largest_process
@@ -100,7 +100,7 @@ def test_8_bit_layers_are_counted_as_they_are_built(kind):
     run = build_toy(Layout.single(), flags, kind)
     built = sum(weight.numel() for weight in run.layers.fp8_weights())
     plan = model_plan(run.config.model, run.plan.embedding.vocabulary)
-    counted = count_part_matrices(plan, whole_model(len(plan.layers)), tensor=1)
+    counted = count_part_matrices(plan, whole_model(len(plan.layers)), WeightSplit())
     assert counted == built
 
 
@@ -238,3 +238,38 @@ def test_a_system_without_proc_tells_the_peak_alone(monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: False)
     report = Device(torch.device("cpu")).memory()
     assert report.allocated == report.peak_allocated == report.reserved > 2**20
+
+
+MIXTURE = "--num-layers 2 --num-experts 8 --moe-ffn-hidden-size 16 --disable-bias-linear".split()
+EXPERTS = 2 * 8 * 2 * 16 * 32
+
+
+def test_experts_are_counted_where_they_are():
+    """Processes divide them, and share their optimizer states with fewer others."""
+    alone = _estimate(*MIXTURE)
+    others = alone.parameters // 4 - EXPERTS
+    for sizes, world, held, parts in (
+        ("--expert-model-parallel-size 4", 4, EXPERTS // 4, 1),
+        ("--expert-model-parallel-size 2", 4, EXPERTS // 2, 2),
+        ("--expert-model-parallel-size 2 --use-distributed-optimizer", 4, EXPERTS // 2, 2),
+    ):
+        estimate = _estimate(*MIXTURE, *sizes.split(), world_size=world)
+        assert estimate.parameters == 4 * (others + held), sizes
+        states = others + held
+        if "distributed" in sizes:
+            states = others // world + held // parts
+        assert estimate.optimizer == 8 * states, sizes
+
+
+def test_split_experts_hold_fewer_activations():
+    """With one process for each part of the tokens, or one for each part of an expert."""
+    tensor = [*MIXTURE, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    split = _estimate(*tensor, world_size=2)
+    whole = _estimate(*tensor, "--expert-tensor-parallel-size", "1", world_size=2)
+    divided = [*tensor, "--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"]
+    assert whole.parameters - split.parameters == 4 * EXPERTS // 2
+    assert _estimate(*divided, world_size=2).parameters == split.parameters
+    # Rows and outputs [k tokens, hidden] are not split, activations [k tokens, inner] are.
+    tokens = 16
+    rows = 2 * 4 * 2 * tokens // 2 * 2 * 32
+    assert split.activations - whole.activations == rows
