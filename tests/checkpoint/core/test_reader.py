@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from megatron.checkpoint.core.index import Index
 from megatron.checkpoint.entries import Box, flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
@@ -92,6 +93,20 @@ def test_any_box_is_read(folders, form):
             assert math.prod(box.shape)
             expected = whole[tuple(slice(a, b) for a, b in spans)]
             assert torch.equal(reader.read(name, box), expected), (name, box)
+
+
+def test_only_the_chunks_that_cover_a_box_are_opened(folders, monkeypatch):
+    reader, opened = open_checkpoint(folders("mixture") / "stacked"), []
+    load = Index.load
+
+    def noted(self, name, chunk, **options):
+        opened.append(chunk.box)
+        return load(self, name, chunk, **options)
+
+    monkeypatch.setattr(Index, "load", noted)
+    # Expert 3's gate in layer 2: one half of its rows of linear_fc1.
+    reader.read("model.layers.2.mlp.experts.up.weight", Box((3, 0, 0, 0), (1, 1, 12, 32)))
+    assert opened == [Box((2, 3, 0, 0), (1, 1, 12, 32))]
 
 
 _LAYOUTS = {
