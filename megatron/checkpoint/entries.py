@@ -213,14 +213,29 @@ class LazyTensor(torch.Tensor):
     """
 
     read: Callable[[], torch.Tensor]
+    parts: Callable[[], Iterator[torch.Tensor]]
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        read: Callable[[], torch.Tensor],
+        parts: Callable[[], Iterator[torch.Tensor]] | None = None,
     ) -> LazyTensor:
-        """Create a tensor of this shape and dtype whose values `read` returns."""
+        """Create a tensor of this shape and dtype.
+
+        Args:
+            cls: This class.
+            shape: The shape.
+            dtype: The type.
+            read: Function that returns the values.
+            parts: Function that reads and returns the values part by part, in row-major order.
+                Default: in one part.
+        """
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         tensor.read = read
+        tensor.parts = parts or (lambda: iter([read()]))
         return tensor
 
     # Results are plain tensors.

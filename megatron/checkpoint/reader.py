@@ -6,7 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +108,25 @@ class Reader(ABC):
         part = wanted or Box.whole(held)
         assert part.fits(held), f"{name}: {part} outside {held}"
         return self._read(name, part)
+
+    def steps(self, name: str) -> list[Box]:
+        """Return boxes that tile a tensor in row-major order, to be read one after another.
+
+        Whoever passes a tensor on in these steps never holds more than one of them in memory.
+
+        Args:
+            name: The tensor's name.
+        """
+        return [Box.whole(self.global_shape(name))]
+
+    def read_steps(self, name: str) -> Iterator[torch.Tensor]:
+        """Read a tensor step by step.
+
+        Args:
+            name: The tensor's name.
+        """
+        for step in self.steps(name):
+            yield self.read(name, step)
 
     @abstractmethod
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
@@ -298,6 +317,14 @@ class PaddedReader(Reader):
                 )
             self.held[name] = HeldTensor((rows, *width), dtype)
 
+    def steps(self, name: str) -> list[Box]:
+        """Return the steps of the checkpoint; a table of the vocabulary is read at once.
+
+        Args:
+            name: The tensor's name.
+        """
+        return super().steps(name) if is_vocabulary_table(name) else self._reader.steps(name)
+
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
         held = self._reader.held[name].shape
         if held == self.held[name].shape:
@@ -360,10 +387,15 @@ def restore(
     ferries = Ferries(shard.PIECE)
     with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
-            values = reader.read(name, entry.box, global_shape=entry.global_shape)
-            copying.append(pool.submit(_copy, entry.tensor, values, ferries))
-            if len(copying) > shard.THREADS:  # do not let all values wait in memory
-                copying.popleft().result()
+            for step in reader.steps(name):
+                part = step.intersect(entry.box)
+                if part is None:
+                    continue
+                values = reader.read(name, part, global_shape=entry.global_shape)
+                target = entry.tensor[part.within(entry.box)]
+                copying.append(pool.submit(_copy, target, values, ferries))
+                if len(copying) > shard.THREADS:  # do not let all values wait in memory
+                    copying.popleft().result()
         for future in copying:
             future.result()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.entries import dtype_name
+from megatron.checkpoint.entries import LazyTensor, dtype_name
 from megatron.device import Ferries
 from megatron.durable import create
 from megatron.environment import usable_cores
@@ -154,10 +154,15 @@ def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
 
     Each piece is valid until the next one is requested.
     """
+    if isinstance(tensor, LazyTensor):
+        return (piece for part in tensor.parts() for piece in _cut(memory_of(part)))
     if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
-        data = memory_of(tensor)
-        return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
+        return _cut(memory_of(tensor))
     return ferries.to(tensor.device).take(bytes_of(tensor))
+
+
+def _cut(data: memoryview) -> Iterable[memoryview]:
+    return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -283,7 +283,9 @@ def state_of(reader: Reader, *, keep_optimizer: bool) -> State:
     """
     rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
     return {
-        name: Entry.whole(LazyTensor(*held, partial(reader.read, name)))
+        name: Entry.whole(
+            LazyTensor(*held, partial(reader.read, name), partial(reader.read_steps, name))
+        )
         for name, held in sorted(reader.held.items())
         if name.startswith(rooms)
     }

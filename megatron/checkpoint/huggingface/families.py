@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpoint.huggingface.bert import Bert
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.llama import LlamaLike
-from megatron.checkpoint.huggingface.mixtures import MIXTRAL, MixtureLike
+from megatron.checkpoint.huggingface.mixtures import Mixtral, QwenMixture
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
@@ -22,7 +22,9 @@ FAMILIES: list[Family] = [
     LlamaLike("mistral", "MistralForCausalLM", window=True),
     LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
     LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
-    MixtureLike("mixtral", "MixtralForCausalLM", window=True, rotary_base=1e6, table=MIXTRAL),
+    Mixtral("mixtral", "MixtralForCausalLM", window=True, rotary_base=1e6),
+    QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window=True, shared=True),
+    QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", head_norm=True, window=True),
     *(GPT2(), Bert(), T5()),
 ]
 # Networks that look like one of these families, but compute something else.

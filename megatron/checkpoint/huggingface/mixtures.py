@@ -1,4 +1,4 @@
-"""Mixtures of experts that otherwise resemble Llama: Mixtral."""
+"""Mixtures of experts that otherwise resemble Llama: Mixtral, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -8,57 +8,47 @@ from typing import Any
 
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.settings import Settings
-from megatron.config.experts import MOST_EXPERTS
+from megatron.config.experts import MOST_EXPERTS, mixture_layers
 from megatron.config.model import ModelConfig
 
-_MOST_IN_ALL = 1 << 18  # experts of all layers; the largest models have some ten thousand
+_MOST_IN_ALL = 1 << 18  # experts of all layers; the largest models have some twenty thousand
+_MIXTRAL = {
+    "mlp.router": ("block_sparse_moe.gate",),
+    "mlp.experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    "mlp.experts.down": ("block_sparse_moe.experts.{}.w2",),
+}
+_QWEN = {
+    "mlp.router": ("mlp.gate",),
+    "mlp.experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "mlp.experts.down": ("mlp.experts.{}.down_proj",),
+    "mlp.shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "mlp.shared.down": ("mlp.shared_expert.down_proj",),
+    "mlp.shared_gate": ("mlp.shared_expert_gate",),
+}
 
 
 @dataclass(frozen=True)
-class ExpertTable:
-    """The names of a mixture in a family's files.
+class Mixtral(LlamaLike):
+    """A family whose layers are mixtures of SwiGLU experts, weighted by softmax over the chosen.
 
     Attributes:
+        mixture: Each of our modules in a mixture with theirs. {} stands for an expert's index.
         count: The key of config.json with the number of experts.
-        once: Each of our modules outside the experts, with theirs.
-        each: Each of our modules of the experts, with an expert's modules; {} is the expert's
-            index.
+        other_count: The key that other versions of `transformers` use for it.
     """
 
-    count: str
-    once: Mapping[str, Sequence[str]]
-    each: Mapping[str, Sequence[str]]
-
-
-MIXTRAL = ExpertTable(
-    count="num_local_experts",
-    once={"mlp.router": ("block_sparse_moe.gate",)},
-    each={
-        "mlp.experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-        "mlp.experts.down": ("block_sparse_moe.experts.{}.w2",),
-    },
-)
-_OTHER_COUNT = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
-
-
-@dataclass(frozen=True)
-class MixtureLike(LlamaLike):
-    """A family whose layers are mixtures of SwiGLU experts, chosen by softmax.
-
-    Attributes:
-        table: The names of the mixture.
-    """
-
-    table: ExpertTable = field(default=MIXTRAL)
+    mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MIXTRAL)
+    count: str = "num_local_experts"
+    other_count: str = "num_experts"
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         dense = super().network(settings, flags)
-        count, other = self.table.count, _OTHER_COUNT[self.table.count]
-        named = count if count in settings.values else other  # versions of transformers differ
-        experts = settings.size(named, None, min(MOST_EXPERTS, _MOST_IN_ALL // dense.num_layers))
-        for key in (count, other):
-            settings.must_be(key, experts)
+        most = min(MOST_EXPERTS, _MOST_IN_ALL // dense.num_layers)
+        is_other = self.other_count in settings.values and self.count not in settings.values
+        experts = settings.size(self.other_count if is_other else self.count, None, most)
+        for either in (self.count, self.other_count):
+            settings.must_be(either, experts)
         return replace(
             dense,
             num_experts=experts,
@@ -71,16 +61,75 @@ class MixtureLike(LlamaLike):
         return {
             **super().write(model, vocab),
             "intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
-            self.table.count: experts,
+            self.count: experts,
             "num_experts_per_tok": min(model.moe_router_topk, experts),
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
-        experts = {
+        mixture = {
             ours: [
-                name.format(expert) for expert in range(model.num_experts or 0) for name in names
+                name.format(number) for number in range(model.num_experts or 0) for name in names
             ]
-            for ours, names in self.table.each.items()
+            if ours.startswith("mlp.experts.")
+            else names
+            for ours, names in self.mixture.items()
         }
-        return {**super().modules(model), **self.table.once, **experts}
+        return {**super().modules(model), **mixture}
+
+
+@dataclass(frozen=True)
+class QwenMixture(Mixtral):
+    """A family with dense layers among its mixtures, and perhaps an expert for all tokens.
+
+    Attributes:
+        shared: Whether every token also passes through a shared expert with a gate.
+    """
+
+    mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _QWEN)
+    count: str = "num_experts"
+    other_count: str = "num_local_experts"
+    shared: bool = False
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        model = super().network(settings, flags)
+        if self.shared:
+            width = settings.size("shared_expert_intermediate_size")
+            model = replace(
+                model,
+                moe_shared_expert_intermediate_size=width,
+                moe_shared_expert_gate=True,
+                add_qkv_bias=settings.switch("qkv_bias", self.qkv_bias),
+            )
+        return replace(
+            model,
+            moe_ffn_hidden_size=settings.size("moe_intermediate_size"),
+            moe_router_pre_softmax=not settings.switch("norm_topk_prob", False),
+            moe_layer_freq=_read_pattern(settings, model.num_layers),
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        kinds = mixture_layers(model, model.num_layers) if model.num_experts else ()
+        shared = {
+            "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 1,
+            "qkv_bias": model.add_qkv_bias,
+        }
+        return {
+            **super().write(model, vocab),
+            "intermediate_size": model.ffn_hidden_size,
+            "moe_intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
+            "norm_topk_prob": not model.moe_router_pre_softmax,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, is_mixture in enumerate(kinds) if not is_mixture],
+            **(shared if self.shared else {}),
+        }
+
+
+def _read_pattern(settings: Settings, layers: int) -> str:
+    """Return the mixture layers as a value of --moe-layer-freq."""
+    step = settings.size("decoder_sparse_step", 1)
+    dense = {*settings.indices("mlp_only_layers", layers)}
+    kinds = [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]
+    return "1" if all(kinds) else f"[{','.join(str(int(kind)) for kind in kinds)}]"

@@ -127,6 +127,15 @@ class HFReader(Reader):
 
         return self._rules[name].join(load, wanted, self.dtype(name))
 
+    def steps(self, name: str) -> list[Box]:
+        """Return the parts of a tensor that are made from different tensors: one for each expert.
+
+        Args:
+            name: The tensor's name.
+        """
+        rule = self._rules[name]
+        return [rule.box(part) for part in range(rule.parts)]
+
     def _name(self, name: str) -> str:
         """Return the name that a tensor has in the files."""
         return name.removeprefix(self.family.prefix) if self.bare_names else name

@@ -109,17 +109,21 @@ class ParameterRule:
         return self.shape[1:] if self.experts else self.shape
 
     @property
-    def boxes(self) -> list[Box]:
-        """The parts of the parameter that are made from different tensors, in their order."""
+    def parts(self) -> int:
+        """The number of parts of the parameter that are made from different tensors."""
+        return max(1, self.experts)
+
+    def box(self, part: int) -> Box:
+        """Return where a part that is made from tensors of its own lies in the parameter."""
         if not self.experts:
-            return [Box.whole(self.shape)]
-        inner, start = self.form_shape, (0,) * len(self.form_shape)
-        return [Box((expert, *start), (1, *inner)) for expert in range(self.experts)]
+            return Box.whole(self.shape)
+        inner = self.form_shape
+        return Box((part, *(0 for _ in inner)), (1, *inner))
 
     def shapes(self) -> list[Shape]:
         """Return the shapes of their tensors, in order."""
         parts = self.form.split(torch.empty(self.form_shape, device="meta"))
-        return [tuple(part.shape) for part in parts] * max(1, self.experts)
+        return [tuple(part.shape) for part in parts] * self.parts
 
     def join(self, load: Callable[[str], Tensor], wanted: Box, dtype: torch.dtype) -> Tensor:
         """Return a part of our parameter. Tensors of other experts are not read.
@@ -129,21 +133,19 @@ class ParameterRule:
             wanted: The part.
             dtype: The type of the parameter.
         """
-        boxes = self.boxes
-        each = len(self.theirs) // len(boxes)
+        each = len(self.theirs) // self.parts
 
-        def part_of(number: int, part: Box) -> Tensor:
-            names = self.theirs[number * each : (number + 1) * each]
-            whole = self.form.join([load(name) for name in names]).view(boxes[number].shape)
-            return whole[part.within(boxes[number])]
+        def read(number: int, part: Box) -> Tensor:
+            names, box = self.theirs[number * each : (number + 1) * each], self.box(number)
+            return self.form.join([load(name) for name in names]).view(box.shape)[part.within(box)]
 
-        if len(boxes) == 1:
-            return part_of(0, wanted).contiguous()
+        if not self.experts:
+            return read(0, wanted).contiguous()
         result = torch.empty(wanted.shape, dtype=dtype)
-        for number, box in enumerate(boxes):
-            common = box.intersect(wanted)
+        for expert in range(wanted.offset[0], wanted.end[0]):
+            common = self.box(expert).intersect(wanted)
             if common is not None:
-                result[common.within(wanted)] = part_of(number, common)
+                result[common.within(wanted)] = read(expert, common)
         return result
 
     def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:
@@ -153,9 +155,8 @@ class ParameterRule:
             read: Function that returns a part of our parameter.
             index: Position of the tensor in `theirs`.
         """
-        boxes = self.boxes
-        number, position = divmod(index, len(self.theirs) // len(boxes))
-        return self.form.split(read(boxes[number]).view(self.form_shape))[position]
+        part, position = divmod(index, len(self.theirs) // self.parts)
+        return self.form.split(read(self.box(part)).view(self.form_shape))[position]
 
 
 def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:

@@ -87,6 +87,18 @@ _MIXTRAL = {
     "router_jitter_noise": 0.0,
     "sliding_window": None,
 }
+_QWEN = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 10,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 CASES: dict[str, Case] = {
     "llama": Case(_like_llama("llama", "Llama")),
     "llama without groups": Case(_like_llama("llama", "Llama", num_key_value_heads=HEADS)),
@@ -119,6 +131,25 @@ CASES: dict[str, Case] = {
     ),
     "qwen3": Case(_like_llama("qwen3", "Qwen3", head_dim=16), head_norm=True),
     "mixtral": Case(_like_llama("mixtral", "Mixtral", **_MIXTRAL)),
+    "qwen2 mixture": Case(
+        _like_llama("qwen2_moe", "Qwen2Moe", **_QWEN, shared_expert_intermediate_size=14),
+        qkv_bias=True,
+    ),
+    "qwen3 mixture": Case(
+        _like_llama(
+            "qwen3_moe",
+            "Qwen3Moe",
+            **{**_QWEN, "num_experts": 10, "norm_topk_prob": True, "mlp_only_layers": []},
+            head_dim=12,
+        ),
+        head_norm=True,
+    ),
+    "qwen3 mixture, not normalized": Case(
+        _like_llama(
+            "qwen3_moe", "Qwen3Moe", **{**_QWEN, "mlp_only_layers": [], "decoder_sparse_step": 2}
+        ),
+        head_norm=True,
+    ),
     "gpt2": Case(_GPT2),
     "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
 }
@@ -155,7 +186,7 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         if case.head_norm:
             shapes |= {f"{at}self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
         shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * size)
-        shapes |= _mlp_shapes(config, at)
+        shapes |= _mlp_shapes(config, layer)
         shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
         shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
     shapes["model.norm.weight"] = (HIDDEN,)
@@ -164,21 +195,42 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mlp_shapes(config: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
+    if "num_experts" not in config:
+        return "num_local_experts" in config
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
+    return layer % step == step - 1 and layer not in dense
+
+
+def _mixture(config: Mapping[str, Any]) -> tuple[str, tuple[str, str, str], int]:
+    """The names of a mixture's module and of an expert's matrices, and the number of experts."""
+    if "num_local_experts" in config:
+        return "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
+    return "mlp", _PROJECTIONS, config["num_experts"]
+
+
+def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors between a layer's second norm and the next layer."""
-    inner, experts = config["intermediate_size"], config.get("num_local_experts")
-    if experts is None:
-        names, at = ("gate_proj", "up_proj", "down_proj"), f"{at}mlp."
-        return _three(f"{at}", names, inner)
-    at += "block_sparse_moe."
-    shapes: dict[str, tuple[int, ...]] = {f"{at}gate.weight": (experts, HIDDEN)}
+    inner, at = config["intermediate_size"], f"model.layers.{layer}"
+    if not _is_mixture(config, layer):
+        return _three(f"{at}.mlp", _PROJECTIONS, inner)
+    module, names, experts = _mixture(config)
+    at, inner = f"{at}.{module}", config.get("moe_intermediate_size", inner)
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (experts, HIDDEN)}
     for expert in range(experts):
-        shapes |= _three(f"{at}experts.{expert}.", ("w1", "w3", "w2"), inner)
+        shapes |= _three(f"{at}.experts.{expert}", names, inner)
+    shared = config.get("shared_expert_intermediate_size")
+    if shared is not None:
+        shapes |= _three(f"{at}.shared_expert", _PROJECTIONS, shared)
+        shapes[f"{at}.shared_expert_gate.weight"] = (1, HIDDEN)
     return shapes
 
 
 def _three(at: str, names: tuple[str, str, str], inner: int) -> dict[str, tuple[int, ...]]:
-    gate, up, down = (f"{at}{name}.weight" for name in names)
+    gate, up, down = (f"{at}.{name}.weight" for name in names)
     return {gate: (inner, HIDDEN), up: (inner, HIDDEN), down: (HIDDEN, inner)}
 
 
@@ -251,28 +303,32 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         context = _attention(_turn(q, angles), _turn(k, angles), v)
         x = x + project(context, f"{at}.self_attn.o_proj")
         normal = norm(x, f"{at}.post_attention_layernorm")
-        x = x + _feed(config, w, at, normal)
+        x = x + _feed(config, w, layer, normal)
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return F.linear(norm(x, "model.norm"), head)
 
 
-def _feed(config: Mapping[str, Any], w: Tensors, at: str, x: Tensor) -> Tensor:
+def _feed(config: Mapping[str, Any], w: Tensors, layer: int, x: Tensor) -> Tensor:
     """The MLP of a layer or its mixture, token by token."""
 
-    def mlp(x: Tensor, names: tuple[str, str, str]) -> Tensor:
+    def mlp(x: Tensor, at: str, names: tuple[str, str, str]) -> Tensor:
         gate, up, down = (w[f"{at}.{name}.weight"] for name in names)
         return (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
 
-    experts = config.get("num_local_experts")
-    if experts is None:
-        return mlp(x, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
-    out = torch.zeros_like(x)
+    if not _is_mixture(config, layer):
+        return mlp(x, f"model.layers.{layer}.mlp", _PROJECTIONS)
+    module, names, _ = _mixture(config)
+    at, out = f"model.layers.{layer}.{module}", torch.zeros_like(x)
     for place in itertools.product(*map(range, x.shape[:2])):
-        scores = (w[f"{at}.block_sparse_moe.gate.weight"] @ x[place]).softmax(0)
+        scores = (w[f"{at}.gate.weight"] @ x[place]).softmax(0)
         best, chosen = scores.topk(config["num_experts_per_tok"])
-        for weight, expert in zip(best / best.sum(), chosen.tolist(), strict=True):
-            one = f"block_sparse_moe.experts.{expert}"
-            out[place] += weight * mlp(x[place], (f"{one}.w1", f"{one}.w3", f"{one}.w2"))
+        if config.get("norm_topk_prob", True):
+            best = best / best.sum()
+        for weight, expert in zip(best, chosen.tolist(), strict=True):
+            out[place] += weight * mlp(x[place], f"{at}.experts.{expert}", names)
+    if "shared_expert_intermediate_size" in config:
+        gate = torch.sigmoid(x @ w[f"{at}.shared_expert_gate.weight"].t())
+        out += gate * mlp(x, f"{at}.shared_expert", _PROJECTIONS)
     return out
 
 

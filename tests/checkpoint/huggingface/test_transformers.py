@@ -31,7 +31,10 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2 mixture", "qwen3 mixture", "gpt2"],
+)
 def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
