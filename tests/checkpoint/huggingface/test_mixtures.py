@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.entries import Box
-from megatron.checkpoint.huggingface.families import family_for, misfits
+from megatron.checkpoint.entries import Box, Entry
+from megatron.checkpoint.huggingface.families import families, family_for, misfits
 from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.checkpoint.reader import restore
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
 from tests.checkpoint.huggingface.models import CASES, HIDDEN, Tensors, tensors_of, write_folder
+from tests.tools.test_checkpoint_util import convert
 
 LAYER = "model.layers.1.block_sparse_moe"
 UP, DOWN = "model.layers.1.mlp.experts.up.weight", "model.layers.1.mlp.experts.down.weight"
@@ -58,6 +61,37 @@ def test_a_part_is_read_from_the_tensors_of_its_experts_alone(
         f"{LAYER}.experts.{expert}.{w}.weight" for expert in (2, 3, 4) for w in ("w1", "w3")
     ]
     assert loaded == expected
+
+
+def test_a_conversion_and_a_load_read_one_expert_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither holds all experts of a layer."""
+    largest, read = 0, HFReader._read
+
+    def watched(reader: HFReader, name: str, wanted: Box) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, wanted.volume if ".experts." in name else 0)
+        return read(reader, name, wanted)
+
+    monkeypatch.setattr(HFReader, "_read", watched)
+    folder = _folder(tmp_path / "original")
+    assert convert("hf", "native", folder, tmp_path / "native") == 0
+    assert largest == 2 * 22 * HIDDEN
+    assert convert("hf", "hf", folder, tmp_path / "again") == 0
+    assert largest == 2 * 22 * HIDDEN
+    values = torch.zeros(3, 2, 22, HIDDEN)  # an expert rank's
+    reader = HFReader(folder)
+    restore(reader, {UP: Entry(values, (6, 2, 22, HIDDEN), (3, 0, 0, 0))})
+    assert largest == 2 * 22 * HIDDEN
+    assert torch.equal(values, reader.read(UP)[3:])
+
+
+def test_megatron_s_files_have_no_place_for_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert("hf", "megatron", _folder(tmp_path / "a"), tmp_path / "b") != 0
+    assert "mlp.experts.down.weight does not exist in Megatron-LM" in capsys.readouterr().err
 
 
 def _without(name: str) -> Tensors:
@@ -107,6 +141,53 @@ def test_other_networks_are_refused_by_key(
 def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
     folder = _folder(tmp_path, num_local_experts=None, num_experts=6)
     assert HFReader(folder).meta["config"]["model"]["num_experts"] == 6
+
+
+def _qwen(path: Path, name: str = "qwen2 mixture", **changes: Any) -> Path:
+    case = CASES[name]
+    return write_folder(path, {**case.config, **changes}, tensors_of(case))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [2]}, r"mlp_only_layers \[2\]: expected a list of integers"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers \[true\]: expected a list of integers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0: expected an integer from 1"),
+        ({"mlp_only_layers": []}, r"layers\.0\.mlp\.gate\.weight is missing"),
+        ({"moe_intermediate_size": 11}, r"experts\.0\.gate_proj\.weight is .* says \[11, 32\]"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size null"),
+        ({"qkv_bias": False}, r"q_proj\.bias does not exist"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob 1: expected true or false"),
+        ({"model_type": "qwen3_moe"}, "shared_expert_intermediate_size: not supported"),
+    ],
+    ids=str,
+)
+def test_other_networks_of_qwen_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        HFReader(_qwen(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "pattern"),
+    [(1, [], "1"), (1, [0], "[0,1]"), (2, [], "[0,1]"), (3, [], "[0,0]")],
+)
+def test_mixture_layers_are_those_of_transformers(
+    step: int, dense: list[int], pattern: str
+) -> None:
+    config = {**CASES["qwen3 mixture"].config, "decoder_sparse_step": step}
+    config["mlp_only_layers"] = dense
+    family = families()["qwen3_moe"]
+    model = family.read(Settings(config, "config.json")).model
+    assert model.moe_layer_freq == pattern
+    assert not misfits(family, model, 70)
+
+
+def test_what_transformers_5_writes_for_no_window_is_no_window(tmp_path: Path) -> None:
+    reader = HFReader(_qwen(tmp_path, sliding_window=0, max_window_layers=28))
+    assert not reader.notices
 
 
 def _model(folder: Path, **changes: Any) -> Any:

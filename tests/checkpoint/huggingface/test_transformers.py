@@ -5,13 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.reader import restore
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
 from megatron.config.yaml_file import from_dict
+from megatron.device import Device
 from megatron.errors import CheckpointError
+from megatron.inference.build import EngineOptions
+from megatron.inference.request import Request
+from megatron.models.build import build_model, run_context
+from megatron.models.gpt import GPTModel
+from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.huggingface.test_logits import TOKENS
+from tests.inference.toy import drain, greedy, tokens_of, toy_engine
 from tools.checkpoint import util
 from tools.checkpoint.verify import verify
 
@@ -56,6 +65,74 @@ def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     state = exported.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+MIXTURES: dict[str, dict[str, object]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "decoder_sparse_step": 2,
+        "moe_intermediate_size": 13,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 19,
+    },
+    "qwen3_moe": {
+        "head_dim": 10,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 17,
+        "norm_topk_prob": True,
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+    },
+}
+SIZES = {
+    "hidden_size": 36,
+    "initializer_range": 0.3,
+    "intermediate_size": 23,
+    "max_position_embeddings": 48,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 3,
+    "vocab_size": 101,
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path) -> None:
+    """Random models with odd sizes, as `transformers` makes and saves them."""
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(
+        name, experts_implementation="eager", **SIZES, **MIXTURES[name]
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(2))
+    prompts = [tuple(row[: 5 + index].tolist()) for index, row in enumerate(tokens)]
+    with torch.no_grad():
+        expected = theirs(tokens, labels=tokens).loss
+        texts = [
+            theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                do_sample=False,
+                eos_token_id=None,
+                max_new_tokens=24,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]
+    reader = HFReader(tmp_path)
+    run = narrow(resolve(from_dict(reader.meta["config"], "a"), 1), ModelRun)
+    context = run_context(run, Layout.single(), Device.cpu())
+    model = build_model(GPTModel, run, context, reader.vocab).eval()
+    restore(reader, model_state([model]), prefixes=("model.",))
+    with torch.no_grad():
+        found = model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    engine = toy_engine(tmp_path, EngineOptions(max_sequences=4, max_step_tokens=64))
+    asked = [Request(str(i), prompt, greedy(24)) for i, prompt in enumerate(prompts)]
+    events = drain(engine, asked)
+    assert [tokens_of(events[str(i)]) for i in range(len(prompts))] == texts
 
 
 def test_verify_finds_another_model_out(tmp_path: Path) -> None:
