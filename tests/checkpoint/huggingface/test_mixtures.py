@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,95 @@ def test_settings_of_experts_mean_nothing_to_a_dense_network(tmp_path: Path) -> 
     assert family_for(model, 70, None).name == "llama"
     found = misfits(family_for(_model(_folder(tmp_path / "b")), 70, None), model, 70)
     assert "num_experts is None, a mixtral model has 1" in found
+
+
+# The networks of published models, with their numbers of tensors and parameters.
+_PUBLISHED: list[tuple[dict[str, Any], int, int]] = [
+    (
+        {
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "vocab_size": 32000,
+        },
+        995,
+        46_702_792_704,
+    ),
+    (
+        {
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "max_window_layers": 21,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        4659,
+        14_315_784_192,
+    ),
+    (
+        {
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        18867,
+        30_532_122_624,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "parameters"), _PUBLISHED, ids=["8x7B", "A2.7B", "30B-A3B"]
+)
+def test_published_models_have_their_size(
+    config: dict[str, Any], tensors: int, parameters: int
+) -> None:
+    common = {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    family = families()[config["model_type"]]
+    described = family.read(Settings({**common, **config}, "config.json"))
+    rules = family.rules(described.model, described.vocab)
+    shapes = [shape for rule in rules for shape in rule.shapes()]
+    assert len(shapes) == sum(len(rule.theirs) for rule in rules) == tensors
+    assert sum(math.prod(shape) for shape in shapes) == parameters
+    assert not misfits(family, described.model, described.vocab)
