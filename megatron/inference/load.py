@@ -173,7 +173,8 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
     left out, because it is an approximation that speeds up training, and the weights have 16 bits.
     Settings for how that run started, or how it computed on its device, are left out too, because
-    this device may be a different one.
+    this device may be a different one. Experts have no capacity: a token that they dropped would
+    depend on the tokens beside it.
 
     Args:
         reader: Reader of the checkpoint.
@@ -202,6 +203,8 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         use_flash_attn=False,
         masked_softmax_fusion=run.model.masked_softmax_fusion or run.model.use_flash_attn,
         perform_initialization=True,
+        moe_expert_capacity_factor=None,
+        moe_token_drop_policy="probs",
     )
     return ModelRun(
         model=model,
