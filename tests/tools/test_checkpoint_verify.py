@@ -61,7 +61,7 @@ def test_what_is_verified_keeps_its_name_where_nobody_reads_so(tmp_path: Path, m
     assert open_checkpoint(tmp_path / "b").iteration == 0
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("not enough memory")], ids=["other", "ends"])
+@pytest.mark.parametrize("error", [None, RuntimeError("a fault of a library")], ids=["other", "ends"])
 def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, monkeypatch) -> None:
     def other_model(reader: HFReader, inputs: verify.Inputs) -> dict[str, torch.Tensor]:
         if error is not None:
@@ -78,7 +78,7 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
         if error is None:
             assert convert(*words, "--verify") == 4
         else:
-            with pytest.raises(RuntimeError, match="not enough memory"):
+            with pytest.raises(RuntimeError, match="a fault of a library"):
                 convert(*words, "--verify")
         name = {"native": "iter_0000000", "megatron": "release", "hf": ""}[words[1]]
         written = words[-1] / name
