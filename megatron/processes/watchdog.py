@@ -341,8 +341,7 @@ class Watchdog:
         """Exchange states and verdicts. No other thread uses the store, which may never answer."""
         try:
             while not self._stopped.is_set():
-                self._beat += 1
-                self._store.set(f"state/{self._rank}", self._state().to_text())
+                self._publish()
                 if not self._knows():
                     if self._claim is not None:
                         self._announce(self._claim)
@@ -352,6 +351,10 @@ class Watchdog:
                 self._wake.clear()
         except Exception:  # the store ended with the process that held it
             return  # `_watch` still detects hangs
+
+    def _publish(self) -> None:
+        self._beat += 1
+        self._store.set(f"state/{self._rank}", self._state().to_text())
 
     def _knows(self) -> bool:
         """Return whether there is a verdict. If another rank announced a hang, end this process."""
@@ -395,10 +398,11 @@ class Watchdog:
         """
         before, ends = self._states(), time.monotonic() + _SILENCE
         while time.monotonic() < ends and not self._knows():
+            self._publish()  # another rank may be surveying too
             time.sleep(BEAT / 4)
         states = self._states()
         silent = frozenset(rank for rank, state in states.items() if state == before[rank])
-        # A live rank's beat changes. This rank's beat changes only after the survey.
+        # A live rank's beat changes.
         return states | {self._rank: self._state()}, silent - {self._rank}
 
     def _states(self) -> dict[int, State | None]:

@@ -57,8 +57,8 @@ def _ended(function: Callable[[], object], folder: Path) -> Ended:
         return command.end()
 
 
-def _connected(store: dist.Store, seconds: float = 60.0) -> Watchdog:
-    found = Watchdog(Launch(0, 2), seconds)
+def _connected(store: dist.Store, seconds: float = 60.0, rank: int = 0) -> Watchdog:
+    found = Watchdog(Launch(rank, 2), seconds)
     found.begin(Journal())
     found.connect(store)
     return found
@@ -84,6 +84,25 @@ def test_the_silent_rank_is_named_while_the_store_answers() -> None:
     assert is_own
     assert verdict.reason == "gone: [1]"
     dog.stop()
+
+
+def test_a_rank_that_surveys_the_others_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    other = _connected(store, rank=1)
+    monkeypatch.setattr(watchdog, "_SILENCE", 5.0)  # this survey lasts longer than the next
+    surveying = threading.Thread(
+        target=other.end_run, args=(1, lambda gone: "lost"), kwargs={"about_another": True}
+    )
+    surveying.start()
+    time.sleep(0.3)
+    monkeypatch.setattr(watchdog, "_SILENCE", 0.6)
+    dog = _connected(store)
+    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", about_another=True)
+    assert is_own
+    assert verdict.reason == "gone: []"
+    surveying.join()
+    dog.stop()
+    other.stop()
 
 
 def test_a_verdict_of_another_is_heard_before_its_own_is_announced() -> None:
