@@ -61,7 +61,9 @@ def test_what_is_verified_keeps_its_name_where_nobody_reads_so(tmp_path: Path, m
     assert open_checkpoint(tmp_path / "b").iteration == 0
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("a fault of a library")], ids=["other", "ends"])
+@pytest.mark.parametrize(
+    "error", [None, RuntimeError("a fault of a library")], ids=["other", "ends"]
+)
 def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, monkeypatch) -> None:
     def other_model(reader: HFReader, inputs: verify.Inputs) -> dict[str, torch.Tensor]:
         if error is not None:
