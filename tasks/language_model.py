@@ -54,9 +54,9 @@ class Prepared:
 def prepare_wikitext(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare one text for its loss per token and its perplexity per word before detokenization.
+    """Prepare a text for its loss per token, and its perplexity per word of the original text.
 
-    Each end of a line counts as a word, as in published perplexities.
+    Each line ending counts as a word, as in published perplexities.
     """
     path = paths[0]
     raw = read_text(path)

@@ -338,7 +338,7 @@ def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
 
 
 def commit_of(root: Path) -> str:
-    """Return a checkout's short commit, with -changed if files differ from it, or "here"."""
+    """Return a checkout's short commit, plus "-changed" if files differ, or "here" without git."""
     head = _git(root, "rev-parse", "--short", "HEAD")
     if head is None:
         return "here"

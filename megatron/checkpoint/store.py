@@ -275,7 +275,7 @@ def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
 
 
 def state_of(reader: Reader, *, keep_optimizer: bool) -> State:
-    """Return a checkpoint's parameters. Each is read only when it is written.
+    """Return a checkpoint's parameters. Each one is not read until it is about to be written.
 
     Args:
         reader: The opened checkpoint.

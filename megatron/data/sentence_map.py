@@ -2,7 +2,7 @@
 
 A sample is a run of sentences of one document, cut when it reaches a target length. The target is
 the length of the longest sample, except for about one sample in `1 / short_seq_prob`, whose target
-is drawn uniformly between 2 and the longest. The documents are passed over repeatedly until there
+is drawn uniformly between 2 and the longest. Passes over the documents are repeated until there
 are enough samples. Then the samples are shuffled. The map holds a row `first sentence, last
 sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random draws are those
 of Megatron-LM, so the samples and the maps on disk are the same.
@@ -76,7 +76,7 @@ class DocumentSentences(NamedTuple):
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return which documents have several sentences, with any above 512 tokens, `[D]`."""
+        """Return which documents have several sentences, at least one above 512 tokens, `[D]`."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]

@@ -276,7 +276,7 @@ def _plain_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlo
 
 
 def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlock]:
-    """Read a file that can only be read from front to back: a packed file or a pipe."""
+    """Read a file that can only be read from front to back: a compressed file or a pipe."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):

@@ -186,7 +186,7 @@ class KernelCasts(Fp8Casts):
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:
-    """Check that x is a matrix whose columns, or both sizes, are multiples of 16."""
+    """Check that x is a matrix and that 16 divides its width and, with `rows`, its height."""
     sizes = x.shape if rows else x.shape[1:]
     assert x.dim() == 2 and not any(size % 16 for size in sizes), (
         f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"

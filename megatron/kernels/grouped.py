@@ -215,7 +215,7 @@ class GroupedProduct(NamedTuple):
     Attributes:
         name: The name of the form.
         forward: Maps rows [n, in], weights [experts, out, in] and `Grouping.ends` to [n, out].
-            Rows of no expert get any values.
+            Rows that belong to no expert get arbitrary values.
         input_gradient: Maps the output's gradient [n, out], weights and ends to [n, in].
         weight_gradient: Adds to the weights' gradient `into` [experts, out, in], or overwrites it,
             given the output's gradient [n, out], the rows [n, in] and ends.

@@ -108,7 +108,7 @@ class KernelLibrary:
         self._expect_success("set_device", self._loaded.set_device(gpu))
 
     def launch(self, kernel: Kernel, *arguments: Argument) -> None:
-        """Run a kernel on PyTorch's current stream of the device of the first tensor.
+        """Run a kernel on PyTorch's current stream for the first tensor's device.
 
         Raises:
             KernelError: An argument does not match the kernel, or CUDA reports an error.

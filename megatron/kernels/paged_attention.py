@@ -61,8 +61,8 @@ class Chunks:
     Attributes:
         starts: The number of tokens of each sequence that are already in the cache.
         sizes: The number of new tokens of each sequence.
-        ends: The ends of each sequence's new tokens, and the ends of all of its tokens, counted
-            over the sequences in order: int32 [2, c + 1], each row beginning with 0.
+        ends: Running totals over the sequences, in order, of new tokens and of all tokens: int32
+            [2, c + 1], each row beginning with 0.
         slots: The slots of all tokens, sequence after sequence, int64 [l]; `None` if all tokens are
             new.
     """

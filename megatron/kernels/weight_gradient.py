@@ -26,7 +26,7 @@ EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
 def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) -> None:
     """Compute into = grad^T x, or into += grad^T x, summed in fp32.
 
-    On a GPU this is a library product with 16-bit inputs and fp32 output, which runs at full
+    On a GPU this is one cuBLAS product with 16-bit inputs and fp32 output, which runs at full
     speed; elsewhere the inputs are converted.
 
     Args:

@@ -266,7 +266,7 @@ class BertChooser(BertModel):
         part: The layers that this process holds, and whether it has the embedding and the heads;
             `None` builds the whole model.
         recompute: Activations to recompute in backward; `None` keeps all of them.
-        head_name: Megatron's name of the head (HEAD): "classification_head" or "multichoice_head".
+        head_name: Megatron's name for the head (HEAD): "classification_head" or "multichoice_head".
     """
 
     def __init__(

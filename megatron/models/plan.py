@@ -375,7 +375,7 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBiasPlan:
-    """T5's relative positions: a bias for every attention score that depends on the distance.
+    """T5's relative positions: every attention score gets a bias that depends on the distance.
 
     Attributes:
         heads: Number of query heads.

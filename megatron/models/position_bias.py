@@ -35,7 +35,7 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
         longest: Distance in tokens from which all distances share the last bucket.
 
     Returns:
-        int64, from 0 to below `buckets`.
+        int64, at least 0 and less than `buckets`.
     """
     first = torch.zeros_like(distances)
     if both_ways:

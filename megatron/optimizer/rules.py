@@ -31,9 +31,9 @@ class Step:
 
     Attributes:
         lr: Learning rate.
-        count: Index of this update, from 1, for bias correction: a scalar fp32 on the device.
-        gradient_scale: Number by which gradients are divided: a scalar fp32 on the device.
-        found_nonfinite: 1 if the update must not happen, otherwise 0: a scalar fp32 on the device.
+        count: Index of this update, from 1, for bias correction: an fp32 scalar on the device.
+        gradient_scale: Number by which gradients are divided: an fp32 scalar on the device.
+        found_nonfinite: 1 if the update must not happen, otherwise 0: an fp32 scalar on the device.
     """
 
     lr: float

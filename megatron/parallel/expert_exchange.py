@@ -48,7 +48,7 @@ class Arrived:
 
 
 class ExpertExchange:
-    """The way of tokens to their experts and back.
+    """The path that tokens take to their experts and back.
 
     Gradients inside are those of a mean over the processes that hold the same experts, as buckets
     compute it, so they are divided here by the number of other processes whose tokens come in.

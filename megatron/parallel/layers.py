@@ -132,7 +132,7 @@ class VocabularyEmbedding(nn.Module):
         init: The initialization of the table.
         lookup_in_fp32: Look up in an fp32 copy of the weight, so that the gradients of an entry
             that occurs often are summed in fp32.
-        calls: How often the layer is called in a forward pass.
+        calls: How many times the layer is called in a forward pass.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class State:
         wait: The communication that the process is waiting for, if any.
         device_is_behind: Whether the process is waiting for its device, which may itself be waiting
             for a communication.
-        started: The number of communications started so far, by the ranks that take part.
+        started: For each set of ranks that take part, the number of communications started so far.
         source: The current position in the source code.
     """
 

@@ -167,9 +167,9 @@ class Passes:
 
     @property
     def weights(self) -> Tensor | None:
-        """The share of each micro-batch's labels that count in the loss, [micro-batches] fp32.
+        """The share of each micro-batch's labels that counts in the loss, [micro-batches] fp32.
 
-        Each loss was multiplied by its share; `None` if all losses have the same weight.
+        `None` if all losses have the same weight. Otherwise each loss was multiplied by its share.
         """
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 

@@ -206,11 +206,11 @@ class _Reading:
     def wait(
         self,
     ) -> tuple[StepResult, dict[str, float], list[bool], list[bool], ExpertLoad | None]:
-        """Return the optimizer's result, losses, two flags, which losses are finite, and the load.
+        """Return the optimizer's result, the losses, two lists of flags, and the experts' load.
 
-        The flags say whether some rank wants to exit, and whether one has a checkpoint due. The
-        second list says whether each micro-batch of this rank had a finite loss. The experts' load
-        is `None` if no log line is due.
+        The first list says whether some rank wants to exit, and whether one has a checkpoint due.
+        The second list says whether each micro-batch of this rank had a finite loss. The experts'
+        load is `None` if no log line is due.
         """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
@@ -292,7 +292,7 @@ def pack_losses(
     With --calculate-per-token-loss, losses are multiplied by their weights, and the weights follow
     them. This takes a single all-reduce over the world: the ranks that hold the end of the model
     know the losses, and one tensor rank contributes on behalf of all. Each data and context rank
-    contributes its mean over micro-batches. `others`, of which each rank has a part, come last.
+    contributes its mean over micro-batches. `others`, summed over all ranks, come last.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
     numbers = len(names) + run.config.training.calculate_per_token_loss

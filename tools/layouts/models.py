@@ -13,7 +13,7 @@ class BenchmarkLayout:
         processes: Number of GPUs.
         name: The layout in words.
         flags: Flags in addition to the model's.
-        most_iterations: Largest number of iterations if the run takes long, or None.
+        most_iterations: Upper limit on the iterations, for a layout that runs slowly, or `None`.
     """
 
     processes: int

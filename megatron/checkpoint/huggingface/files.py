@@ -41,7 +41,7 @@ _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder, without links.
+    """Return the path of a file in the folder, with all links resolved.
 
     Links from `snapshots/REVISION` into `blobs` of the same model (the hub's cache) are followed.
 

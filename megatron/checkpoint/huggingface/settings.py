@@ -83,7 +83,7 @@ class Settings:
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path | str) -> None:
-        """Create settings from the file's object, or a part of it, and its path for messages."""
+        """Create settings from an object in the file; `path` says where it is, for messages."""
         self.values = {key: value for key, value in values.items() if value is not None}
         self.path = path
         self._taken: set[str] = set()

@@ -247,10 +247,10 @@ Kind = TypeVar("Kind", CompletionRequest, ChatRequest)
 
 
 def read_request(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
-    """Return the request in a body, checked against its model.
+    """Return the request in a body, validated by its pydantic model.
 
     Args:
-        kind: The model.
+        kind: The pydantic model of this kind of request.
         body: The JSON object that the client sent.
 
     Raises:

@@ -22,7 +22,7 @@ class ServerLimits:
             slower request gets status 408.
         write_seconds: Maximum time for a client to read the bytes sent to it. A slower client is
             disconnected.
-        large_body_speed: Bytes per second that are read of the bodies over 64 KiB from one address.
+        large_body_speed: Maximum bytes per second read from one address, in bodies over 64 KiB.
         connections: Maximum number of open connections. Further ones are closed at once.
         text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
         text_memory: Memory in bytes for this work, in addition to the tokenizer's own.
