@@ -114,8 +114,8 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) != len(weights):
         yield (
-            f"--moe-aux-loss-coeff has {len(weights)} values for {len(kinds)} losses of "
-            "--moe-router-load-balancing-type: give one for each"
+            f"--moe-aux-loss-coeff has {len(weights)} value(s), and "
+            f"--moe-router-load-balancing-type {len(kinds)}: give one coefficient for each loss"
         )
     elif len(set(kinds)) < len(kinds):
         yield "--moe-router-load-balancing-type names a loss twice: name each once"

@@ -217,10 +217,10 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor}: use {near_multiples(shared, tensor)}"
         )
     stage = world_size // parallel.pipeline_model_parallel_size
-    if stage % (ranks * parts):
+    if parts in (1, tensor) and stage % (ranks * parts):
         yield (
             f"--expert-model-parallel-size {ranks} x {parts} parts of an expert do not divide the "
-            f"{stage} processes of a pipeline stage: use a divisor of {stage // parts or 1}"
+            f"{stage} processes of a pipeline stage: use {divisors(max(stage // parts, 1))}"
         )
 
 

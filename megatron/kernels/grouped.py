@@ -210,10 +210,10 @@ def combine_rows_backward(
 
 
 class GroupedProduct(NamedTuple):
-    """The form of products in which each expert multiplies its rows.
+    """An implementation of the products in which each expert multiplies its rows.
 
     Attributes:
-        name: The name of the form.
+        name: The name of the implementation.
         forward: Maps rows [n, in], weights [experts, out, in] and `Grouping.ends` to [n, out].
             Rows that belong to no expert get arbitrary values.
         input_gradient: Maps the output's gradient [n, out], weights and ends to [n, in].
@@ -230,7 +230,7 @@ class GroupedProduct(NamedTuple):
 def choose_grouped_product(
     device: torch.device, dtype: torch.dtype, library: KernelLibrary | None = None
 ) -> GroupedProduct:
-    """Choose the form of an expert's products: PyTorch's grouped product, or one after another.
+    """Choose PyTorch's grouped product, or products of one expert after another.
 
     Args:
         device: The device of the weights.

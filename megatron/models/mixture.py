@@ -150,8 +150,8 @@ class Experts(nn.Module):
             bias=plan.bias,
         )
         self.activation = context.kernels.activation(plan.activation)
-        self._exchange = ExpertExchange(context.layout, experts)
         self._library = context.kernels.library
+        self._exchange = ExpertExchange(context.layout, experts, self._library)
 
     def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's experts: [T, h] -> [T, h].

@@ -61,8 +61,8 @@ def split_groups(
     Args:
         named_parameters: Parameters of the model on this process.
         choose_rule: Function that returns a parameter's update rule.
-        decouples: Whether word embedding and output layer have their own learning rate and form
-            separate groups at the end of each rule.
+        decouples: Whether the word embedding and the output layer have their own learning rate, and
+            so form separate groups after the other groups of each rule.
     """
     members: dict[tuple[UpdateRule, bool, bool], dict[str, nn.Parameter]] = {}
     for name, p in named_parameters:

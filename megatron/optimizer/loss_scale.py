@@ -72,9 +72,9 @@ class LossScale:
         }
 
     def with_state(self, state: dict[str, Any]) -> LossScale:
-        """Return this scale with a state that `state()` gave.
+        """Return this scale with a state that `state()` returned, possibly in an earlier run.
 
-        If either run has a constant scale, this one starts from the flags.
+        If this scale or the saved one is constant, this scale is returned unchanged.
         """
         if not (state and self.is_dynamic):
             return self

@@ -312,7 +312,8 @@ class Optimizer:
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
         example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. Loading
         copies into the tensors in place. They have the parameter's shape and split. If gradients
-        are sharded, they are 1-D and hold its elements `gradients.owned(parameter)`.
+        are sharded, the tensors are 1-D and hold the parameter's elements
+        `gradients.owned(parameter)`.
         """
         tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
         for own in self._owned:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.grouped import Grouping, collect, spread
+from megatron.kernels.library import KernelLibrary
 from megatron.parallel.collectives import (
     all_to_all_rows,
     copy_to,
@@ -56,11 +57,12 @@ class ExpertExchange:
     Args:
         layout: The grid of processes.
         experts: Number of experts in all.
+        library: Compiled kernels; `None` means PyTorch's operations.
     """
 
-    def __init__(self, layout: Layout, experts: int) -> None:
+    def __init__(self, layout: Layout, experts: int, library: KernelLibrary | None = None) -> None:
         """Count the experts of a process."""
-        self._layout = layout
+        self._layout, self._library = layout, library
         self.local = experts // layout.expert.size
         self._share = layout.tensor.size / (layout.expert.size * layout.expert_tensor.size)
 
@@ -96,7 +98,7 @@ class ExpertExchange:
         choices = torch.where(choices // self.local == to.unsqueeze(1), choices, -1)
         choices = torch.where(choices >= 0, choices % self.local, -1)
         return Arrived(
-            all_to_all_rows(spread(tokens, grouping), axis, sent, received),
+            all_to_all_rows(spread(tokens, grouping, self._library), axis, sent, received),
             all_to_all_rows(choices, axis, sent, received),
             all_to_all_rows(spread(weights, grouping), axis, sent, received),
             rows=sum(rows),
@@ -112,7 +114,7 @@ class ExpertExchange:
             assert arrived.sent is not None and arrived.received is not None
             rows = all_to_all_rows(outputs, layout.expert, arrived.received, arrived.sent)
             ones = torch.ones(arrived.grouping.place.shape, device=rows.device)
-            outputs = collect(rows, ones, arrived.grouping)
+            outputs = collect(rows, ones, arrived.grouping, self._library)
         if layout.sequence_parallel:
             outputs = reduce_scatter_from(outputs, layout.expert_tensor)
         else:

@@ -1,4 +1,4 @@
-"""What routers of experts leave behind in a pass: losses, token counts, and biases for the next.
+"""What expert routers leave behind after a pass: losses, token counts, and biases for the next.
 
 A router's losses belong to the middle of a model, where no loss is returned. `attach` adds them to
 the graph of a tensor that passes through; backward then starts from them too, scaled as the model's
@@ -45,7 +45,7 @@ class RouterState:
     """One router's record of the passes of an update, in memory that stays where it is.
 
     Args:
-        number: Number of the router on this process, from 0.
+        number: Index of the router on this process, from 0.
         experts: Number of experts.
         losses: Kinds of the router's losses.
         bias_rate: Step by which biases change in an iteration; `None` if there are none.
@@ -53,8 +53,8 @@ class RouterState:
 
     Attributes:
         loss_scale: The factor of the losses in backward, shared by all routers.
-        bias: What is added to each expert's score when experts are chosen, fp32 [experts]; `None`
-            if nothing is.
+        bias: The bias added to each expert's score when experts are chosen, fp32 [experts]; `None`
+            if there is none.
         counts: Tokens sent to each expert on this rank since the last update, fp32 [experts].
         load: The sum of the counts of all updates since the loads were last taken, fp32 [experts].
         losses: Sums of each loss since the last update, fp32.

@@ -393,8 +393,8 @@ class Watchdog:
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.
 
-        This takes some seconds. It ends early once there is a verdict, because its author soon
-        exits.
+        This takes a few seconds, or less once there is a verdict, because the process that reached
+        it soon exits.
         """
         before, ends = self._states(), time.monotonic() + _SILENCE
         while time.monotonic() < ends and not self._knows():
@@ -456,8 +456,8 @@ class Watchdog:
         """End this process if its time is up, or raise the alarm if it has waited for too long.
 
         While the store does not answer, the main thread counts as waiting whatever it does, because
-        nobody could tell this process that the others have ended, and its files may be on that
-        machine.
+        nobody could tell this process that the others have ended, and the files that it uses may be
+        on the store's machine.
         """
         now, due = time.monotonic(), self._due
         if due is not None and now >= due.time:

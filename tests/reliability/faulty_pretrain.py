@@ -103,7 +103,23 @@ def skip_reduction(fault: Fault) -> None:
     step.reduce_gradients = reduce_or_not
 
 
+def wait_for_others() -> None:
+    """Wait until every rank has come this far, so that only what follows counts as waiting.
+
+    On a busy machine a rank may otherwise start later than the others wait for it (TIMEOUT).
+    """
+    if "READY" not in os.environ:
+        return
+    count = int(os.environ["WORLD_SIZE"])
+    ready = [Path(os.environ["READY"], f"ready{rank}") for rank in range(count)]
+    ready[int(os.environ["RANK"])].touch()
+    end = time.monotonic() + 120
+    while not all(file.exists() for file in ready) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 if __name__ == "__main__":
+    wait_for_others()
     kind, rank, iteration = os.environ["FAULT"].split(":")
     planned = Fault(kind, int(rank), int(iteration))
     if planned.kind == "skip":

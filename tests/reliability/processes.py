@@ -52,7 +52,8 @@ def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome
     log = folder / "fault"
     errors = [folder / f"errors{rank}" for rank in range(count)]
     words = [*_MODULE, *flags]
-    processes = start_ranks(words, environment(fault, log), [Path(os.devnull)] * count, errors)
+    variables = {**environment(fault, log), "READY": str(folder)}
+    processes = start_ranks(words, variables, [Path(os.devnull)] * count, errors)
     ends = _wait(processes, 240.0)
     struck = float(log.read_text()) if log.exists() else time.time()
     return [
