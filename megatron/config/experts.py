@@ -45,6 +45,8 @@ class ExpertOptions:
         moe_shared_expert_intermediate_size: Total inner width of the shared experts, which every
             token passes through. Default: no shared experts.
         moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
+        mlp_type: standard, or residual: every token also passes through a dense MLP as wide as an
+            expert, and learns how to weigh it against its experts (DeepSpeed's residual experts).
         moe_router_topk: Number of experts that each token is sent to.
         moe_router_score_function: Function that turns the router's logits into scores.
         moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
@@ -82,6 +84,7 @@ class ExpertOptions:
         None, at_least=1, at_most=MOST_WIDTH, requires=_MIXTURE
     )
     moe_shared_expert_gate: bool = flag(False, requires=_SHARED)
+    mlp_type: str = flag("standard", choices=("standard", "residual"), requires=_MIXTURE)
     moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), needs=_MIXTURE)
     moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)

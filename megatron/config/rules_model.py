@@ -106,6 +106,12 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
     if chosen > count:
         yield f"--moe-router-topk {chosen} is above --num-experts {count}: lower it"
+    if model.mlp_type == "residual" and model.moe_shared_expert_intermediate_size is not None:
+        yield (
+            "--mlp-type residual with --moe-shared-expert-intermediate-size "
+            f"{model.moe_shared_expert_intermediate_size}: both are MLPs that every token passes "
+            "through: drop one of them"
+        )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield (
             "--moe-router-enable-expert-bias requires --moe-router-score-function sigmoid, whose "

@@ -56,6 +56,7 @@ class Mixture(nn.Module):
                 init=plan.init.weight(plan.hidden, 1),
                 partial_gradient=context.layout.sequence.size > 1,
             )
+        self.coefficient = Coefficient(plan, context) if plan.weighs_shared else None
 
     @staticmethod
     def matrices(plan: MixturePlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -76,6 +77,7 @@ class Mixture(nn.Module):
         count += held * MLP.vectors(plan.expert, split.of_experts)
         if plan.shared is not None:
             count += MLP.vectors(plan.shared, split) + plan.hidden * plan.gates_shared
+            count += 2 * (plan.hidden + 1) * plan.weighs_shared
         return count
 
     @staticmethod
@@ -89,7 +91,7 @@ class Mixture(nn.Module):
     @staticmethod
     def work(plan: MixturePlan, length: int, encoder_length: int) -> Work:
         """Count the operations: those of the experts that a token passes through, not of all."""
-        router, gate = plan.router, int(plan.gates_shared)
+        router, gate = plan.router, plan.gates_shared + 2 * plan.weighs_shared
         products = 6 * length * plan.hidden * (router.experts + gate)
         products += router.chosen * MLP.work(plan.expert, length, encoder_length).products
         if plan.shared is not None:
@@ -116,10 +118,36 @@ class Mixture(nn.Module):
         out: Tensor = self.experts(x.flatten(0, 1), routing).view_as(x)
         if self.shared is not None:
             shared = self.shared(x)
+            if self.coefficient is not None:
+                of_experts, of_shared = self.coefficient(x).unbind(-1)
+                return out * of_experts.unsqueeze(-1) + shared * of_shared.unsqueeze(-1)
             if self.shared_gate is not None:
                 shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
             out = out + shared
         return out
+
+
+class Coefficient(nn.Module):
+    """The weights of a token's experts and of the MLP beside them: a softmax of two scores.
+
+    Args:
+        plan: The record of the mixture.
+        context: Layout, device and number formats.
+    """
+
+    def __init__(self, plan: MixturePlan, context: BuildContext) -> None:
+        """Allocate a linear layer with two outputs."""
+        super().__init__()
+        is_partial = context.layout.sequence.size > 1
+        self.weight = context.new_parameter(
+            (2, plan.hidden), init=plan.init.weight(plan.hidden, 2), partial_gradient=is_partial
+        )
+        self.bias = context.new_parameter((2,), init=ZEROS, partial_gradient=is_partial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, h] to weights [s, b, 2] that add up to 1: of the experts, of the MLP."""
+        scores = F.linear(x, self.weight, self.bias)
+        return torch.softmax(scores.float(), dim=-1).to(x.dtype)
 
 
 class Experts(nn.Module):

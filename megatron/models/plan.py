@@ -313,6 +313,8 @@ class MixturePlan(SublayerPlan):
         expert: The record of one expert.
         shared: The record of the experts that every token passes through; `None` for none.
         gates_shared: Whether a learned gate multiplies the output of `shared`.
+        weighs_shared: Whether each token weighs `shared` against its experts with two learned
+            coefficients that add up to 1 (DeepSpeed's residual experts), instead of adding both.
     """
 
     kind: str = "mixture"
@@ -320,6 +322,7 @@ class MixturePlan(SublayerPlan):
     expert: MLPPlan
     shared: MLPPlan | None = None
     gates_shared: bool = False
+    weighs_shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

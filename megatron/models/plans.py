@@ -106,7 +106,8 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
     expert = replace(
         dense, inner=model.moe_ffn_hidden_size or model.ffn_hidden_size, defers_bias=False
     )
-    shared_size = model.moe_shared_expert_intermediate_size
+    is_residual = model.mlp_type == "residual"
+    shared_size = expert.inner if is_residual else model.moe_shared_expert_intermediate_size
     return MixturePlan(
         hidden=dense.hidden,
         init=dense.init,
@@ -133,6 +134,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
         expert=expert,
         shared=replace(expert, inner=shared_size) if shared_size else None,
         gates_shared=model.moe_shared_expert_gate,
+        weighs_shared=is_residual,
     )
 
 

@@ -213,6 +213,12 @@ RULES = [
     ("--moe-z-loss-coeff 1e-3", 1, ["--num-experts"]),
     ("--expert-model-parallel-size 2", 2, ["--num-experts"]),
     (f"{MIXTURE} --moe-shared-expert-gate", 1, ["--moe-shared-expert-intermediate-size"]),
+    ("--mlp-type residual", 1, ["--num-experts"]),
+    (
+        f"{MIXTURE} --mlp-type residual --moe-shared-expert-intermediate-size 32",
+        1,
+        ["--mlp-type residual with --moe-shared-expert-intermediate-size 32: both are MLPs"],
+    ),
     ("--moe-router-enable-expert-bias", 1, ["--num-experts"]),
 ]
 

@@ -176,7 +176,6 @@ def test_a_mixture_of_megatron_deepspeed() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--mlp-type residual", "--mlp-type residual: residual experts, "),
         ("--use-tutel", "--use-tutel: Tutel is not used"),
         ("--moe-eval-capacity-factor 1.0", "--moe-eval-capacity-factor 1: evaluation has "),
         ("--moe-min-capacity 4", "--moe-min-capacity 4: the capacity of an expert has no "),

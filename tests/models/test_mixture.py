@@ -42,7 +42,7 @@ PLAIN = replace(GATED, activation="gelu", gated=False, bias=True)
 ROUTER = RouterPlan(hidden=HIDDEN, init=INIT, experts=EXPERTS, chosen=2)
 
 
-def mixture_plan(expert=GATED, shared=None, gate=False, **router):
+def mixture_plan(expert=GATED, shared=None, gate=False, weighs=False, **router):
     return MixturePlan(
         hidden=HIDDEN,
         init=INIT,
@@ -51,6 +51,7 @@ def mixture_plan(expert=GATED, shared=None, gate=False, **router):
         expert=expert,
         shared=shared,
         gates_shared=gate,
+        weighs_shared=weighs,
     )
 
 
@@ -62,6 +63,9 @@ PLANS = {
     "shared": mixture_plan(shared=SHARED),
     "shared behind a gate": mixture_plan(shared=SHARED, gate=True),
     "shared with biases behind a gate": mixture_plan(PLAIN, PLAIN_SHARED, gate=True),
+    "residual": mixture_plan(shared=GATED, weighs=True),
+    "residual with biases": mixture_plan(PLAIN, PLAIN, weighs=True, chosen=1, scores_all=True),
+    "residual, dropped": mixture_plan(shared=GATED, weighs=True, capacity=0.25),
     "one of five": mixture_plan(chosen=1, scores_all=True),
     "every expert": mixture_plan(chosen=EXPERTS),
     "a single expert": mixture_plan(experts=1, chosen=1),
@@ -118,6 +122,10 @@ def loop(layer, parameters, x):
             shared = naive.mlp(token, weights_of(parameters, "shared"), layer.shared)
             if layer.gates_shared:
                 shared = shared * torch.sigmoid(parameters["shared_gate"] @ token)
+            if layer.weighs_shared:
+                scores = parameters["coefficient.weight"] @ token + parameters["coefficient.bias"]
+                of_experts, of_shared = scores.exp() / scores.exp().sum()
+                total, shared = total * of_experts, shared * of_shared
             total = total + shared
         out.append(total)
     loss = torch.zeros((), dtype=x.dtype)
@@ -258,6 +266,7 @@ NETWORKS = {
     "plain": {},
     "gated, shared": {"swiglu": True, "moe_shared_expert_intermediate_size": 24},
     "gate": {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+    "residual": {"mlp_type": "residual", "moe_ffn_hidden_size": 12},
     "own width": {"moe_ffn_hidden_size": 12, "add_bias_linear": False},
     "one dense layer": {"moe_layer_freq": "[0]+[1]*2"},
     "biased": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -319,7 +328,9 @@ def test_active_parameters_are_those_of_one_token():
     assert count_active_parameters(plan(dense)) == count_parameters(plan(dense))
 
 
-@pytest.mark.parametrize("name", ["gated", "shared behind a gate", "one of five", "every expert"])
+@pytest.mark.parametrize(
+    "name", ["gated", "shared behind a gate", "residual", "one of five", "every expert"]
+)
 def test_operations_are_those_that_pytorch_counts(name):
     """Forward is a third; of the experts those that a token uses."""
     mixture, _ = build(PLANS[name])

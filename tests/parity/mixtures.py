@@ -16,12 +16,15 @@ from tests.training.toy import train_toy
 
 _BASE = """
     --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 4 --train-iters 20
-    --micro-batch-size 1 --eval-interval 100 --eval-iters 0 --num-experts 8 --moe-router-topk 2
-    --moe-layer-freq [0]*1+[1]*3 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16
+    --micro-batch-size 1 --eval-interval 100 --eval-iters 0 --num-experts 8
+    --moe-layer-freq [0]*1+[1]*3 --moe-ffn-hidden-size 16
 """.split()
-SOFTMAX = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+_CHOICE = "--moe-router-topk 2"
+_SHARED = "--moe-shared-expert-intermediate-size 16"
+SOFTMAX = f"{_CHOICE} {_SHARED} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+RESIDUAL = f"{_CHOICE} --mlp-type residual --moe-aux-loss-coeff 1e-2"
 SIGMOID = (
-    "--moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 "
+    f"{_SHARED} --moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
@@ -187,6 +190,12 @@ MIXTURES: tuple[MixtureCase, ...] = (
         tolerance=5e-3,
         iterations=4,
     ),
+    # A dense MLP beside the experts, as DeepSpeed has it.
+    MixtureCase(2, expert=2, network=RESIDUAL),
+    MixtureCase(4, expert=4, network=RESIDUAL),
+    MixtureCase(4, tensor=2, expert=2, flags=_SP, network=RESIDUAL),
+    MixtureCase(4, pipeline=2, expert=2, network=RESIDUAL),
+    MixtureCase(2, context=2, network=RESIDUAL),
     # Biases in place of losses.
     MixtureCase(4, expert=4, network=SIGMOID),
     MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}", network=SIGMOID),

@@ -408,6 +408,8 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
                 modules |= mlp_shapes("mlp.shared", mixture.shared)
             if mixture.gates_shared:
                 modules["mlp.shared_gate"] = {"": (1, hidden)}
+            if mixture.weighs_shared:
+                modules["mlp.coefficient"] = {"weight": (2, hidden), "bias": (2,)}
     if mixer.head_norm is not None:
         of_head = norm_shapes(mixer.head_norm, mixer.head_size)
         modules |= {"attention.query_norm": of_head, "attention.key_norm": of_head}
