@@ -6,10 +6,19 @@ sequences. The bytes are those of Megatron-LM's MMIDIDX format, little-endian:
     9s magic | u64 version | u8 dtype code | u64 N sequences | u64 D = documents + 1
     i32 [N] tokens of each sequence | i64 [N] byte offset of each in .bin | i64 [D] first sequence
 
-The format has no checksum. The values that it holds twice (file sizes, and offsets against lengths)
-are compared when a dataset is opened, so a truncated file or a damaged header, length or offset is
-refused before training starts. The values that it holds once cannot be checked: a flipped bit in a
-token id or a moved document boundary goes unnoticed.
+An .idx file of the older TNTIDX format (`--dataset-impl lazy` and `cached`, 2019 to 2023) is read
+in place, too; it is never written. Its .bin file is the same:
+
+    8s magic | u64 version | u64 dtype code | u64 bytes of a token | u64 N | u64 S = N | u64 D
+    i64 [N + 1] 0, 1, 2, ... | i64 [N + 1] first token of each in .bin | i64 [N] tokens of each
+    i64 [D] first sequence
+
+The oldest files of this format have no D and no first sequences: an empty sequence ends a document.
+
+The formats have no checksum. The values that they hold twice (file sizes, and offsets against
+lengths) are compared when a dataset is opened, so a truncated file or a damaged header, length or
+offset is refused before training starts. The values that they hold once cannot be checked: a
+flipped bit in a token id or a moved document boundary goes unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,7 +41,9 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
+_CACHED_HEADER = struct.Struct("<8sQQQQQ")  # the oldest; D follows in the others
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
+_LONGEST = np.iinfo(np.int32).max  # tokens in a sequence
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
@@ -74,8 +85,8 @@ class IndexedDataset:
     def _open(self, prefix: str) -> None:
         _require_files(prefix)
         self.prefix = prefix
-        index = _read_index(idx_path(prefix))
-        self.dtype, self.sequence_lengths, self.pointers, self.document_indices = index
+        index = self._index = _read_index(idx_path(prefix))
+        self.dtype, self.sequence_lengths, self.pointers, self.document_indices = index[:4]
         self._tokens = _map(bin_path(prefix), self.dtype)
 
     def __getstate__(self) -> dict[str, str]:
@@ -108,7 +119,7 @@ class IndexedDataset:
             raise IndexError(
                 f"{self.prefix}: sequence {i} has {size} tokens, not {length} from {offset} on"
             )
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        start = int(self.pointers[i]) // self._index.unit + offset
         tokens = self._tokens[start : start + length]
         if self.dtype.kind == "i" and length and int(tokens.min()) < 0:
             raise DataError(
@@ -125,14 +136,22 @@ class IndexedDataset:
                 value of the first difference.
         """
         path, itemsize = idx_path(self.prefix), self.dtype.itemsize
-        total = 0
+        total, unit = 0, self._index.unit
         for start in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
-            _refuse_first(f"{path}: length of sequence", start, lengths, lengths < 0, ">= 0")
-            ends = total + np.cumsum(lengths * itemsize)
-            found, want = self.pointers[start : start + _CHUNK], ends - lengths * itemsize
+            wrong = (lengths < 0) | (lengths > _LONGEST)  # longer ones could overflow the sum
+            _refuse_first(f"{path}: length of sequence", start, lengths, wrong, f"0 to {_LONGEST}")
+            ends = total + np.cumsum(lengths * unit)
+            found, want = self.pointers[start : start + len(ends)], ends - lengths * unit
             _refuse_first(f"{path}: offset of sequence", start, found, found != want, want)
             total = int(ends[-1])
+        found = self.pointers[len(self) :]
+        _refuse_first(f"{path}: offset of sequence", len(self), found, found != total, f"{total}")
+        for start in range(0, len(self._index.dimensions), _CHUNK):
+            found = self._index.dimensions[start : start + _CHUNK]
+            want = np.arange(start, start + len(found))
+            _refuse_first(f"{path}: dimension offset", start, found, found != want, want)
+        total *= itemsize // unit
         actual = bin_path(self.prefix).stat().st_size
         if actual != total:
             raise DataError(
@@ -148,7 +167,10 @@ class IndexedDataset:
             previous = int(bounds[-1])
         found, wanted = self.document_indices[[0, -1]].tolist(), [0, len(self)]
         if found != wanted:
-            raise DataError(f"{path}: first and last document bound {found}, expected {wanted}")
+            raise DataError(
+                f"{path}: first and last document bound {found}, expected {wanted}: the file is "
+                "damaged; copy it again or preprocess the text again"
+            )
 
 
 def _require_files(prefix: str) -> None:
@@ -179,34 +201,51 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     return mapped.view(np.ndarray)
 
 
-def _read_index(
-    path: Path,
-) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the token type, and views of the mapped lengths, offsets and document bounds.
+class _Index(NamedTuple):
+    """The content of an .idx file, as views of the mapped file.
+
+    Attributes:
+        dtype: The type of a token.
+        lengths: The number of tokens in each sequence, `[N]` int32, or int64 in TNTIDX.
+        pointers: The offset of each sequence in the .bin file, in bytes, or in tokens in TNTIDX,
+            `[N]`. In TNTIDX, the end of the last follows.
+        bounds: The first sequence of each document, and the end of the last, `[D]`.
+        unit: What one token adds to a pointer: its size in bytes, or 1 in TNTIDX.
+        dimensions: The number of dimensions before each sequence in TNTIDX, `[N + 1]`, which must
+            be 0, 1, 2, ...; otherwise empty.
+    """
+
+    dtype: np.dtype[Any]
+    lengths: NDArray[Any]
+    pointers: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    unit: int
+    dimensions: NDArray[np.int64]
+
+
+def _read_index(path: Path) -> _Index:
+    """Return the content of an .idx file of either format.
 
     Raises:
-        DataError: The file is not MMIDIDX version 1 with token ids, or its size does not match its
-            header.
+        DataError: The file is neither MMIDIDX nor TNTIDX of version 1 with token ids, or its size
+            does not match its header.
     """
     raw = _map(path, np.dtype(np.uint8))
     start = bytes(raw[: _HEADER.size])
     if start.startswith(_CACHED_MAGIC):
-        raise DataError(
-            f"{path}: this is the old cached/lazy format (TNTIDX), which cannot be trained on: "
-            "preprocess the text again with tools/preprocess_data.py"
-        )
+        return _read_cached_index(path, raw)
     if not start.startswith(_MAGIC):
-        raise DataError(f"{path}: not an index file: starts with {start[:9]!r}, not {_MAGIC!r}")
-    if len(start) < _HEADER.size:
-        raise DataError(f"{path}: {len(raw)} bytes, shorter than the header of {_HEADER.size}")
-    _, version, code, sequences, documents = _HEADER.unpack(start)
-    if version != _VERSION:
-        raise DataError(f"{path}: format version {version}, expected {_VERSION}")
-    if code not in _DTYPES:
         raise DataError(
-            f"{path}: dtype code {code} is not an integer type "
-            "(1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16)"
+            f"{path}: not an index file: starts with {start[:9]!r}, not {_MAGIC!r}; give the "
+            "prefix of a dataset that tools/preprocess_data.py wrote"
         )
+    if len(start) < _HEADER.size:
+        raise DataError(
+            f"{path}: {len(raw)} bytes, shorter than the header of {_HEADER.size}: the file is "
+            "truncated; copy it again or preprocess the text again"
+        )
+    _, version, code, sequences, documents = _HEADER.unpack(start)
+    dtype = _token_type(path, version, code)
     actual, expected = len(raw), _HEADER.size + 12 * sequences + 8 * documents
     if actual == expected + sequences and sequences > 0:
         raise DataError(
@@ -214,13 +253,88 @@ def _read_index(
             "which text training does not read; use a text dataset"
         )
     if actual != expected or documents == 0:
-        raise DataError(
-            f"{path}: {actual} bytes, expected {expected} for {sequences} sequences and "
-            f"{documents} document bounds: the file is truncated or damaged; copy it again or "
-            "preprocess the text again"
-        )
+        raise _wrong_size(path, actual, expected, sequences, documents)
     lengths, offsets, bounds = np.split(raw[_HEADER.size :], np.cumsum([4, 8]) * sequences)
-    return _DTYPES[code], lengths.view("<i4"), offsets.view("<i8"), bounds.view("<i8")
+    pointers = offsets.view("<i8")
+    none = pointers[:0]
+    return _Index(dtype, lengths.view("<i4"), pointers, bounds.view("<i8"), dtype.itemsize, none)
+
+
+def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
+    """Return the content of an .idx file of the format TNTIDX.
+
+    Raises:
+        DataError: It is damaged, or has sequences of several dimensions.
+    """
+    first = _CACHED_HEADER.size
+    if len(raw) < first + 8:
+        raise DataError(
+            f"{path}: {len(raw)} bytes, shorter than the header of {first + 8}: the file is "
+            "truncated; copy it again or preprocess the text again"
+        )
+    _, version, code, itemsize, sequences, sizes = _CACHED_HEADER.unpack(bytes(raw[:first]))
+    dtype = _token_type(path, version, code)
+    if itemsize != dtype.itemsize:
+        raise DataError(
+            f"{path}: {itemsize} bytes per token, expected {dtype.itemsize} for {dtype}: the file "
+            "is damaged; copy it again or preprocess the text again"
+        )
+    if sizes != sequences:
+        raise DataError(
+            f"{path}: {sizes} dimensions of {sequences} sequences, expected one of each: this is "
+            "not a text dataset, or is damaged; preprocess the text again"
+        )
+    # Without D, the number that follows is the first of the dimensions, 0.
+    expected = first + 8 * (3 * sequences + 2)
+    has_bounds, documents = len(raw) != expected, 0
+    if has_bounds:
+        documents = int.from_bytes(bytes(raw[first : first + 8]), "little")
+        first, expected = first + 8, expected + 8 + 8 * documents
+    if len(raw) != expected or (has_bounds and documents == 0):
+        raise _wrong_size(path, len(raw), expected, sequences, documents)
+    numbers = raw[first:].view("<i8")
+    dimensions, pointers, lengths, bounds = np.split(
+        numbers, np.cumsum([sequences + 1, sequences + 1, sequences])
+    )
+    if not has_bounds:
+        bounds = _bounds_by_empty_sequences(lengths)
+    return _Index(dtype, lengths, pointers, bounds, 1, dimensions)
+
+
+def _bounds_by_empty_sequences(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the document bounds if each document ends with its empty sequence."""
+    empty = [
+        start + 1 + np.flatnonzero(lengths[start : start + _CHUNK] == 0)
+        for start in range(0, len(lengths), _CHUNK)
+    ]
+    # Sequences after the last empty one are a document, too.
+    end = [len(lengths)] if len(lengths) and lengths[-1] else []
+    return np.concatenate([[0], *empty, end]).astype(np.int64)
+
+
+def _token_type(path: Path, version: int, code: int) -> np.dtype[Any]:
+    if version != _VERSION:
+        raise DataError(
+            f"{path}: format version {version}, expected {_VERSION}: the file is damaged, or from "
+            "a program that is not Megatron; copy it again or preprocess the text again"
+        )
+    if code not in _DTYPES:
+        raise DataError(
+            f"{path}: dtype code {code} is not an integer type "
+            "(1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16): this dataset holds no token "
+            "ids, or is damaged; copy it again or preprocess the text again"
+        )
+    return _DTYPES[code]
+
+
+def _wrong_size(
+    path: Path, actual: int, expected: int, sequences: int, documents: int
+) -> DataError:
+    return DataError(
+        f"{path}: {actual} bytes, expected {expected} for {sequences} sequences and "
+        f"{documents} document bounds: the file is truncated or damaged; copy it again or "
+        "preprocess the text again"
+    )
 
 
 def _refuse_first(
@@ -331,9 +445,11 @@ class IndexedDatasetBuilder:
                 f"{self.dtype}: only datasets from the same tokenizer can be joined"
             )
         first, bounds = self.num_sequences, other.document_indices[1:]
-        self._append(other.sequence_lengths, bounds[:0])
+        for start in range(0, len(other), _CHUNK):
+            lengths = other.sequence_lengths[start : start + _CHUNK]
+            self._append(lengths.astype(np.int32), bounds[:0])
         for start in range(0, len(bounds), _CHUNK):
-            self._append(other.sequence_lengths[:0], first + bounds[start : start + _CHUNK])
+            self._append(np.empty(0, np.int32), first + bounds[start : start + _CHUNK])
         with writing_to("dataset", self.prefix), open(bin_path(prefix), "rb") as source:
             shutil.copyfileobj(source, self._tokens, 1 << 24)
         self.num_tokens += other.num_tokens

@@ -21,6 +21,23 @@ FIXTURE_IDX = bytes.fromhex(
     "0000000000000000 0200000000000000 0300000000000000"
 )
 FIXTURE_BIN = bytes.fromhex("010002000300040005000700")
+# Documents [[1, 2], [3, 4, 5]], [[7]] and [], as Megatron-LM 2.5 writes them
+# with --dataset-impl cached (and lazy): header, dimension offsets, data offsets, sizes, documents.
+CACHED_IDX = bytes.fromhex(
+    "544e544944580000 0100000000000000 0400000000000000 0400000000000000 0300000000000000"
+    "0300000000000000 0400000000000000"
+    "0000000000000000 0100000000000000 0200000000000000 0300000000000000"
+    "0000000000000000 0200000000000000 0500000000000000 0600000000000000"
+    "0200000000000000 0300000000000000 0100000000000000"
+    "0000000000000000 0200000000000000 0300000000000000 0300000000000000"
+)
+CACHED_BIN = np.array([1, 2, 3, 4, 5, 7], "<i4").tobytes()
+
+
+def write_cached(prefix: Path, idx: bytes = CACHED_IDX, tokens: bytes = CACHED_BIN) -> Path:
+    indexed.idx_path(prefix).write_bytes(idx)
+    indexed.bin_path(prefix).write_bytes(tokens)
+    return prefix
 
 
 def write_random(prefix: Path, *, sequences: int = 200, dtype: type = np.uint16) -> np.ndarray:
@@ -66,6 +83,75 @@ def test_reads_the_fixture_bytes(tmp_path: Path) -> None:
     assert data.get(1, offset=1, length=1).tolist() == [4]
     with pytest.raises(IndexError):
         data.get(1, offset=1, length=3)
+
+
+def test_reads_the_older_format(tmp_path: Path) -> None:
+    data = IndexedDataset(write_cached(tmp_path / "old"))
+    assert (data.dtype, len(data), data.num_tokens) == (np.int32, 3, 6)
+    assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [3, 4, 5], [7]]
+    assert data.get(1, offset=1, length=2).tolist() == [4, 5]
+    assert data.document_indices.tolist() == [0, 2, 3, 3]
+    assert copy.copy(data).get(2).tolist() == [7]
+    with IndexedDatasetBuilder(tmp_path / "new", np.int32) as builder:
+        builder.add_index(tmp_path / "old")
+    with IndexedDatasetBuilder(tmp_path / "direct", np.int32) as builder:
+        builder.add_documents([1, 2, 3, 4, 5, 7], [2, 3, 1], [2, 1, 0])
+    for path in (indexed.idx_path, bin_path):
+        assert path(tmp_path / "new").read_bytes() == path(tmp_path / "direct").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [([2, 0, 1, 3, 0], [0, 2, 5]), ([2, 0, 1, 3], [0, 2, 4]), ([], [0]), ([0], [0, 1])],
+)
+def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
+    tmp_path: Path, lengths: list[int], bounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "_CHUNK", 3)
+    count, ends = len(lengths), [0, *np.cumsum(lengths)]
+    numbers = np.array([1, 4, 4, count, count, *range(count + 1), *ends, *lengths], "<i8")
+    prefix = write_cached(
+        tmp_path / "old", b"TNTIDX\0\0" + numbers.tobytes(), bytes(4 * sum(lengths))
+    )
+    data = IndexedDataset(prefix)
+    assert data.document_indices.tolist() == bounds
+    assert [len(data.get(i)) for i in range(len(data))] == lengths
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (1, 2, "format version 2, expected 1"),
+        (2, 7, "dtype code 7 is not an integer type"),
+        (3, 2, "2 bytes per token, expected 4 for int32"),
+        (4, 4, "3 dimensions of 4 sequences, expected one of each"),
+        (6, 5, "176 bytes, expected 184 for 3 sequences and 5 document bounds"),
+        (6, 0, "176 bytes, expected 144 for 3 sequences and 0 document bounds"),
+        (8, 2, "dimension offset 1 is 2, expected 1"),
+        (12, 3, "offset of sequence 1 is 3, expected 2"),
+        (14, 7, "offset of sequence 3 is 7, expected 6"),
+        (15, 2**40, "length of sequence 0 is 1099511627776, expected 0 to 2147483647"),
+        (15, -1, "length of sequence 0 is -1, expected 0 to 2147483647"),
+        (19, 4, "document bound 2 is 3, expected not to fall"),
+        (21, 2, r"document bound 3 is 2, expected not to fall"),
+        (18, 1, r"first and last document bound \[1, 3\], expected \[0, 3\]"),
+    ],
+)
+def test_a_damaged_older_index_is_refused(
+    tmp_path: Path, at: int, value: int, message: str
+) -> None:
+    numbers = np.frombuffer(CACHED_IDX, "<i8").copy()
+    numbers[at] = value
+    with pytest.raises(DataError, match=f"old.idx: {message}"):
+        IndexedDataset(write_cached(tmp_path / "old", numbers.tobytes()))
+
+
+def test_a_truncated_older_dataset_is_refused(tmp_path: Path) -> None:
+    for size in range(8, len(CACHED_IDX)):
+        with pytest.raises(DataError, match="truncated"):
+            IndexedDataset(write_cached(tmp_path / "old", CACHED_IDX[:size]))
+    with pytest.raises(DataError, match="old.bin: 20 bytes, expected 24"):
+        IndexedDataset(write_cached(tmp_path / "old", tokens=CACHED_BIN[:-4]))
 
 
 def test_bulk_equals_one_by_one(tmp_path: Path) -> None:
@@ -217,7 +303,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     idx = tmp_path / "x.idx"
     for content, message in (
         (FIXTURE_IDX + b"\0\0\0", "multimodal"),
-        (b"TNTIDX\0\0" + FIXTURE_IDX[8:], "TNTIDX"),
+        (b"TNTIDX\0\0" + FIXTURE_IDX[8:], "x.idx: format version"),
         (FIXTURE_IDX[:17] + b"\x07" + FIXTURE_IDX[18:], "dtype code 7"),
         (b"PK" + FIXTURE_IDX, "not an index file"),
     ):

@@ -68,6 +68,15 @@ def _indexes(folder: Path) -> list[bytes]:
     return made
 
 
+def _cached_indexes() -> list[bytes]:
+    """The oldest form, without document bounds, and the later one."""
+    lengths = (3, 0, 5, 1)
+    numbers = [*range(5), *np.cumsum((0, *lengths)), *lengths]
+    oldest = [b"TNTIDX\0\0", *(int(n).to_bytes(8, "little") for n in (1, 4, 4, 4, 4, *numbers))]
+    later = [*oldest[:6], (3).to_bytes(8, "little"), *oldest[6:]]
+    return [b"".join(oldest), b"".join(later + [n.to_bytes(8, "little") for n in (0, 2, 4)])]
+
+
 def _read_index(data: bytes, folder: Path) -> None:
     (folder / "a.idx").write_bytes(data)
     (folder / "a.bin").write_bytes(bytes(36))
@@ -293,6 +302,7 @@ _CONFIG_FILE, _WEIGHTS = _hub_file("config.json"), _hub_file("model.safetensors"
 
 TARGETS = (
     Target(".idx", made(_indexes), _read_index, (DataError,)),
+    Target(".idx of TNTIDX", _cached_indexes, _read_index, (DataError,)),
     Target("index cache", made(_arrays), _read_array, (DataError,)),
     Target("manifest", made(_manifests), lambda data, _: manifest.parse(data), (ValueError,)),
     Target("signed manifest", made(_bodies), _read_signed, _CHECKPOINT),
