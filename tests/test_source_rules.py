@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": {"config"},
     "models": {"config", "parallel", "kernels"},
     "data": {"config", "tokenizer", "parallel"},
+    "corpora": {"config", "tokenizer", "data"},
     "optimizer": {"config", "parallel", "kernels"},
     "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
     "processes": {"config", "parallel", "kernels"},
