@@ -1,9 +1,10 @@
-"""Join the indexed datasets of a folder into one, in the order of their names.
+"""Join indexed datasets into one: those of a folder, in the order of their names, or given ones.
 
     python tools/merge_datasets.py --input shards --output-prefix whole
+    python tools/merge_datasets.py --datasets a_text_document b_text_document --output-prefix whole
 
 writes whole.bin and whole.idx. All datasets must be from the same tokenizer and have ids of the
-same type.
+same type. tools/convert_dataset.py splits a dataset again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if __package__ in (None, ""):
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.data.indexed import IndexedDataset
@@ -33,7 +34,13 @@ def build_parser() -> ToolParser:
     parser = ToolParser("merge_datasets.py", __doc__)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
-        "--input", required=True, metavar="DIR", help="Folder with the .bin and .idx files to join."
+        "--input", metavar="DIR", help="Folder with the .bin and .idx files to join."
+    )
+    group.add_argument(
+        "--datasets",
+        nargs="+",
+        metavar="PATH",
+        help="Paths of the datasets to join, without .bin and .idx, in this order.",
     )
     group.add_argument(
         "--output-prefix",
@@ -88,6 +95,12 @@ def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedData
     from megatron.data.indexed import IndexedDataset
 
     folder, name = os.path.split(options.output_prefix)
+    if options.datasets is not None:
+        if os.path.abspath(options.output_prefix) in map(os.path.abspath, options.datasets):
+            raise DataError(
+                f"--output-prefix {options.output_prefix} is one of --datasets: give another name"
+            )
+        return
     if f"{name}.idx" not in os.listdir(options.input) or not os.path.samefile(
         folder or ".", options.input
     ):
@@ -111,7 +124,9 @@ def run(options: argparse.Namespace) -> None:
     """
     from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 
-    prefixes = find_prefixes(options.input, options.output_prefix)
+    if (options.input is None) == (options.datasets is None):
+        raise ConfigError("give either --input DIR or --datasets PATH PATH ...")
+    prefixes = options.datasets or find_prefixes(options.input, options.output_prefix)
     # Opening checks each dataset, so a damaged one is found before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     dtypes = {data.prefix: data.dtype for data in datasets}
@@ -122,7 +137,8 @@ def run(options: argparse.Namespace) -> None:
         if dtype != dtypes[prefixes[0]]:
             raise DataError(
                 f"{prefix} holds {dtype}, but {prefixes[0]} holds {dtypes[prefixes[0]]}: only "
-                f"datasets from the same tokenizer can be joined; move {prefix} out of the folder"
+                f"datasets from the same tokenizer can be joined; leave {prefix} out, or, if it is "
+                "from the same tokenizer, convert it with tools/convert_dataset.py --vocab-size"
             )
     with IndexedDatasetBuilder(options.output_prefix, dtypes[prefixes[0]]) as builder:
         for prefix in prefixes:

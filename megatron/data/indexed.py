@@ -44,6 +44,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _CACHED_HEADER = struct.Struct("<8sQQQQQ")  # the oldest; D follows in the others
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
 _LONGEST = np.iinfo(np.int32).max  # tokens in a sequence
+_DOCUMENTS = 1 << 16  # at most so many are read at a time
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
@@ -63,6 +64,20 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return Megatron's token type: uint16 below 65,500 vocabulary entries, otherwise int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+class Documents(NamedTuple):
+    """Documents in the form in which `IndexedDatasetBuilder.add_documents` takes them.
+
+    Attributes:
+        tokens: The ids of all documents, back to back.
+        lengths: The number of tokens in each sequence.
+        sequences_per_document: The number of sequences in each document.
+    """
+
+    tokens: ArrayLike
+    lengths: ArrayLike
+    sequences_per_document: ArrayLike
 
 
 class IndexedDataset:
@@ -106,6 +121,31 @@ class IndexedDataset:
         """The number of tokens in the .bin file."""
         return len(self._tokens)
 
+    @property
+    def num_documents(self) -> int:
+        """The number of documents."""
+        return len(self.document_indices) - 1
+
+    def documents(self, first: int, end: int) -> Iterator[Documents]:
+        """Yield the documents from `first` up to `end`, about `_CHUNK` tokens at a time.
+
+        Raises:
+            DataError: A token id is negative.
+        """
+        sequence = int(self.document_indices[first])
+        start = int(self.sequence_lengths[:sequence].sum(dtype=np.int64))
+        while first < end:
+            bounds = self.document_indices[first : min(end, first + _DOCUMENTS) + 1]
+            lengths = self.sequence_lengths[bounds[0] : bounds[-1]]
+            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[bounds - bounds[0]]
+            count = max(1, int(np.searchsorted(ends, _CHUNK, side="right")) - 1)
+            tokens = self._tokens[start : start + int(ends[count])]
+            if self.dtype.kind == "i" and len(tokens) and int(tokens.min()) < 0:
+                raise self._negative(tokens, f"documents {first} to {first + count - 1}")
+            counts = np.diff(bounds[: count + 1])
+            yield Documents(tokens, lengths[: int(counts.sum())], counts)
+            first, start = first + count, start + len(tokens)
+
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Return `length` tokens of sequence `i` from `offset` on, by default up to its end.
 
@@ -122,11 +162,14 @@ class IndexedDataset:
         start = int(self.pointers[i]) // self._index.unit + offset
         tokens = self._tokens[start : start + length]
         if self.dtype.kind == "i" and length and int(tokens.min()) < 0:
-            raise DataError(
-                f"{bin_path(self.prefix)}: negative token id {tokens.min()} in sequence {i}: this "
-                "file or the dtype in its .idx is damaged: restore it, or preprocess the text again"
-            )
+            raise self._negative(tokens, f"sequence {i}")
         return tokens
+
+    def _negative(self, tokens: NDArray[Any], where: str) -> DataError:
+        return DataError(
+            f"{bin_path(self.prefix)}: negative token id {tokens.min()} in {where}: this "
+            "file or the dtype in its .idx is damaged: restore it, or preprocess the text again"
+        )
 
     def _check(self) -> None:
         """Compare all values that the format holds twice.

@@ -1,0 +1,86 @@
+"""Shards of token ids in numpy's format, as other trainers write them (`.npy`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.errors import DataError
+
+_PIECE = 1 << 24  # tokens that are searched for ends of documents at a time
+
+
+class Shard(NamedTuple):
+    """An array of token ids in a file.
+
+    Attributes:
+        path: The file.
+        ids: The mapped array, `[tokens]`, or one document per row, `[documents, tokens]`.
+    """
+
+    path: Path
+    ids: NDArray[Any]
+
+    def documents(self, eod: int | None) -> Iterator[NDArray[Any]]:
+        """Yield the documents, each `[tokens]`.
+
+        Args:
+            eod: The id that ends a document in a `[tokens]` array. It stays in the document. If it
+                is `None`, the file is a single document.
+        """
+        if self.ids.ndim == 2:
+            yield from self.ids
+            return
+        start = 0
+        for first in range(0, len(self.ids) if eod is not None else 0, _PIECE):
+            found = np.flatnonzero(self.ids[first : first + _PIECE] == eod)
+            for end in (first + 1 + found).tolist():
+                yield self.ids[start:end]
+                start = end
+        if start < len(self.ids):
+            yield self.ids[start:]
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Return the `.npy` files that a file, glob or folder names, sorted; none if it names none."""
+    path = Path(pattern)
+    if path.is_dir():
+        return sorted(path.glob("*.npy"))
+    if path.suffix != ".npy":
+        return []
+    return [path] if path.exists() else sorted(path.parent.glob(path.name))
+
+
+def open_shard(path: Path) -> Shard:
+    """Map a shard. Nothing in it is unpickled.
+
+    Raises:
+        DataError: It is not a sound `.npy` file of token ids in one or two dimensions.
+    """
+    try:
+        # A view as a plain array, because slicing np.memmap's subclass costs ten times as much.
+        ids = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except OSError as error:
+        raise DataError(f"--input {path}: {error.strerror or error}: copy it again") from error
+    except Exception as error:  # numpy parses the header as Python; a damaged one can raise any
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"--input {path}: not a .npy file of numbers, or truncated ({said}): copy or write it "
+            "again"
+        ) from error
+    if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
+        raise DataError(
+            f"--input {path}: an array {list(ids.shape)} of {ids.dtype}, expected token ids, "
+            "[tokens] or [documents, tokens] of an integer type: write it again with .astype(...)"
+        )
+    if ids.size and int(ids.min()) < 0:
+        at = int(np.argmin(ids))
+        raise DataError(
+            f"--input {path}: negative token id {ids.min()} at position {at}: write it again "
+            "without padding"
+        )
+    return Shard(path, ids)

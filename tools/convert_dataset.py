@@ -1,0 +1,214 @@
+"""Convert a dataset of token ids to `.bin`/`.idx` files of today's format, or split it into parts.
+
+    python tools/convert_dataset.py --input old --output-prefix new
+    python tools/convert_dataset.py --input whole --output-prefix part --parts 4
+    python tools/convert_dataset.py --input shards --output-prefix whole --eod-id 50256
+
+The first reads a dataset of either format (MMIDIDX, and TNTIDX, which `--dataset-impl lazy` and
+`cached` wrote until 2023). The second writes part_0 to part_3, which tools/merge_datasets.py joins
+again. The third reads a folder of numpy shards (`.npy`), in the order of their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file
+from megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron.data.indexed import Documents, IndexedDataset
+    from megatron.data.npy import Shard
+
+_SHARD_TOKENS = 1 << 22  # of short documents that are written at a time
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("convert_dataset.py", __doc__)
+    group = parser.add_argument_group("Input and output")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="A dataset's path without .bin and .idx; or .npy files, glob patterns or folders of "
+        "them with token ids, [tokens] or [documents, tokens].",
+    )
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PATH",
+        help="Path of the output files, PATH.bin and PATH.idx; of parts, PATH_0.bin and so on.",
+    )
+    group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="Store ids as tools/preprocess_data.py does for a tokenizer of N entries: as uint16 "
+        "below 65,500, otherwise as int32 (default: as in the input).",
+    )
+    group.add_argument(
+        "--eod-id",
+        type=int,
+        metavar="ID",
+        help="Id that ends a document in .npy files of [tokens] (default: a file is a document).",
+    )
+    group = parser.add_argument_group("Parts")
+    group.add_argument(
+        "--parts", type=int, metavar="N", help="Write N parts of equally many documents."
+    )
+    group.add_argument(
+        "--documents-per-part", type=int, metavar="N", help="Write parts of N documents."
+    )
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = [
+        f"--{name.replace('_', '-')} {value}: give at least {least}"
+        for name, least in (
+            ("parts", 1),
+            ("documents_per_part", 1),
+            ("vocab_size", 1),
+            ("eod_id", 0),
+        )
+        if (value := getattr(options, name)) is not None and value < least
+    ]
+    if options.parts is not None and options.documents_per_part is not None:
+        problems.append("--parts and --documents-per-part: give only one of them")
+    if problems:
+        raise ConfigError(problems)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Convert the dataset and print what was written.
+
+    Raises:
+        UserError: The flags, the input or the output folder need to be changed.
+    """
+    from megatron.data.indexed import IndexedDataset
+    from megatron.data.npy import find_shards, open_shard
+
+    _check(options)
+    shards = [path for pattern in options.input for path in find_shards(pattern)]
+    is_split = options.parts is not None or options.documents_per_part is not None
+    if shards:
+        if is_split:
+            raise ConfigError(
+                "--parts and --documents-per-part split a dataset: convert the .npy files first"
+            )
+        opened = [open_shard(path) for path in shards]
+        dtype = _shard_type(opened[0], options.vocab_size)
+        _write(options, options.output_prefix, dtype, _of_shards(opened, options.eod_id))
+        return
+    if len(options.input) > 1:
+        raise ConfigError(
+            f"--input {' '.join(options.input)}: give one dataset; tools/merge_datasets.py joins "
+            "several"
+        )
+    if options.eod_id is not None:
+        raise ConfigError("--eod-id is for .npy files; a dataset knows its documents: drop it")
+    data = IndexedDataset(options.input[0])
+    dtype = _dataset_type(data, options.vocab_size)
+    if not is_split:
+        _write(options, options.output_prefix, dtype, data.documents(0, data.num_documents))
+        return
+    bounds = _part_bounds(data.num_documents, options)
+    digits = len(str(len(bounds) - 2))
+    prefixes = [f"{options.output_prefix}_{i:0{digits}}" for i in range(len(bounds) - 1)]
+    outputs = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
+    expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
+    for prefix, (first, end) in zip(prefixes, pairwise(bounds), strict=True):
+        _write(options, prefix, dtype, data.documents(first, end))
+
+
+def _part_bounds(documents: int, options: argparse.Namespace) -> list[int]:
+    """Return the first document of each part, and the end of the last."""
+    parts = options.parts or -(-documents // options.documents_per_part)
+    if not 1 <= parts <= documents:
+        raise ConfigError(f"--parts {parts}: the dataset has {documents} documents: give fewer")
+    if options.parts is None:
+        return [*range(0, documents, options.documents_per_part), documents]
+    return [documents * i // parts for i in range(parts + 1)]
+
+
+def _dataset_type(data: IndexedDataset, vocab_size: int | None) -> Any:
+    from megatron.data.indexed import best_dtype
+
+    return data.dtype if vocab_size is None else best_dtype(vocab_size)
+
+
+def _shard_type(shard: Shard, vocab_size: int | None) -> Any:
+    import numpy as np
+
+    from megatron.data.indexed import best_dtype
+
+    if vocab_size is not None:
+        return best_dtype(vocab_size)
+    return np.dtype(np.uint16 if shard.ids.dtype.itemsize <= 2 else np.int32)
+
+
+def _of_shards(shards: Sequence[Shard], eod: int | None) -> Iterator[Documents]:
+    """Yield the documents of shards, several short ones at a time."""
+    import numpy as np
+
+    from megatron.data.indexed import Documents
+
+    pending: list[Any] = []
+    size = 0
+
+    def joined() -> Documents:
+        lengths = [len(ids) for ids in pending]
+        return Documents(np.concatenate(pending), lengths, np.ones(len(lengths), np.int64))
+
+    for shard in shards:
+        for ids in shard.documents(eod):
+            pending.append(ids)
+            size += len(ids)
+            if size >= _SHARD_TOKENS:
+                yield joined()
+                pending, size = [], 0
+    if pending:
+        yield joined()
+
+
+def _write(
+    options: argparse.Namespace, prefix: str, dtype: Any, documents: Iterator[Documents]
+) -> None:
+    """Write one dataset."""
+    from megatron.data.indexed import IndexedDatasetBuilder
+
+    outputs = [f"{prefix}.{ending}" for ending in ("idx", "bin")]
+    expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
+    if options.input == [prefix]:
+        raise DataError(f"--output-prefix {prefix} is the input: give another name")
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for some in documents:
+            builder.add_documents(*some)
+    print(
+        f"{prefix}: {builder.num_documents:,} documents, {builder.num_sequences:,} sequences, "
+        f"{builder.num_tokens:,} tokens as {builder.dtype}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
