@@ -26,6 +26,7 @@ _PLAIN_SCORES = Need(
     lambda run: not run.model.use_flash_attn,
     "attention scores in memory, which --use-flash-attn avoids",
 )
+_QK_NORM = Need(lambda run: run.model.qk_layernorm, "--qk-layernorm")
 _LOAD = Need(lambda run: run.checkpoint.load is not None, "--load")
 _RELATIVE = Need(
     lambda run: run.model.position_embedding_type == "relative",
@@ -88,8 +89,9 @@ class DenseOptions:
             Default: 1 / square root of --kv-channels.
         add_bias_linear: Add biases to the linear layers.
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
-        qk_layernorm: Normalize each head's query and key with --normalization before the attention
-            scores.
+        qk_layernorm: Normalize queries and keys with --normalization before the attention scores.
+        qk_layernorm_scope: What --qk-layernorm normalizes together: the channels of a "head"
+            (Qwen3), or the whole "projection", all heads at once (OLMoE).
         bert_binary_head: Train BERT to predict whether two segments are in order. Off: train on
             masked tokens only, without token types and pooler.
         attention_dropout: Dropout on attention probabilities.
@@ -162,6 +164,7 @@ class DenseOptions:
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, needs=_UNBIASED)
     qk_layernorm: bool = False
+    qk_layernorm_scope: str = flag("head", choices=("head", "projection"), needs=_QK_NORM)
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", only_for=("bert",))
     attention_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
@@ -275,12 +278,14 @@ WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequence
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
-    """Return whether a field has no effect with the network's type of position embedding."""
+    """Return whether a field has no effect with the network's positions and normalizations."""
     positions = model.position_embedding_type
     if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
         return positions != "rope"
     if name.startswith("relative_attention_"):
         return positions != "relative"
+    if name == "qk_layernorm_scope":
+        return not model.qk_layernorm
     if name == "max_position_embeddings":
         return positions == "relative"  # it covers any distance
     return name == "rope_scaling_factor" and not model.use_rope_scaling

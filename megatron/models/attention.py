@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
 from megatron.kernels.rope import Rotation
-from megatron.models.norm import Norm, Stream, new_head_norm
+from megatron.models.norm import Norm, Stream, new_query_norm, normalize_projections
 from megatron.models.plan import AttentionPlan, MicroBatch, WeightSplit, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
@@ -130,7 +130,7 @@ class SelfAttention(nn.Module):
         *,
         recompute_core: bool = False,
     ) -> None:
-        """Allocate the projections and the head norms."""
+        """Allocate the projections and the normalizations of queries and keys."""
         super().__init__()
         self.plan = plan
         self.axis = context.layout.tensor
@@ -146,9 +146,10 @@ class SelfAttention(nn.Module):
             self.qkv.products.handovers.forward, self.output.products.handovers.backward
         )
         self.query_norm = self.key_norm = None
-        if plan.head_norm is not None:
-            self.query_norm = new_head_norm(plan.head_norm, plan.head_size, context)
-            self.key_norm = new_head_norm(plan.head_norm, plan.head_size, context)
+        if plan.qk_norm is not None:
+            of_query, of_key = plan.norm_sizes
+            self.query_norm = new_query_norm(plan.qk_norm, of_query, context)
+            self.key_norm = new_query_norm(plan.qk_norm, of_key, context)
 
     @staticmethod
     def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -161,8 +162,9 @@ class SelfAttention(nn.Module):
         """Count the parameters of biases and normalizations on one process."""
         count = plan.qkv // split.tensor if plan.bias or plan.qkv_bias else 0
         count += plan.hidden if plan.bias else 0
-        norm = plan.head_norm
-        return count + (0 if norm is None else 2 * Norm.parameter_count(norm, plan.head_size))
+        if plan.qk_norm is not None:
+            count += sum(Norm.parameter_count(plan.qk_norm, size) for size in plan.norm_sizes)
+        return count
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
@@ -200,8 +202,12 @@ class SelfAttention(nn.Module):
             query, key, value = self._split_heads(self.qkv(x), rotation)
         else:
             query, key, value = self._split_heads(self.qkv(x), None)
-            _, query = self.query_norm(Stream(query))
-            _, key = self.key_norm(Stream(key))
+            if self.plan.norms_heads:
+                _, query = self.query_norm(Stream(query))
+                _, key = self.key_norm(Stream(key))
+            else:
+                norms = self.query_norm, self.key_norm
+                query, key = normalize_projections((query, key), norms, self.axis)
             if rotation is not None:
                 query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if cache is not None:

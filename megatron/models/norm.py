@@ -8,12 +8,15 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron.kernels.amax import Handover, Handovers
 from megatron.kernels.norm import choose_add_norm
 from megatron.models.plan import NormPlan
 from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ONES, ZEROS
 
 
@@ -82,6 +85,54 @@ def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
     return Norm(plan, hidden, context, partial_gradient=context.layout.sequence.size > 1)
 
 
-def new_head_norm(plan: NormPlan, head_size: int, context: BuildContext) -> Norm:
-    """Build a normalization of a head's channels. Each tensor rank applies it to its own heads."""
-    return Norm(plan, head_size, context, partial_gradient=context.layout.tensor.size > 1)
+def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
+    """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
+
+    Every rank holds all of its weights, even if it normalizes all heads at once: they are few, and
+    ranks that share a key need the same ones.
+    """
+    return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
+
+
+def normalize_projections(
+    parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm], axis: Axis
+) -> list[Tensor]:
+    """Normalize queries over all heads at once, and keys likewise.
+
+    Args:
+        parts: Queries [s, b, n/t, d] and keys [s, b, g/t (at least 1), d] of this rank.
+        norms: Normalizations of n d and of g d channels.
+        axis: The tensor ranks, which hold different heads, in order.
+    """
+    if axis.size == 1:
+        return [
+            norm(Stream(part.flatten(2)))[1].view_as(part)
+            for part, norm in zip(parts, norms, strict=True)
+        ]
+    # In fp64 the order of a sum hardly ever shows in fp32: text does not depend on its batch.
+    dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
+
+    def mean(values: list[Tensor]) -> Tensor:
+        # Every rank has equally many channels. A key that several ranks hold counts as often.
+        local = torch.stack([value.mean((2, 3), keepdim=True) for value in values])
+        return copy_to(reduce_from(local, axis), axis) / axis.size  # each rank uses all of it
+
+    wide = [part.to(dtype) for part in parts]
+    if norms[0].bias is not None:
+        wide = [part - centre for part, centre in zip(wide, mean(wide), strict=True)]
+    variances = mean([part.square() for part in wide])
+    results = []
+    for part, variance, norm in zip(wide, variances, norms, strict=True):
+        weight = _of_heads(norm.weight, part, axis) + norm.offset
+        normal = part * (variance + norm.epsilon).rsqrt() * weight
+        if norm.bias is not None:
+            normal = normal + _of_heads(norm.bias, part, axis)
+        results.append(normal.to(norm.weight.dtype))
+    return results
+
+
+def _of_heads(vector: Tensor, part: Tensor, axis: Axis) -> Tensor:
+    """Return the entries for this rank's heads [s, b, m, d], as [m, d] in their type."""
+    heads, size = part.shape[2:]
+    first = axis.rank * len(vector) // (axis.size * size)
+    return vector.unflatten(0, (-1, size))[first : first + heads].to(part.dtype)

@@ -217,7 +217,8 @@ class AttentionPlan(MixerPlan):
         dropout: Dropout probability of the attention weights.
         scale: Factor applied to the scores; `None` means 1 / sqrt(head_size).
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
-        head_norm: Normalization of each head's query and key before the scores; `None` for none.
+        qk_norm: Normalization of queries and keys before the scores; `None` for none.
+        norms_heads: Whether `qk_norm` normalizes each head by itself, not all heads at once.
         rotary: Rotary positions of queries and keys; `None` for none.
     """
 
@@ -228,7 +229,8 @@ class AttentionPlan(MixerPlan):
     dropout: float = 0.0
     scale: float | None = None
     qkv_bias: bool = False
-    head_norm: NormPlan | None = None
+    qk_norm: NormPlan | None = None
+    norms_heads: bool = True
     rotary: RotaryPlan | None = None
 
     @property
@@ -240,6 +242,13 @@ class AttentionPlan(MixerPlan):
     def qkv(self) -> int:
         """Width of all queries, keys and values side by side."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def norm_sizes(self) -> tuple[int, int]:
+        """Channels that `qk_norm` normalizes together, of queries and of keys."""
+        if self.norms_heads:
+            return self.head_size, self.head_size
+        return self.query, self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True, kw_only=True)

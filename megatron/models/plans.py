@@ -64,7 +64,8 @@ def layer_plan(
         dropout=model.attention_dropout,
         scale=model.softmax_scale,
         qkv_bias=model.add_qkv_bias,
-        head_norm=norm if model.qk_layernorm else None,
+        qk_norm=norm if model.qk_layernorm else None,
+        norms_heads=model.qk_layernorm_scope == "head",
         rotary=rotary,
     )
     crossing = replace(
@@ -73,7 +74,7 @@ def layer_plan(
         causal=False,
         kv_heads=heads,
         qkv_bias=False,
-        head_norm=None,
+        qk_norm=None,
         rotary=None,
     )
     mlp = MLPPlan(

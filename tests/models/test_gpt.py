@@ -50,6 +50,7 @@ KNOBS = {
     "qkv bias": {"add_bias_linear": False, "add_qkv_bias": True},
     "qk norm": {"qk_layernorm": True},
     "qk rms norm": {"qk_layernorm": True, "normalization": "RMSNorm"},
+    "qk norm of projections": {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "wide heads": {"kv_channels": 10},
     "plain attention": {"masked_softmax_fusion": False},
     "xavier": {"init_method_xavier_uniform": True},

@@ -31,6 +31,13 @@ NETWORKS = {
     "one group": {**NO_DROPOUT, "group_query_attention": True, "num_query_groups": 1},
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, "qk_layernorm": True, "kv_channels": 6},
+    "olmoe": {
+        **LLAMA,
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+        "kv_channels": 6,
+    },
+    "projections": {**NO_DROPOUT, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "norms": {**NO_DROPOUT, "apply_residual_connection_post_layernorm": True, "kv_channels": 6},
     # Dropout's way through a block, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},

@@ -93,6 +93,7 @@ _SP = "--sequence-parallel"
 _BESIDE = "--tp-comm-overlap"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+_WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),
     LayoutCase(4),
@@ -111,6 +112,7 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, tensor=2, flags=_SP),
     LayoutCase(2, tensor=2, flags=f"{_RECOMPUTE} --distribute-saved-activations"),
     LayoutCase(2, tensor=2, network="--qk-layernorm --disable-bias-linear --add-qkv-bias"),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_WIDE_NORMS),
     LayoutCase(4, tensor=4, flags=f"{_SP} {_BESIDE}"),
     LayoutCase(4, tensor=4, flags=_SP, network=_LLAMA),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 1 --overlap-grad-reduce"),

@@ -99,6 +99,11 @@ _A2A = "--cp-comm-type a2a"
 _PER_TOKEN = f"{SOFTMAX} --calculate-per-token-loss"
 _FP16 = f"{SOFTMAX} --fp16 --initial-loss-scale 1024"
 _BF16 = f"{SOFTMAX} --bf16"
+_OLMOE = (
+    f"{SOFTMAX} --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention "
+    "--num-query-groups 2 --qk-layernorm --qk-layernorm-scope projection"
+)
 _DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 1.0"
 
 MIXTURES: tuple[MixtureCase, ...] = (
@@ -150,6 +155,10 @@ MIXTURES: tuple[MixtureCase, ...] = (
         expert=2,
         network=f"{SOFTMAX} --untie-embeddings-and-output-weights --swiglu --disable-bias-linear",
     ),
+    # Queries and keys normalized over all heads, which tensor ranks share (OLMoE).
+    MixtureCase(2, tensor=2, flags=f"{_SP} {_FULL}", network=_OLMOE),
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP}", network=_OLMOE),
+    MixtureCase(4, tensor=4, expert=4, expert_tensor=1, flags=_SP, network=_OLMOE),
     # Sequences in parts.
     MixtureCase(2, context=2),
     MixtureCase(2, context=2, expert=2),

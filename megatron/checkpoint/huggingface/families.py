@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpoint.huggingface.bert import Bert
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.llama import LlamaLike
-from megatron.checkpoint.huggingface.mixtures import Mixtral, QwenMixture
+from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
@@ -21,17 +21,13 @@ FAMILIES: list[Family] = [
     LlamaLike("llama", "LlamaForCausalLM", old_files=True),
     LlamaLike("mistral", "MistralForCausalLM", window=True),
     LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
-    LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
+    LlamaLike("qwen3", "Qwen3ForCausalLM", qk_norm="head", window=True, head_size=128),
     Mixtral("mixtral", "MixtralForCausalLM", window=True, rotary_base=1e6),
     QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window=True, shared=True),
-    QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", head_norm=True, window=True),
+    QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window=True),
+    Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True),
     *(GPT2(), Bert(), T5()),
 ]
-# Networks that look like one of these families, but compute something else.
-_REFUSED = {
-    "olmoe": "it normalizes the queries of all heads together, and the keys, but here "
-    "--qk-layernorm normalizes each head by itself",
-}
 
 
 def families() -> Mapping[str, Family]:
@@ -50,8 +46,6 @@ def family_named(name: object, path: object) -> Family:
         CheckpointError: The `model_type` is not supported.
     """
     known = families()
-    if isinstance(name, str) and name in _REFUSED:
-        raise CheckpointError(f"{path}: model_type {name!r} is not supported: {_REFUSED[name]}")
     if not isinstance(name, str) or name not in known:
         choices = ", ".join(known)
         raise CheckpointError(

@@ -46,7 +46,8 @@ class LlamaLike(rules.Family):
 
     Attributes:
         qkv_bias: Whether queries, keys and values have biases.
-        head_norm: Whether queries and keys are normalized head by head.
+        qk_norm: What is normalized together of queries and keys: the channels of a "head" or the
+            whole "projection". None means that they are not normalized.
         window: Whether config.json may limit attention to a window.
         old_files: Whether config.json may lack keys that its first version did not have.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
@@ -57,7 +58,7 @@ class LlamaLike(rules.Family):
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
     derived: str = r".*rotary_emb\.inv_freq"  # in Llama 2's first files
     qkv_bias: bool = False
-    head_norm: bool = False
+    qk_norm: str | None = None
     window: bool = False
     old_files: bool = False
     head_size: int | None = None
@@ -97,7 +98,8 @@ class LlamaLike(rules.Family):
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
             add_bias_linear=False,
             add_qkv_bias=self.qkv_bias,
-            qk_layernorm=self.head_norm,
+            qk_layernorm=self.qk_norm is not None,
+            qk_layernorm_scope=self.qk_norm or "head",
             hidden_dropout=0.0,
         )
 

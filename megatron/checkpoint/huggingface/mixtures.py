@@ -1,4 +1,4 @@
-"""Mixtures of experts that otherwise resemble Llama: Mixtral, Qwen2-MoE and Qwen3-MoE."""
+"""Mixtures of experts that otherwise resemble Llama: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _MIXTRAL = {
     "mlp.experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     "mlp.experts.down": ("block_sparse_moe.experts.{}.w2",),
 }
-_QWEN = {
+_OLMOE = {
     "mlp.router": ("mlp.gate",),
     "mlp.experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "mlp.experts.down": ("mlp.experts.{}.down_proj",),
+}
+_QWEN = {
+    **_OLMOE,
     "mlp.shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "mlp.shared.down": ("mlp.shared_expert.down_proj",),
     "mlp.shared_gate": ("mlp.shared_expert_gate",),
@@ -76,6 +79,33 @@ class Mixtral(LlamaLike):
             for ours, names in self.mixture.items()
         }
         return {**super().modules(model), **mixture}
+
+
+@dataclass(frozen=True)
+class Olmoe(Mixtral):
+    """OLMoE, which normalizes the queries of all heads together, and the keys.
+
+    Those normalizations have the width of the hidden size, so a head has hidden size / heads
+    channels.
+    """
+
+    mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _OLMOE)
+    count: str = "num_experts"
+    other_count: str = "num_local_experts"
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        if "clip_qkv" in settings.values:
+            raise settings.error("clip_qkv", "clipped queries, keys and values are not supported")
+        settings.must_be("head_dim", flags["hidden_size"] // flags["num_attention_heads"])
+        pre_softmax = not settings.switch("norm_topk_prob", False)
+        return replace(super().network(settings, flags), moe_router_pre_softmax=pre_softmax)
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        values = super().write(model, vocab)
+        del values["head_dim"]
+        return {**values, "clip_qkv": None, "norm_topk_prob": not model.moe_router_pre_softmax}
 
 
 @dataclass(frozen=True)

@@ -410,9 +410,9 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
                 modules["mlp.shared_gate"] = {"": (1, hidden)}
             if mixture.weighs_shared:
                 modules["mlp.coefficient"] = {"weight": (2, hidden), "bias": (2,)}
-    if mixer.head_norm is not None:
-        of_head = norm_shapes(mixer.head_norm, mixer.head_size)
-        modules |= {"attention.query_norm": of_head, "attention.key_norm": of_head}
+    if mixer.qk_norm is not None:
+        for name, size in zip(("query", "key"), mixer.norm_sizes, strict=True):
+            modules[f"attention.{name}_norm"] = norm_shapes(mixer.qk_norm, size)
     if cross is not None:
         modules |= {
             "cross_norm": norm,

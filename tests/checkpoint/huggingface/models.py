@@ -49,12 +49,14 @@ class Case:
     Attributes:
         config: of the folder.
         qkv_bias: biases of queries, keys, values.
-        head_norm: norms of queries and keys.
+        head_norm: norms of each head's query and key.
+        projection_norm: norms of all heads' queries together, and of the keys.
     """
 
     config: dict[str, Any]
     qkv_bias: bool = False
     head_norm: bool = False
+    projection_norm: bool = False
 
     @property
     def is_gpt2(self) -> bool:
@@ -98,6 +100,15 @@ _QWEN = {
     "router_aux_loss_coef": 0.02,
     "sliding_window": None,
     "use_sliding_window": False,
+}
+_OLMOE = {
+    "clip_qkv": None,
+    "intermediate_size": 22,
+    "norm_topk_prob": False,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.01,
 }
 CASES: dict[str, Case] = {
     "llama": Case(_like_llama("llama", "Llama")),
@@ -150,6 +161,15 @@ CASES: dict[str, Case] = {
         ),
         head_norm=True,
     ),
+    "olmoe": Case(_like_llama("olmoe", "Olmoe", **_OLMOE), projection_norm=True),
+    "olmoe, normalized": Case(
+        _like_llama(
+            "olmoe",
+            "Olmoe",
+            **{**_OLMOE, "num_experts": 10, "norm_topk_prob": True, "num_key_value_heads": 1},
+        ),
+        projection_norm=True,
+    ),
     "gpt2": Case(_GPT2),
     "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
 }
@@ -185,6 +205,8 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
                 shapes[f"{at}self_attn.{kind}_proj.bias"] = (out,)
         if case.head_norm:
             shapes |= {f"{at}self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
+        if case.projection_norm:
+            shapes |= {f"{at}self_attn.{kind}_norm.weight": (rows[kind],) for kind in "qk"}
         shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * size)
         shapes |= _mlp_shapes(config, layer)
         shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
@@ -201,7 +223,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
     if "num_experts" not in config:
         return "num_local_experts" in config
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
     return layer % step == step - 1 and layer not in dense
 
 
@@ -300,6 +322,9 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         )
         if case.head_norm:
             q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+        if case.projection_norm:
+            q = norm(q.flatten(2), f"{at}.self_attn.q_norm").view_as(q)
+            k = norm(k.flatten(2), f"{at}.self_attn.k_norm").view_as(k)
         context = _attention(_turn(q, angles), _turn(k, angles), v)
         x = x + project(context, f"{at}.self_attn.o_proj")
         normal = norm(x, f"{at}.post_attention_layernorm")

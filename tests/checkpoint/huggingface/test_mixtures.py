@@ -128,7 +128,6 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
         ({"num_experts_per_tok": None}, "num_experts_per_tok null: expected"),
         ({"n_shared_experts": 1}, "n_shared_experts: not supported"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu": only "silu"'),
-        ({"model_type": "olmoe"}, "model_type 'olmoe' is not supported: it normalizes the queries"),
     ],
     ids=str,
 )
@@ -184,6 +183,40 @@ def test_mixture_layers_are_those_of_transformers(
     model = family.read(Settings(config, "config.json")).model
     assert model.moe_layer_freq == pattern
     assert not misfits(family, model, 70)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv 8.0: clipped queries, keys and values are not supported"),
+        ({"head_dim": 16}, "head_dim 16: only 8 is supported"),
+        ({"norm_topk_prob": "no"}, 'norm_topk_prob "no": expected true or false'),
+        ({"attention_bias": True}, "attention_bias true: only false"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: not supported"),
+        ({"num_key_value_heads": 4}, r"k_norm\.weight is F32 \[16\], config.json says \[32\]"),
+    ],
+    ids=str,
+)
+def test_other_networks_of_olmoe_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = CASES["olmoe"]
+    folder = write_folder(tmp_path, {**case.config, **changes}, tensors_of(case))
+    with pytest.raises(CheckpointError, match=message):
+        HFReader(folder)
+
+
+def test_families_differ_in_what_is_normalized_together(tmp_path: Path) -> None:
+    case = CASES["olmoe"]
+    folder = write_folder(tmp_path, case.config, tensors_of(case))
+    assert family_for(_model(folder), 70, None).name == "olmoe"
+    by_head = _model(folder, qk_layernorm_scope="head")
+    assert family_for(by_head, 70, None).name == "qwen3_moe"
+    assert "qk_layernorm_scope is head, a olmoe model has projection" in misfits(
+        families()["olmoe"], by_head, 70
+    )
+    wide = misfits(families()["olmoe"], _model(folder, kv_channels=12), 70)
+    assert wide == ["kv_channels is 12, a olmoe model has 8"]
 
 
 def test_what_transformers_5_writes_for_no_window_is_no_window(tmp_path: Path) -> None:
@@ -299,11 +332,29 @@ _PUBLISHED: list[tuple[dict[str, Any], int, int]] = [
         18867,
         30_532_122_624,
     ),
+    (
+        {
+            "model_type": "olmoe",
+            "attention_bias": False,
+            "clip_qkv": None,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 50304,
+        },
+        3219,
+        6_919_161_856,
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("config", "tensors", "parameters"), _PUBLISHED, ids=["8x7B", "A2.7B", "30B-A3B"]
+    ("config", "tensors", "parameters"), _PUBLISHED, ids=["8x7B", "A2.7B", "30B-A3B", "1B-7B"]
 )
 def test_published_models_have_their_size(
     config: dict[str, Any], tensors: int, parameters: int

@@ -42,7 +42,17 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2 mixture", "qwen3 mixture", "gpt2"],
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen2 mixture",
+        "qwen3 mixture",
+        "olmoe",
+        "gpt2",
+    ],
 )
 def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -84,12 +94,13 @@ MIXTURES: dict[str, dict[str, object]] = {
         "num_experts": 9,
         "num_experts_per_tok": 4,
     },
+    "olmoe": {"norm_topk_prob": True, "num_experts": 7, "num_experts_per_tok": 3},
 }
 SIZES = {
     "hidden_size": 36,
     "initializer_range": 0.3,
     "intermediate_size": 23,
-    "max_position_embeddings": 48,
+    "max_position_embeddings": 64,
     "num_attention_heads": 6,
     "num_hidden_layers": 3,
     "num_key_value_heads": 3,
@@ -116,7 +127,7 @@ def test_a_mixture_has_their_loss_and_says_what_they_say(name: str, tmp_path: Pa
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 do_sample=False,
                 eos_token_id=None,
-                max_new_tokens=24,
+                max_new_tokens=50,
                 pad_token_id=0,
             )[0, len(prompt) :].tolist()
             for prompt in prompts
@@ -130,7 +141,7 @@ def test_a_mixture_has_their_loss_and_says_what_they_say(name: str, tmp_path: Pa
         found = model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     engine = toy_engine(tmp_path, EngineOptions(max_sequences=4, max_step_tokens=64))
-    asked = [Request(str(i), prompt, greedy(24)) for i, prompt in enumerate(prompts)]
+    asked = [Request(str(i), prompt, greedy(50)) for i, prompt in enumerate(prompts)]
     events = drain(engine, asked)
     assert [tokens_of(events[str(i)]) for i in range(len(prompts))] == texts
 
