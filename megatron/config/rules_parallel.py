@@ -73,7 +73,6 @@ _NOT_RECORDED: Exclusions = {
 
 _NOT_WITH_EXPERTS: Exclusions = {
     "precision.fp8_format": ((None,), "experts multiply in 16 bits or fp32"),
-    "parallel.zero_stage": ((None, 0, 1, 2), "experts' weights are not gathered layer by layer"),
     "parallel.ddp_impl": (
         ("local",),
         "experts are averaged over other processes than other layers",
@@ -279,7 +278,10 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
         "--overlap-param-gather": parallel.overlap_param_gather,
     }
-    if data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
+    experts = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    experts *= parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
+    has_replicas = data_parallel_size(config, world_size) * parallel.context_parallel_size > 1
+    if not has_replicas and experts >= world_size:
         sharded = parallel.use_distributed_optimizer
         stage = "--use-distributed-optimizer" if sharded else f"--zero-stage {parallel.zero_stage}"
         # Megatron-LM's files differ with this flag, on any number of processes.

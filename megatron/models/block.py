@@ -227,6 +227,8 @@ class LayerStack(nn.ModuleDict):
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
         self.saved_by = layout.tensor if splits else Axis()
         self.routers = context.registry.routers
+        # Experts gather their weights by themselves, and must not be left in their forward.
+        self.stops_early = not (context.gathers_weights and self.routers.states)
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
         """Run the layers on [s, b, h], passing `inputs` to each of them after the stream."""
@@ -241,6 +243,7 @@ class LayerStack(nn.ModuleDict):
                     *inputs,
                     split_over=self.saved_by,
                     again=self.routers.paused,
+                    stops_early=self.stops_early,
                 )
                 stream = Stream(x)
             else:

@@ -222,6 +222,8 @@ class ExpertLinear(nn.Module):
         super().__init__()
         sums = split_dim == len(shape) - 1
         self.weight = context.new_parameter(shape, init=init, split_dim=split_dim, is_expert=True)
+        local, *_, inputs = self.weight.shape
+        self._shape = (local, -1, inputs)  # [experts, out, in]
         self.bias = None
         if bias:
             self.bias = context.new_parameter(
@@ -233,7 +235,7 @@ class ExpertLinear(nn.Module):
             )
         self._bias_share = 1 / context.layout.expert_tensor.size if sums else 1.0
         self._form = choose_grouped_product(
-            context.device, self.weight.dtype, context.kernels.library
+            context.device, context.compute_dtype, context.kernels.library
         )
         context.registry.deferrable_weights.append(self.weight)
         self._gradient = context.registry.reserve_slot(self.weight)
@@ -241,7 +243,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
         """Multiply each expert's rows: [n, in] -> [n, out]."""
-        weight, owner = self.weight.flatten(1, -2), None  # [experts, out, in]
+        weight, owner = self.weight.view(self._shape), None
         if self._queue is not None or self._gradient.slot is not None:
             owner = Owner(self.weight, self._queue, self._gradient.slot)
             weight = weight.detach()
@@ -251,7 +253,7 @@ class ExpertLinear(nn.Module):
         if self.bias is None:
             return out
         # Rows without an expert take zeros: their gradients, which may be any values, go nowhere.
-        biases = F.pad(self.bias.flatten(1), (0, 0, 0, 1))
+        biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
         if self._bias_share < 1:
             biases = biases * self._bias_share
         return out + biases[grouping.expert_of_row()]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megatron.config.training import TrainingOptions
 from megatron.models.plan import MicroBatch
@@ -92,6 +92,7 @@ def recompute(
     *others: Any,
     split_over: Axis,
     again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    stops_early: bool = True,
 ) -> Tensor:
     """Return function(layers, x, *others), keeping only the arguments for backward.
 
@@ -103,16 +104,19 @@ def recompute(
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
         again: Returns the context in which the function is recomputed.
+        stops_early: Whether to recompute no more than what backward needs, which leaves modules in
+            the middle of their forward.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
-        return checkpoint(
-            function,
-            layers,
-            x,
-            *others,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), again()),
-        )
+        with set_checkpoint_early_stop(stops_early):
+            return checkpoint(
+                function,
+                layers,
+                x,
+                *others,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), again()),
+            )
     shape, has_gradient = x.shape, x.requires_grad
     # It is a copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
@@ -124,6 +128,7 @@ def recompute(
         joined = all_gather(part, split_over).view(shape)
         return function(layers, joined.requires_grad_(has_gradient), *others)
 
-    return checkpoint(
-        run, *others, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
-    )
+    with set_checkpoint_early_stop(stops_early):
+        return checkpoint(
+            run, *others, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
+        )

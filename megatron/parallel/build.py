@@ -106,6 +106,16 @@ class BuildContext:
     weight_gradients: WeightGradientQueue | None = None
     registry: LayerRegistry = field(default_factory=LayerRegistry)
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are fp32 shards, gathered as 16-bit or fp32 layers (ZeRO stage 3)."""
+        return self.parameter_device is not None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The data type of weights in the forward pass."""
+        return self.precision.weight_dtype if self.gathers_weights else self.dtype
+
     def new_parameter(
         self,
         shape: tuple[int, ...],
@@ -147,6 +157,7 @@ class BuildContext:
         parameter = nn.Parameter(torch.empty(part, dtype=self.dtype, device=device))
         spec = ParameterSpec(
             shape,
+            tuple(part),
             tuple(offset),
             init,
             split_dim,

@@ -45,6 +45,8 @@ class ParameterSpec:
 
     Attributes:
         global_shape: The shape of the whole tensor.
+        shape: The shape of this part. A parameter may hold it as a matrix, or only some of its rows
+            (ZeRO stage 3).
         offset: The index of this part's first element, per dimension.
         init: How the whole tensor is initialized.
         split_dim: The dimension split over tensor ranks; `None` if every rank holds all of it.
@@ -59,6 +61,7 @@ class ParameterSpec:
     """
 
     global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     offset: tuple[int, ...]
     init: Init
     split_dim: int | None = None
@@ -72,19 +75,6 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
     """Return the spec that `BuildContext.new_parameter` attached."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
-
-
-def part_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of this rank's part in the whole tensor's dimensions."""
-    spec = spec_of(parameter)
-    if spec.is_expert:
-        return tuple(parameter.shape)  # never flattened
-    if spec.split_dim is None:
-        return spec.global_shape
-    shape = list(spec.global_shape)
-    shape[spec.split_dim] = 1
-    shape[spec.split_dim] = parameter.numel() // math.prod(shape)
-    return tuple(shape)
 
 
 WORDS = 4  # values in one Philox block

@@ -98,7 +98,7 @@ def shares_weights(config: ParallelOptions, layout: Layout) -> bool:
 
     A single replica always holds all of them.
     """
-    return config.zero_stage == 3 and layout.replica.size > 1
+    return config.zero_stage == 3 and max(layout.replica.size, layout.expert_replica.size) > 1
 
 
 # torch 2.13 renamed it.

@@ -10,6 +10,10 @@ A process keeps an fp32 shard of every parameter, which with 16-bit weights serv
 copy, and an fp32 shard of its gradient. Each backward pass reduces gradients immediately and adds
 them to the shard: for d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states.
 
+The experts of a layer are gathered by themselves, from the processes that hold the same experts.
+Their gathering starts with that of the rest of their layer, because a host that waits for the
+number of a mixture's tokens could not start it in time.
+
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
@@ -43,8 +47,8 @@ class ShardedModel:
     Args:
         parts: The parts, built with fp32 parameters that have no memory ("meta") or whose values
             may be discarded.
-        layout: The grid. The processes of its replica axis (more than one) share the model, and
-            partial gradients are added over its tensor axis.
+        layout: The grid. The processes of its replica axis share the model, those of its expert
+            replica axis the experts, and partial gradients are added over its tensor axis.
         device: The device of the shards.
         compute_dtype: The data type that forward computes in.
         reduce_dtype: The data type in which gradients are reduced.
@@ -63,21 +67,13 @@ class ShardedModel:
         reduce_dtype: torch.dtype,
     ) -> None:
         """Shard the parts in place."""
-        self.axis = layout.replica
-        assert self.axis.group is not None, "a single process has nothing to shard"
+        self._layout = layout
         self._compute_dtype = compute_dtype
-        self._tensor = layout.tensor
-        mesh = DeviceMesh.from_group(self.axis.group, device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
-        self._roots = [_shard(part, mesh, policy, device) for part in parts]
-        gather = _NamedCollective(self.axis, "all-gather", all_gather_single)
-        scatter = _NamedCollective(self.axis, "reduce-scatter", reduce_scatter_single)
-        for module in (module for part in parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(gather)  # type: ignore[arg-type] # a protocol
-                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        shard = _Sharding(layout, policy, device)
+        self._roots = [shard.part(part) for part in parts]
         self._parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
         with torch.no_grad():  # this process's rows, in the memory of the parameter
             self._shards = {id(p): cast(DTensor, p).to_local() for p in self._parameters}
@@ -107,8 +103,8 @@ class ShardedModel:
 
     def owned(self, parameter: nn.Parameter) -> Span:
         """Return the elements of the flattened parameter that this process holds, if any."""
-        rows, size = parameter.shape[0], self.axis.size
-        first = min(self.axis.rank * -(-rows // size), rows)
+        rows, axis = parameter.shape[0], _replicas(self._layout, parameter)
+        first = min(axis.rank * -(-rows // axis.size), rows)
         start = first * (parameter.numel() // rows)
         return Span(start, start + self._slots[id(parameter)].size)
 
@@ -171,25 +167,59 @@ class ShardedModel:
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)
-        add_over_ranks((self.gradient(p) for p in partial), self._tensor)
+        add_over_ranks((self.gradient(p) for p in partial), self._layout.tensor)
 
 
-def _shard(
-    part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
-) -> FSDPModule:
-    """Shard a part layer by layer, then the rest of it; allocate only the shards."""
-    # An argument of torch 2.13: a layer's output must not be changed in place, which no part does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    _merge_leading_dimensions(part)
-    specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
-    for layer in _layers(part):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    root = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # This does the same as `to_empty`, but buffers keep their values.
-    part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    for name, parameter in part.named_parameters():
-        parameter.spec = specs[name]  # type: ignore[attr-defined]
-    return root
+def _replicas(layout: Layout, parameter: nn.Parameter) -> Axis:
+    """Return the processes that share a parameter."""
+    return layout.expert_replica if spec_of(parameter).is_expert else layout.replica
+
+
+class _Sharding:
+    """The sharding of modules over the processes that hold the same weights.
+
+    Args:
+        layout: The grid of processes.
+        policy: The data types.
+        device: The device of the shards.
+    """
+
+    def __init__(self, layout: Layout, policy: MixedPrecisionPolicy, device: torch.device) -> None:
+        self._policy, self._device = policy, device
+        self._replicas, self._expert_replicas = layout.replica, layout.expert_replica
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    def part(self, part: nn.Module) -> FSDPModule:
+        """Shard a part layer by layer, then the rest of it; allocate only the shards."""
+        # torch 2.13 warns that a layer's output must not be changed in place, which no part does.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        _merge_leading_dimensions(part)
+        specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
+        for layer in _layers(part):
+            experts = [self._shard(each, self._expert_replicas) for each in _experts(layer)]
+            # In backward PyTorch itself gathers next what comes next.
+            self._shard(layer, self._replicas).set_modules_to_forward_prefetch(experts)
+        root = self._shard(part, self._replicas, reshard_after_forward=False)
+        # This does the same as `to_empty`, but buffers keep their values.
+        part._apply(lambda t: torch.empty_like(t, device=self._device) if t.is_meta else t)
+        for name, parameter in part.named_parameters():
+            parameter.spec = specs[name]  # type: ignore[attr-defined]
+        return root
+
+    def _shard(self, module: nn.Module, axis: Axis, **options: Any) -> FSDPModule:
+        """Shard the parameters of a module that no module inside it has sharded already."""
+        if axis.ranks not in self._meshes:
+            group = axis.group
+            if group is None:  # a process alone keeps everything, by the same path
+                group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
+            self._meshes[axis.ranks] = DeviceMesh.from_group(group, self._device.type)
+        mesh = self._meshes[axis.ranks]
+        sharded = fully_shard(module, mesh=mesh, mp_policy=self._policy, **options)
+        gather = _NamedCollective(axis, "all-gather", all_gather_single)
+        scatter = _NamedCollective(axis, "reduce-scatter", reduce_scatter_single)
+        sharded.set_custom_all_gather(gather)  # type: ignore[arg-type] # a protocol
+        sharded.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        return sharded
 
 
 class _NamedCollective:
@@ -237,3 +267,14 @@ def _layers(part: nn.Module) -> Iterable[nn.Module]:
             yield from child.values()
         elif isinstance(child, nn.ModuleList):
             yield from child
+
+
+def _experts(layer: nn.Module) -> list[nn.Module]:
+    """Return the largest modules in a layer that hold nothing but weights of experts."""
+    found: list[nn.Module] = []
+    for module in layer.modules():  # outer modules first
+        specs = [spec_of(parameter) for parameter in module.parameters()]
+        is_inside = any(module in outer.modules() for outer in found)
+        if specs and all(spec.is_expert for spec in specs) and not is_inside:
+            found.append(module)
+    return found

@@ -33,7 +33,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import part_shape, spec_of
+from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.loaded_settings import beyond_window, changed_corpus, changed_settings
 from megatron.training.run import Run
@@ -197,7 +197,8 @@ def _history_from(run: Run, reader: Reader) -> State:
 
 def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]:
     """Return the entries for `tensor`, which holds the elements `held` of a flattened parameter."""
-    spec, boxes = spec_of(parameter), boxes_of_range(part_shape(parameter), held.start, held.end)
+    spec = spec_of(parameter)
+    boxes = boxes_of_range(spec.shape, held.start, held.end)
     values = tensor.view(-1).split([box.volume for box in boxes])
     return [
         Entry(

@@ -198,7 +198,6 @@ RULES = [
         ["--expert-model-parallel-size 2 x 2 parts of an expert do not divide the 2 processes"],
     ),
     (f"{MIXTURE} --bf16 --fp8-format hybrid", 1, ["experts multiply in 16 bits or fp32"]),
-    (f"{MIXTURE} --zero-stage 3", 2, ["experts' weights are not gathered layer by layer"]),
     (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over other processes"]),
     (f"{MIXTURE} --cuda-graph-impl local", 1, ["the number of an expert's tokens differs"]),
     (

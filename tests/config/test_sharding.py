@@ -31,5 +31,9 @@ def test_one_data_parallel_process_shares_with_nobody(words: str, flags: str) ->
     assert parse(words).notices == parse(words, split, world_size=2).notices
     assert parse(words).notices == (f"{flags}: {ALONE}",)
     context = "--context-parallel-size 2"  # which share as data-parallel processes do
-    for size, more in ((2, ""), (2, context), (4, split)):
+    experts = f"{split} --sequence-parallel --num-experts 2 --expert-tensor-parallel-size 1"
+    sharing = [(2, ""), (2, context), (4, split)]
+    if "DDP" not in words and "fp8" not in words and "legacy" not in words:
+        sharing.append((2, experts))  # which are replicas
+    for size, more in sharing:
         assert not any(ALONE in line for line in parse(words, more, world_size=size).notices)

@@ -111,7 +111,7 @@ def test_adam_equals_the_formula(clip):
 
 def test_a_rate_of_their_own_equals_adam_with_groups():
     named = _parameters()
-    spec = ParameterSpec((5, 7), (0, 0), ZEROS, is_vocabulary=True)
+    spec = ParameterSpec((5, 7), (5, 7), (0, 0), ZEROS, is_vocabulary=True)
     named["a.weight"].spec = spec
     named["b.weight"] = nn.Parameter(named["a.weight"].detach().clone())
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}

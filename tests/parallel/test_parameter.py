@@ -33,7 +33,7 @@ PHILOX_ANSWERS = [
 
 def part(global_shape, shape, offset, *, init=NORMAL, dtype=torch.float32):
     tensor = torch.full(shape, math.nan, dtype=dtype)
-    fill(tensor, ParameterSpec(global_shape, offset, init), KEY)
+    fill(tensor, ParameterSpec(global_shape, shape, offset, init), KEY)
     return tensor
 
 

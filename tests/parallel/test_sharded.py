@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
-from megatron.parallel.parameter import Init, part_shape, spec_of
+from megatron.parallel.parameter import Init, spec_of
 from megatron.parallel.sharded import ShardedModel
 from tests.distributed import run_distributed
 
@@ -120,7 +120,7 @@ def _describe(layout):
     network, sharded = _build(layout, torch.float32)
     counted = sharded.views(lambda p: spec_of(p).split_dim is None)
     return {
-        name: (sharded.owned(p), part_shape(p), spec_of(p).global_shape, sharded.part(p).shape)
+        name: (sharded.owned(p), spec_of(p).shape, spec_of(p).global_shape, sharded.part(p).shape)
         for name, p in network.named_parameters()
     }, [view.numel() for view in counted]
 

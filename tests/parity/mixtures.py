@@ -96,6 +96,7 @@ _BUBBLE = "--pipeline-schedule zero-bubble"
 _FULL = "--recompute-granularity full --recompute-method uniform"
 _SELECTIVE = "--recompute-granularity selective"
 _A2A = "--cp-comm-type a2a"
+_ZERO3 = "--zero-stage 3"
 _PER_TOKEN = f"{SOFTMAX} --calculate-per-token-loss"
 _FP16 = f"{SOFTMAX} --fp16 --initial-loss-scale 1024"
 _BF16 = f"{SOFTMAX} --bf16"
@@ -121,6 +122,17 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, expert=2, flags=f"--zero-stage 2 {_OVERLAP}"),
     MixtureCase(4, expert=4, flags="--zero-stage 2 --overlap-grad-reduce"),
     MixtureCase(2, expert=2, flags="--zero-stage 1 --optimizer-cpu-offload"),
+    # Weights in shards.
+    MixtureCase(2, flags=_ZERO3),
+    MixtureCase(4, expert=2, flags=_ZERO3),
+    MixtureCase(4, expert=4, flags=_ZERO3),
+    MixtureCase(2, tensor=2, expert_tensor=1, flags=f"{_SP} {_ZERO3}"),  # of experts alone
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} {_ZERO3}"),
+    MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} {_ZERO3}"),
+    MixtureCase(4, context=2, expert=2, flags=_ZERO3),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"{_ZERO3} {_VIRTUAL}"),
+    MixtureCase(4, expert=2, flags=f"{_ZERO3} {_FULL}"),
+    MixtureCase(4, expert=2, flags=_ZERO3, network=SIGMOID),
     # Tensor parallelism, and experts that are not split.
     MixtureCase(2, tensor=2),
     MixtureCase(2, tensor=2, flags=_SP),

@@ -22,6 +22,10 @@ CASES = {
     "split experts, sharded": MixtureCase(
         4, tensor=2, expert=1, flags=f"{_SP} --zero-stage 1 --overlap-param-gather"
     ),
+    "expert 2 of data 4, weights in shards": MixtureCase(4, expert=2, flags="--zero-stage 3"),
+    "whole experts, weights in shards": MixtureCase(
+        4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} --zero-stage 3"
+    ),
     "pipeline": MixtureCase(
         4, pipeline=2, expert=2, flags="--num-layers-per-virtual-pipeline-stage 1 --zero-stage 1"
     ),
@@ -72,7 +76,9 @@ def test_every_layout_takes_over_every_bit(tmp_path, network):
     assert {tensor.shape[0] for tensor in experts.values()} == {8}
 
 
-@pytest.mark.parametrize("name", ["expert 2 of data 4, sharded", "whole experts", "pipeline"])
+@pytest.mark.parametrize(
+    "name", ["expert 2 of data 4, sharded", "whole experts, weights in shards", "pipeline"]
+)
 def test_resuming_is_bit_for_bit(tmp_path, name):
     case = replace(CASES[name], iterations=6)
     whole = _run(_train, case, *_saving(tmp_path / "whole", 6))

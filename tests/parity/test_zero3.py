@@ -9,6 +9,7 @@ from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_all
 from tests.distributed import run_distributed, run_sharing_memory
+from tests.parity.mixtures import MixtureCase
 from tests.training.toy import TOY, build_toy, train_toy
 
 FLAGS = """
@@ -199,6 +200,20 @@ def test_weights_alone_start_a_fresh_optimizer(tmp_path, precision):
     losses = _train(Layout.single(), flags)[0]
     for ours in run_distributed(2, _train, flags):
         assert ours[0] == pytest.approx(losses, rel=1e-3 if precision else 1e-5)
+
+
+def _experts_collectives(layout, words):
+    """How often the processes communicate that have this one's experts, and nothing else alike."""
+    train_toy(layout, words)
+    return layout.journal.started[layout.expert_replica.ranks]
+
+
+@pytest.mark.parametrize("more", [[], FULL.split()], ids=["kept", "recomputed"])
+def test_experts_are_gathered_twice_and_reduced_once_in_a_micro_batch(more):
+    """Three of four layers have experts; two passes, and the forward of a third that is left."""
+    case = MixtureCase(4, expert=2, flags="--zero-stage 3", iterations=2)
+    words = [*case.words, *more]
+    assert run_sharing_memory(4, _experts_collectives, words, **case.sizes) == [3 * 7] * 4
 
 
 def _parse(*flags, world_size=2):
