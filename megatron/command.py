@@ -137,11 +137,11 @@ def rehearsed() -> Iterator[None]:
 
 
 def _begin_rehearsal() -> None:
-    """Fork a process that goes on from here without output, and wait for its end.
+    """Fork a process that continues from here without output, and wait for its end.
 
     Raises:
-        ShortageError: The fork failed for lack of memory. If Python itself ends it, for example
-            after --help, that is no failure: this process will end in the same way.
+        ShortageError: The forked process failed for lack of memory. If it ends normally, for
+            example after --help, this process will end in the same way.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return

@@ -139,7 +139,7 @@ def model_state(parts: Iterable[nn.Module]) -> State:
 def buffer_state(parts: Iterable[nn.Module]) -> State:
     """Return the buffers that checkpoints hold, such as the biases of routers.
 
-    Every process that has one has all of it.
+    A process holds either all of a buffer or none of it.
     """
     return {
         f"model.{name}": Entry.whole(value.detach())

@@ -32,7 +32,7 @@ _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
 _NAMED = 8  # a message lists at most this many iterations
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
 _TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
-_TWO_FORMATS = "holds both "  # the beginning of the problem
+_TWO_FORMATS = "holds both "  # how the message about two formats begins
 _MARKS = {"native": MANIFEST, "legacy": "mp_rank folders", "core": ".metadata"}
 
 
@@ -122,7 +122,7 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
     except FileNotFoundError:
         return None, None
     except CheckpointError:
-        return None, f"{TRACKER} is not a plain file"
+        return None, f"{TRACKER} is not a regular file"
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
     text = data.decode("ascii", errors="replace")

@@ -106,7 +106,7 @@ def summarize(
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
         verify: Read everything and compare digests.
         details: Also list the tensors and the metadata.
-        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
+        allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Returns:
         The lines of the description, and whether all checkpoints are sound and the tracker names

@@ -40,7 +40,7 @@ def open_checkpoint(
         step: The iteration to open. None opens the newest.
         verify: Compare every digest, instead of only the sizes and the manifest.
         layout: The ranks that open it together. None opens it on this rank alone.
-        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
+        allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: All checkpoints are damaged (the message says what is wrong with each), or
@@ -99,7 +99,7 @@ def open_found(
         found: The checkpoint.
         verify: Compare digests.
         world: The ranks that open it together. None opens it on this rank alone.
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or its kind is not supported.
@@ -120,7 +120,7 @@ def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
 
     Args:
         root: The folder.
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: The folder is damaged, or its kind is not supported.
@@ -183,7 +183,7 @@ def open_root(
         step: The iteration to open (--ckpt-step). None opens the newest.
         verify: Compare digests; Hugging Face files have none.
         layout: The ranks that open it together; collective if it is given.
-        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
+        allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: None of the checkpoints can be read, or none is for the requested
@@ -209,7 +209,7 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
         path: A folder of checkpoints (the newest sound one is opened), a single checkpoint
             (`iter_0000100`), or a Hugging Face folder.
         verify: Compare digests; Hugging Face files have none.
-        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
+        allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged, or its kind is not supported.

@@ -37,17 +37,17 @@ class MappedFile:
 
         Args:
             path: The file.
-            allow_foreign: Accept a file of another user (`open_trusted`).
+            allow_foreign: Accept a file owned by another user (`open_trusted`).
 
         Raises:
-            CheckpointError: The file cannot be opened or mapped, or is not a trusted plain file.
+            CheckpointError: The file cannot be opened or mapped, or is not a trusted regular file.
         """
         self.path = path
         try:
             with open_trusted(path, allow_foreign=allow_foreign) as file:
                 status = os.fstat(file.fileno())
                 self.size, self._identity = status.st_size, (status.st_dev, status.st_ino)
-                # A private mapping, as safetensors makes it, but not by path.
+                # A private mapping, as safetensors makes, but of the open file, not of its path.
                 name = f"/proc/self/fd/{file.fileno()}"
                 self._bytes = torch.from_file(name, size=self.size, dtype=torch.uint8)
         except OSError as error:

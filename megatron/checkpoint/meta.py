@@ -1,7 +1,7 @@
 """The types of the checkpoint metadata that the program reads.
 
-They are checked when a checkpoint is opened, so that code that reads `Reader.meta` later finds what
-it expects, and a checkpoint that holds something else is refused while an older one can still load.
+They are checked when a checkpoint is opened. Code that reads `Reader.meta` later therefore finds
+what it expects, and a checkpoint that holds something else is refused in time to load an older one.
 """
 
 from __future__ import annotations

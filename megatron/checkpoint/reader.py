@@ -50,8 +50,8 @@ class Reader(ABC):
         meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
             what they fill in from files of other programs.
         held: All tensors by name.
-        allow_foreign: Whether files of other users are accepted (--allow-foreign-checkpoints), also
-            those that are read later from the same folder.
+        allow_foreign: Whether files owned by other users are accepted
+            (--allow-foreign-checkpoints), including those that are read later from the same folder.
     """
 
     format: str
@@ -112,7 +112,8 @@ class Reader(ABC):
     def steps(self, name: str) -> list[Box]:
         """Return boxes that tile a tensor in row-major order, to be read one after another.
 
-        Whoever passes a tensor on in these steps never holds more than one of them in memory.
+        A caller that goes through a tensor in these steps holds only one of them in memory at a
+        time.
 
         Args:
             name: The tensor's name.
@@ -137,7 +138,7 @@ class NativeReader(Reader):
     """A checkpoint that `store.write_checkpoint` wrote.
 
     Opening it checks the manifest and the file sizes; `verify` checks every byte. As long as the
-    reader exists, `--keep-latest` of another job does not delete the checkpoint.
+    reader exists, another job's `--keep-latest` does not delete the checkpoint.
     """
 
     format = "native"
@@ -147,7 +148,7 @@ class NativeReader(Reader):
 
         Args:
             path: The folder.
-            allow_foreign: Accept files of other users.
+            allow_foreign: Accept files owned by other users.
 
         Raises:
             CheckpointError: The manifest or the size of a file is wrong.
@@ -286,10 +287,10 @@ class PaddedReader(Reader):
 
     Rows of the file beyond `rows` are left out. Rows that the file lacks belong to no entry, but
     they take part in the softmax. In a weight (and its fp32 master) they read as the mean of the
-    entries' rows, in the optimizer's moments as zero. The logit of a mean row is the mean logit,
-    whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets no
-    more than an even share of the probability. A row of zeros has the logit 0 and would get nearly
-    all of GPT-2's probability, because GPT-2's other logits are far below 0.
+    entries' rows; in the optimizer's moments, they read as zero. The logit of a mean row is the
+    mean logit, whose exponential is at most the mean of the exponentials (Jensen): a padding entry
+    gets no more than an even share of the probability. A row of zeros has the logit 0 and would get
+    nearly all of GPT-2's probability, because GPT-2's other logits are far below 0.
     """
 
     def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
@@ -413,7 +414,7 @@ def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
 def find_problems(
     reader: Reader, entries: State, *, prefixes: Iterable[str] = (), cast: bool = False
 ) -> list[str]:
-    """Return the problems that keep the checkpoint from filling the entries. Read no tensor.
+    """Return the problems that keep the checkpoint from filling the entries, without reading it.
 
     Args:
         reader: The opened checkpoint.

@@ -167,7 +167,7 @@ def write_folder(
 def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
     """Tidy up, check that there is room for `need` bytes, and create the temporary folder.
 
-    A native checkpoint replaces only native ones; files of Megatron-LM may replace its own.
+    A native checkpoint replaces only native ones. One in Megatron-LM's format may replace any.
     """
     final = root / folder
     with durable.storage_errors(root):

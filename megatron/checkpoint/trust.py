@@ -1,4 +1,4 @@
-"""Checks that checkpoint files are safe to read: plain files that no other user can have changed.
+"""Checks that checkpoint files are safe to read: regular files that no other user can have changed.
 
 The files of all formats are opened here. A FIFO or a device would make the reader wait forever. A
 link leads to files that a copy of the folder lacks. A file that another user owns or can write to
@@ -23,11 +23,11 @@ _ALLOW = "give --allow-foreign-checkpoints to load it nevertheless"
 
 
 def open_descriptor(path: Path, *, follows: bool = False) -> int:
-    """Open a plain file for reading, without ever waiting for another process.
+    """Open a regular file for reading, without ever waiting for another process.
 
     Args:
         path: The file.
-        follows: Follow a link to a plain file.
+        follows: Follow a link to a regular file.
 
     Raises:
         CheckpointError: The file is a link, a folder, a FIFO or a device.
@@ -38,20 +38,20 @@ def open_descriptor(path: Path, *, follows: bool = False) -> int:
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device
-            raise CheckpointError(f"{path}: not a plain file") from None
+            raise CheckpointError(f"{path}: not a regular file") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path}: not a plain file")
+        raise CheckpointError(f"{path}: not a regular file")
     return descriptor
 
 
 def open_plain(path: Path, *, follows: bool = False) -> BufferedReader:
-    """Open a plain file as `open_descriptor` does, and return it as a file object.
+    """Open a regular file as `open_descriptor` does, and return it as a file object.
 
     Args:
         path: The file.
-        follows: Follow a link to a plain file.
+        follows: Follow a link to a regular file.
 
     Raises:
         CheckpointError: The file is a link, a folder, a FIFO or a device.
@@ -63,16 +63,16 @@ def open_plain(path: Path, *, follows: bool = False) -> BufferedReader:
 def open_trusted(
     path: Path, *, allow_foreign: bool = False, follows: bool = False
 ) -> BufferedReader:
-    """Open a plain file that this user or root owns and that not everybody may change.
+    """Open a regular file that this user or root owns and that is not world-writable.
 
     Args:
         path: The file.
         allow_foreign: Accept any owner and mode (--allow-foreign-checkpoints).
-        follows: Follow a link to a plain file.
+        follows: Follow a link to a regular file.
 
     Raises:
-        CheckpointError: The file is not a plain one, belongs to another user, or everybody may
-            write to it.
+        CheckpointError: The file is not a regular one, belongs to another user, or is
+            world-writable.
         OSError: The file cannot be opened.
     """
     file = open_plain(path, follows=follows)
@@ -93,8 +93,7 @@ def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
 
     Raises:
         CheckpointError: The folder is a link out of the folder that contains it; or something in it
-            is neither a plain file nor a folder; or another user owns it; or everybody may write to
-            it.
+            is neither a regular file nor a folder, belongs to another user, or is world-writable.
     """
     try:
         if folder.is_symlink() and not allow_foreign:
@@ -106,14 +105,14 @@ def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
         for path in folder.rglob("*"):
             status = path.lstat()
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-                raise CheckpointError(f"{path.relative_to(folder)}: not a plain file")
+                raise CheckpointError(f"{path.relative_to(folder)}: not a regular file")
             check_owner(path, status, allow_foreign=allow_foreign)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def check_owner(path: Path, status: os.stat_result, *, allow_foreign: bool) -> None:
-    """Check that this user or root owns a file or folder, and that not everybody may change it.
+    """Check that this user or root owns a file or folder, and that it is not world-writable.
 
     Members of its group may change it: on many clusters the default mode lets a project's members
     share it.
@@ -124,7 +123,7 @@ def check_owner(path: Path, status: os.stat_result, *, allow_foreign: bool) -> N
         allow_foreign: Accept any owner and mode.
 
     Raises:
-        CheckpointError: The file or folder belongs to another user, or everybody may write to it.
+        CheckpointError: The file or folder belongs to another user, or is world-writable.
     """
     if allow_foreign:
         return

@@ -18,7 +18,7 @@ _LIST = r"\[((?:[01](?:,[01])*)?)\]"
 _IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
 _REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
 _SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
-_MOST_PASSES = 32  # over a pattern: each joins every other sum, and opens one pair of parentheses
+_MOST_PASSES = 32  # over a pattern: each halves the number of sums, and opens a pair of parentheses
 
 _MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
 _BIASED = Need(

@@ -61,7 +61,7 @@ class FlagInfo:
         is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
             keeps it.
         alike: For a flag that may be given several values if they are all equal (older programs
-            take one for each layer), the answer if they differ.
+            take one for each layer), the error message if they differ.
     """
 
     unit: str = ""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.fields import fields_of, flag
 
-MOST_SEQUENCES = 1 << 16  # the limit per step, because steps are recorded for each number
+MOST_SEQUENCES = 1 << 16  # per step; CUDA graphs are recorded for sizes up to this
 
 _MOST_SAMPLES = 10_000_000  # per file, because a file that is continued is read whole
 

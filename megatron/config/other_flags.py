@@ -51,7 +51,7 @@ class OldFlag:
         era: The versions that had it.
         now: What it is called today, for the documentation.
         becomes: Today's flags, each with the words of its value, where `*` stands for the words of
-            the old flag. With `unless`, a flag is left out if one of the flags in it is given.
+            the old flag. An entry with `unless` is left out if any flag listed there is given.
         program: The program that takes it, identified by its file and by one of its flags. If
             empty, all programs take it.
     """

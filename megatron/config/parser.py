@@ -137,8 +137,8 @@ def parse_config(
             override flags.
 
     Raises:
-        ConfigError: The command line, the YAML file or the resulting run is mistaken. The error
-            lists all mistakes.
+        ConfigError: The command line, the YAML file or the resulting run has mistakes. The error
+            lists all of them.
     """
     find_start = program.find_start
     help_if_asked(program.name, program.extra, trains=find_start is None, argv=words)

@@ -12,7 +12,7 @@ from megatron.config.data import DataOptions
 from megatron.config.run import RunOptions, flatten, with_values
 
 # Fields that are derived again if a flag changes what they follow from (`forget_derived`). The
-# global batch size is not among them: once a run has one, it keeps it.
+# global batch size is not among them: a run keeps the one it has.
 _FOLLOWING = (
     "model.decoder_num_layers",
     "model.kv_channels",

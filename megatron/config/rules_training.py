@@ -258,7 +258,7 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each text that is not UTF-8. Indexes, logs and safetensors need that.
+    """Yield an error for each text that is not UTF-8, as indexes, logs and safetensors require.
 
     For checkpoints, the whole path must be UTF-8, because safetensors opens it.
     """

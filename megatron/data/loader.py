@@ -127,7 +127,7 @@ class CyclicSampler(_Sampler):
             return self.rank * share + torch.randperm(share, generator=generator)
         whole = self.total_samples - self.total_samples % self.micro_batch
         order = torch.randperm(whole, generator=generator)
-        # Megatron distributes the rest too, which gives some processes one micro-batch more.
+        # Megatron distributes the remainder too, which gives some processes one more micro-batch.
         return order[: self.epoch_samples][self.rank :: self.size]
 
 
@@ -189,7 +189,7 @@ def build_loader(
 def lost_workers() -> Iterator[None]:
     """Report a killed worker as a `ShortageError`.
 
-    PyTorch raises its error in the main thread, at whatever point that has reached.
+    PyTorch raises its error in the main thread, wherever that thread happens to be.
 
     Raises:
         ShortageError: A worker has ended. It replaces PyTorch's RuntimeError.

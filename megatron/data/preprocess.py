@@ -328,7 +328,7 @@ def map_in_order(
         reader  ->  a pipe per worker  ->  workers  ->  a pipe per worker  ->  this process
 
     Every wait is a wait on a pipe, and a process that ends, for whatever reason, closes its pipes.
-    So no failure of a part can leave the others waiting, which a thread's failure could. A full
+    So if one process fails, the others do not wait forever, as threads might. A full
     pipe stops its writer, so neither tasks nor results accumulate. If processes cannot be forked,
     `function` and `tasks` are pickled. No task may be `None`.
 
@@ -470,7 +470,8 @@ def _deal_out(
         if os.getppid() != parent:
             os._exit(1)
 
-    # Reading may wait for good, for example for a FIFO, while only a pipe tells of a killed parent.
+    # Reading may block forever, for example on a FIFO; only a pipe shows that the parent was
+    # killed.
     signal.signal(signal.SIGALRM, end_with_parent)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)
     turns = itertools.cycle(workers)

@@ -69,7 +69,7 @@ class DocumentSentences(NamedTuple):
     lengths: NDArray[np.int32]
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return whether samples of at least `min_sentences` come from each document, `[D]`.
+        """Return which documents can give samples of at least `min_sentences` sentences, `[D]`.
 
         A document must have that many sentences. If it has several, none may exceed 512 tokens.
         """

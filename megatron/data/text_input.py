@@ -5,7 +5,7 @@ lines file, a block only says where its lines are, so that the process that pars
 reads them.
 
 Memory is bounded whatever a file holds: a line that is longer than the caller allows is never read
-or unpacked as a whole. It becomes a block of its own without text, which `parse_block` reports.
+or decompressed as a whole. It becomes a block of its own without text, which `parse_block` reports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TextBlock(NamedTuple):
 
     Attributes:
         path: The file.
-        offset: The number of bytes of (unpacked) text before the block.
+        offset: The number of bytes of (decompressed) text before the block.
         size: The number of bytes in the block.
         done: The number of bytes of the file on disk up to the block's end, for progress.
         data: The lines, or `None` if they are to be read from the file at `offset`.

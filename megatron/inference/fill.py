@@ -148,7 +148,7 @@ def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> 
     Args:
         folder: Folder of checkpoints.
         device: Device to run on.
-        allow_foreign: Accept files of other users (--allow-foreign-checkpoints).
+        allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another kind of model.

@@ -153,7 +153,7 @@ def open_existing(
         step: Iteration to open (--ckpt-step). `None` opens the newest.
         verify: Whether to check the checkpoint's files.
         layout: Layout of the processes that open it together.
-        allow_foreign: Whether to accept files of other users (--allow-foreign-checkpoints).
+        allow_foreign: Whether to accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
@@ -173,8 +173,8 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
     left out, because it is an approximation that speeds up training, and the weights have 16 bits.
     Settings for how that run started, or how it computed on its device, are left out too, because
-    this device may be a different one. Experts have no capacity: a token that they dropped would
-    depend on the tokens beside it.
+    this device may be a different one. Experts have no capacity limit, because which tokens it
+    drops depends on the rest of the batch.
 
     Args:
         reader: Reader of the checkpoint.

@@ -3,8 +3,8 @@
 A step has a budget of tokens. Sequences that need only their next token come first, then prompts
 that have begun, then new prompts in the order of their arrival. A prompt that does not fit is cut
 into chunks. A prompt that begins like another one in the same step waits for the next step, so that
-it can share the other's blocks. If blocks run out, the sequence that began last gives up its own
-and is computed again later.
+it can share the other's blocks. If blocks run out, the sequence that began last is preempted: it
+gives up its blocks and is computed again later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Non-linearities of the MLP, with the bias of the projection before them.
 
 Each is implemented with PyTorch's operations. Some also have a CUDA kernel (`fused_activation`)
-that adds the bias and applies the non-linearity; its backward recomputes both from the input.
+that adds the bias and applies the non-linearity; its backward pass recomputes both from the input.
 """
 
 from __future__ import annotations

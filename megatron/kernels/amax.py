@@ -2,9 +2,9 @@
 
 A cast to fp8 needs the amax of its tensor first. Finding it takes another pass over memory, unless
 the kernel that writes the tensor finds it on the way. A linear layer therefore owns two handovers
-(`Handovers`): one for the amax of its input, which its forward takes, and one for the amax of its
-output's gradient, which its backward takes. The kernel that writes such a tensor is given the
-handover and leaves the amax there:
+(`Handovers`): one for the amax of its input, which its forward pass takes, and one for the amax of
+its output's gradient, which its backward pass takes. The kernel that writes such a tensor is given
+the handover and leaves the amax there:
 
     normalization       forward: for the layer that reads it; backward: for the layer before it
     activation          forward: for the second matrix of the MLP; backward: for the first

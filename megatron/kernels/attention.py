@@ -48,7 +48,7 @@ _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
 _LARGEST_FLASH_HEAD = 128  # that the package's kernels take on all of its GPUs
-_WITHOUT_DETERMINISM = (12, 0)  # GPUs for which the package has no repeatable backward pass
+_WITHOUT_DETERMINISM = (12, 0)  # GPUs for which the package has no deterministic backward pass
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ class FlashPackage(NamedTuple):
 def find_flash_package(device: torch.device) -> FlashPackage | None:
     """Return the package if it is installed and has kernels for the device.
 
-    With --deterministic-mode, its kernels must be repeatable.
+    With --deterministic-mode, its kernels must be deterministic.
     """
     capability = Device(device).capability
     if capability < (9, 0):

@@ -80,7 +80,7 @@ def test_a_missing_or_linked_shard_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
         open_checkpoint(tmp_path)
     (path / SHARD).symlink_to(outside)
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(tmp_path)
 
 

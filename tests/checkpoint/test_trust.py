@@ -74,10 +74,10 @@ def test_of_megatron_s_files_none_is_waited_for(tmp_path, name):
     path = folder / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(tmp_path)
     if name == "complete":
-        with pytest.raises(CheckpointError, match="not a plain file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             is_as_listed(folder)
 
 

@@ -1,4 +1,4 @@
-"""Megatron Core's command line as settings of ours."""
+"""Convert Megatron Core's command line to our settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.arguments import legacy_config
 from megatron.errors import CheckpointError
 
-# Fields that give the weights another meaning, with the values that leave our networks as they are.
+# Fields that change what the weights mean, each with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "activation_func_clamp_value": (None,),
     "attention_output_gate": (False,),
@@ -35,7 +35,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
     Raises:
-        CheckpointError: The network has a part that ours lack.
+        CheckpointError: The network has a part that our networks lack.
     """
     for name, neutral in _NEUTRAL.items():
         if name in args and args[name] not in neutral:

@@ -30,7 +30,7 @@ from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError
 
 INDEX = ".metadata"
-_MAX_INSTRUCTIONS = 20_000_000  # a chunk takes 70; DeepSeek-V3 with its optimizer has 200,000
+_MAX_INSTRUCTIONS = 20_000_000  # 70 per chunk; DeepSeek-V3 with its optimizer has 200,000 chunks
 _MAX_DIMENSIONS = 6
 _MAX_BLOB_TREE = 1 << 16  # bytes of a chunk's pickle, which describes a single tensor
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
@@ -82,7 +82,7 @@ class Index:
 
         Args:
             folder: The checkpoint's folder.
-            allow_foreign: Accept files of other users.
+            allow_foreign: Accept files owned by other users.
 
         Raises:
             CheckpointError: A file is missing, damaged or refused, or contradicts another.
@@ -103,9 +103,9 @@ class Index:
             _check_places(folder / name, places, len(self._files[name]))
 
     def load(self, name: str, chunk: Chunk, *, verify: bool = False) -> torch.Tensor:
-        """Return the values of a chunk, over the mapped file.
+        """Return the values of a chunk, as a view of the mapped file.
 
-        They may begin at any byte of the file: copy them before computing with them.
+        The view may be misaligned, so copy it before computing with it.
 
         Args:
             name: The tensor's name.

@@ -1,9 +1,9 @@
-"""Megatron Core's parameter names, in their shapes on disk, and ours.
+"""Translate Megatron Core's parameter names on disk to ours.
 
 Layers that are all alike share a tensor whose first dimension counts them
 (`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each has its own
-(`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. Gate and
-up projection are one after the other in the rows of linear_fc1.
+(`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. The rows
+of linear_fc1 hold the gate projection, then the up projection.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OUTSIDE = {
     "decoder.final_layernorm.bias": "final_norm.bias",
     "output_layer.weight": "output.weight",
 }
-# Rows of gate and up, and the dimension of ours that tells them apart.
+# Parameters that hold gate and up, with the dimension of ours that tells the two apart.
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
@@ -58,15 +58,15 @@ _KINDS = {
 
 
 class OurName(NamedTuple):
-    """Our name of a tensor on disk.
+    """Our name for a tensor on disk.
 
     Attributes:
         prefix: "model." or "optimizer.".
-        parameter: Our name of the parameter in its layer, or outside layers.
+        parameter: Our name for the parameter, without the prefix and the layer.
         suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
-        layer: The number of its layer; `None` outside layers.
-        is_stacked: Whether the first dimension counts the layers, of which `layer` is the first.
-        gate_dim: The dimension of ours that tells gate and up apart, if the network has gates.
+        layer: The index of its layer; `None` outside layers.
+        is_stacked: Whether the first dimension counts the layers.
+        gate_dim: The dimension of our tensor that tells gate and up apart if the network has gates.
     """
 
     prefix: str
@@ -77,13 +77,13 @@ class OurName(NamedTuple):
     gate_dim: int | None = None
 
     def name(self, layer: int | None) -> str:
-        """Return our whole name."""
+        """Return our full name."""
         where = "" if layer is None else f"layers.{layer}."
         return f"{self.prefix}{where}{self.parameter}{self.suffix}"
 
 
 def is_of_optimizer(name: str) -> bool:
-    """Return whether a tensor of the file is a state of the optimizer."""
+    """Return whether a tensor of the file is an optimizer state."""
     return name.startswith(("optimizer.", "chained_"))
 
 

@@ -33,13 +33,13 @@ _MAX_FORMAT = 1 << 16  # bytes of metadata.json
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of ours is.
+    """Where one of our tensors is stored.
 
     Attributes:
         name: Megatron Core's name of the tensor that holds it.
-        layer: The index in that tensor's first dimension, or `None` if it is not of all layers.
-        gate_dim: The dimension of ours that tells gate and up apart; `None` if there are no gates.
-        shape: The shape of ours.
+        layer: The index in that tensor's first dimension, or `None` if it does not stack layers.
+        gate_dim: The dimension of our tensor that tells gate and up apart; `None` without gates.
+        shape: The shape of our tensor.
         chunks: The chunks that hold parts of it.
     """
 
@@ -67,9 +67,9 @@ class Source:
 
 
 class CoreReader(Reader):
-    """A checkpoint of Megatron Core's GPT in format `torch_dist` under our names.
+    """A checkpoint of Megatron Core's GPT in its `torch_dist` format, under our names.
 
-    `meta` holds what that of `LegacyReader` holds.
+    `meta` has the same keys as that of `LegacyReader`.
     """
 
     format = "core"
@@ -84,7 +84,7 @@ class CoreReader(Reader):
             world: The ranks that open it, each of which verifies its share.
             verify: Check that this rank's share of the chunks holds what the index says, with the
                 right CRCs.
-            allow_foreign: Accept files of other users.
+            allow_foreign: Accept files owned by other users.
 
         Raises:
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
@@ -162,7 +162,7 @@ class CoreReader(Reader):
                 raise CheckpointError(f"{path}: {key} is {shown}, and only {value!r} is supported")
 
     def _find_sources(self) -> tuple[dict[str, Source], bool]:
-        """Return where each tensor of ours is, and whether the optimizer's states are there."""
+        """Return where each of our tensors is stored, and whether there are optimizer states."""
         sources: dict[str, Source] = {}
         tensors = self._index.tensors
         places = {name: names.place_of(name) for name in tensors}
@@ -180,14 +180,14 @@ class CoreReader(Reader):
         return sources, has_states
 
     def _is_own_master(self, name: str) -> bool:
-        """Return whether the weight has 32 bits: then its master is a copy that we do not have."""
+        """Return whether the weight is fp32, in which case we keep no separate master copy."""
         weight = self._index.tensors.get(name.partition("fp32_param.")[2])
         return weight is not None and weight.dtype == torch.float32
 
     def _sources_in(
         self, name: str, stored: StoredTensor, place: names.OurName
     ) -> Iterator[tuple[str, Source]]:
-        """Yield the names and sources of a tensor on disk: one, or one for each layer."""
+        """Yield the name and source of each of our tensors that a tensor on disk holds."""
         shape, chunks = stored.shape, list(stored.chunks)
         if place.is_stacked:
             if not shape or shape[0] != self._layers:

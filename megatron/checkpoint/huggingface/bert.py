@@ -1,4 +1,4 @@
-"""BERT: an encoder with token types, a pooler and two heads, some of which files may lack.
+"""BERT: an encoder with token types, and a pooler and two heads that files may lack.
 
 BERT normalizes after each residual sum. Our BERT, with --apply-residual-connection-post-layernorm,
 normalizes before each half of a layer and continues from the normalized values: the sums and the

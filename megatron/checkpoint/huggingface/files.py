@@ -71,7 +71,7 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
 
     Args:
         folder: The folder.
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: There are no readable files, or the index names something other than plain
@@ -108,7 +108,7 @@ def companions(folder: Path, *, allow_foreign: bool = False) -> Iterator[tuple[s
 
     Args:
         folder: The model's folder.
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: A file is too large, leads out of the folder, or cannot be trusted.
@@ -137,7 +137,7 @@ def tokenizer_in(
     Args:
         folder: The folder.
         architecture: The kind of network (`ModelConfig.architecture`).
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: The tokenizer's settings cannot be read.

@@ -32,10 +32,10 @@ _QWEN = {
 
 @dataclass(frozen=True)
 class Mixtral(LlamaLike):
-    """A family whose layers are mixtures of SwiGLU experts, weighted by softmax over the chosen.
+    """A family whose layers are mixtures of SwiGLU experts, weighted by a softmax over the chosen.
 
     Attributes:
-        mixture: Each of our modules in a mixture with theirs. {} stands for an expert's index.
+        mixture: Each of our modules in a mixture, with Hugging Face's. {} is an expert's index.
         count: The key of config.json with the number of experts.
         other_count: The key that other versions of `transformers` use for it.
     """
@@ -158,7 +158,7 @@ class QwenMixture(Mixtral):
 
 
 def _read_pattern(settings: Settings, layers: int) -> str:
-    """Return the mixture layers as a value of --moe-layer-freq."""
+    """Return which layers are mixtures, as a value of --moe-layer-freq."""
     step = settings.size("decoder_sparse_step", 1)
     dense = {*settings.indices("mlp_only_layers", layers)}
     kinds = [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]

@@ -23,7 +23,7 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# Programs that multiply by all experts at once may save them so.
+# Names in files that store all experts of a layer in one tensor, which we do not read.
 _FUSED_EXPERTS = re.compile(r".*\.experts\.(?!\d+\.).*")
 # The first BERT files call the weight and bias of a normalization gamma and beta.
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -52,7 +52,7 @@ class _FileTensor:
 
 
 class HFReader(Reader):
-    """The safetensors of a known family under our names.
+    """A Hugging Face folder of a known family, with its tensors under our names.
 
     `meta` holds the network's configuration, lines for the user and a description of the folder.
 
@@ -68,11 +68,11 @@ class HFReader(Reader):
     iteration = 0
 
     def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
-        """Check every name, shape and type against config.json. Read no tensor.
+        """Check every name, shape and type against config.json, without reading any tensor.
 
         Args:
             path: The folder.
-            allow_foreign: Accept files of other users.
+            allow_foreign: Accept files owned by other users.
 
         Raises:
             CheckpointError: A tensor or key is missing, unknown or contradicts config.json.

@@ -35,8 +35,8 @@ class TensorForm(NamedTuple):
     """A conversion of several of their tensors to one of ours, and back.
 
     Attributes:
-        join: Function that returns our parameter from their tensors.
-        split: Function that returns their tensors from our parameter.
+        join: Function that makes our parameter from their tensors.
+        split: Function that makes their tensors from our parameter.
     """
 
     join: Callable[[Sequence[Tensor]], Tensor]
@@ -173,7 +173,7 @@ class Key(NamedTuple):
         field: Our name in `ModelConfig`.
         kind: The method of `Settings` that reads the value.
         default: The value if config.json lacks the key. None means that the key is required.
-        most: The largest value of a size.
+        most: The largest accepted value, if the value is a size.
     """
 
     key: str

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError
 
-MAX_BYTES = 1 << 20  # limit of a JSON file that describes a model; real ones have a few thousand
+MAX_BYTES = 1 << 20  # of a JSON file that describes a model; real ones have a few thousand
 # Larger than in any model, and small enough to compute with.
 MOST = 1 << 24
 MOST_LAYERS = 1 << 14
@@ -48,11 +48,11 @@ def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
 
     Args:
         path: The file, or a link to it.
-        allow_foreign: Accept a file of another user.
+        allow_foreign: Accept a file owned by another user.
 
     Raises:
         CheckpointError: The file is missing, too large, or does not hold a JSON object; or it
-            belongs to another user, or everybody may write to it.
+            belongs to another user, or is world-writable.
     """
     try:
         with open_trusted(path, allow_foreign=allow_foreign, follows=True) as file:
@@ -131,7 +131,7 @@ class Settings:
         return value
 
     def indices(self, key: str, end: int) -> list[int]:
-        """Take a list of integers from 0 to below `end`, or an empty list if the key is absent."""
+        """Take a list of integers in [0, `end`), or an empty list if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < end for i in value):
             raise self.error(key, f"expected a list of integers from 0 to below {end}")

@@ -66,8 +66,8 @@ def _scalar(value: Any) -> Json:
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings, other than those of the network, that a model needs to run.
 
-    They are grouped by section of `RunOptions`. The tokenizer's files have the paths that the run
-    gave them; they may have been moved since.
+    They are grouped by section of `RunOptions`. Paths of tokenizer files are those that the run
+    used; the files may have been moved since.
     """
     sections = {
         section: {name: args[name] for name in names if args.get(name) is not None}

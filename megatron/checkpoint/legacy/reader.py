@@ -65,7 +65,7 @@ class LegacyReader(Reader):
             path: The checkpoint's folder.
             world: The ranks that open it, each of which verifies its share.
             verify: Check the CRCs of this rank's share of the files.
-            allow_foreign: Accept files of other users.
+            allow_foreign: Accept files owned by other users.
 
         Raises:
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.

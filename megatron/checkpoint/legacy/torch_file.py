@@ -80,12 +80,12 @@ class TorchZip:
 
         Args:
             path: The file.
-            allow_foreign: Accept a file of another user.
+            allow_foreign: Accept a file owned by another user.
             window: The bytes of the contained file, if `path` has been opened before.
 
         Raises:
-            CheckpointError: The file is not one of torch.save, is truncated or compressed, or has
-                record names that lead out of it.
+            CheckpointError: The file was not written by torch.save, is truncated or compressed, or
+                has record names that lead out of it.
         """
         self.path = path
         try:
@@ -319,7 +319,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
 
     Args:
         path: The folder.
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: The grid is incomplete, or a file is damaged or refused, or its kind is not
@@ -355,7 +355,7 @@ def open_distributed(file: RankFile, *, allow_foreign: bool = False) -> RankFile
 
     Args:
         file: The rank's other file.
-        allow_foreign: Accept a file of another user.
+        allow_foreign: Accept a file owned by another user.
 
     Raises:
         CheckpointError: The file is damaged or refused.
@@ -373,7 +373,7 @@ def states_beside(path: Path) -> Iterator[Path]:
 
 def _open(path: Path, allow_foreign: bool) -> tuple[TorchZip, Mapping[str, Any]]:
     if path.is_symlink() or not path.is_file():
-        raise CheckpointError(f"{path}: missing, or not a plain file")
+        raise CheckpointError(f"{path}: missing, or not a regular file")
     archive = TorchZip(path, allow_foreign=allow_foreign)
     archive.check("data.pkl")
     tree = read_pickle(bytes(archive.record("data.pkl")), str(path))

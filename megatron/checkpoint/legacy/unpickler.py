@@ -8,8 +8,8 @@ nothing that a file names is imported or called.
 A hostile file cannot hang or crash the reader either. The work is bounded: bytes, instructions, the
 sizes of integers, and the items that calls copy. Dict keys are strings and small integers, or flat
 tuples of them, because hashing nested tuples takes time exponential in their depth. A finished tree
-is neither endless nor deep, nor larger than its file when code walks it (shared parts could make it
-so). So code that walks the tree may use recursion.
+contains no cycle, and its depth and its number of values are limited, counting a shared part each
+time it occurs. So code that walks the tree may use recursion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
-MAX_INSTRUCTIONS = 2_000_000  # takes about five seconds; a tensor takes about 60
+MAX_INSTRUCTIONS = 2_000_000  # these take about five seconds; a tensor needs about 60
 MAX_INTEGER_BITS = 128  # random states hold up to 64
 MAX_ITEMS = 8_000_000  # values in the tree, counting a shared part each time it occurs
 MAX_DEPTH = 100
@@ -348,7 +348,7 @@ def _storage(reference: Any) -> StorageRef:
 
 
 def _check_extent(tree: Any) -> None:
-    """Refuse a tree that contains itself, or is too deep or too large when it is walked."""
+    """Refuse a tree with a cycle, or one that is too deep or too large to walk."""
     extents: dict[int, tuple[int, int]] = {}  # depth and number of values of each container
     entered: set[int] = set()
     waiting = [tree]

@@ -53,7 +53,7 @@ class MegatronRequest(BaseModel):
         add_BOS: Put the end-of-document token before each prompt.
         stop_on_double_eol: End an answer after an empty line.
         stop_on_eol: End an answer after a line.
-        prevent_newline_after_colon: Never choose a new line right after a colon.
+        prevent_newline_after_colon: Never choose a newline right after a colon.
         random_seed: Seed for sampling. The same seed gives the same answers.
         no_log: Do not write this request to the server's log, even under --log-requests.
         beam_width: Number of beams. A beam search returns this many best answers instead of

@@ -352,7 +352,7 @@ def test_a_link_to_a_file_elsewhere_is_refused(tmp_path):
     path = write(tmp_path, Form(), whole_model()) / "mp_rank_00" / "model_optim_rng.pt"
     path.rename(tmp_path / "elsewhere.pt")
     path.symlink_to(tmp_path / "elsewhere.pt")
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(tmp_path)
 
 
