@@ -95,7 +95,7 @@ def prepare_wikitext(
 
 
 def count_words(text: str) -> int:
-    """Count the words, which white space separates, and the ends of lines."""
+    """Count the words, which whitespace separates, and the ends of lines."""
     return len(text.split()) + text.count("\n")
 
 

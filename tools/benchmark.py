@@ -5,7 +5,7 @@ r"""Measure pretraining: the real entry script with data loading, optimizer and 
         -- --overlap-grad-reduce --overlap-param-gather
     python tools/benchmark.py --workload S --compare HEAD~1
 
-Prints speed, memory, start-up time, a breakdown of a step, and what this machine could do at the
+It prints speed, memory, start-up time, a breakdown of a step, and what this machine could do at the
 workload's shapes, and writes the same as JSON to --output. Words after -- go to pretrain_gpt.py.
 """
 

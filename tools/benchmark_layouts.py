@@ -4,8 +4,9 @@ r"""Train one model in many layouts for a few iterations each, and write a table
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --out table.md
 
 Every row is a run of `torchrun pretrain_gpt.py` with the flags that the table shows. Layouts that
-need more GPUs than are present are skipped by name. A failed run leaves its error in its row. Each
-row is written as soon as its run ends. Flags after `--` go to every run and override its own.
+need more GPUs than are present are skipped, which their rows say. A failed run leaves its error in
+its row. Each row is written as soon as its run ends. Flags after `--` go to every run and override
+its own.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ messages (docs/tensor-parallelism.md).
 
     torchrun --nproc-per-node 2 tools/benchmark_overlap.py
 
-Prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B. They
-take minutes on a CPU, so try it there with --tokens 64 --hidden-size 32 --qkv-size 48
+It prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B.
+They take minutes on a CPU, so try it there with --tokens 64 --hidden-size 32 --qkv-size 48
 --ffn-hidden-size 64 --rounds 1. PyTorch's own fused operations are included on GPUs.
 """
 

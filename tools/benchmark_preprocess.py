@@ -3,8 +3,8 @@ r"""Measure tools/preprocess_data.py: end to end, including process start, and e
     python tools/benchmark_preprocess.py --vocab-file vocab.json --merge-file merges.txt \
         --text 100_english_novels.tar.xz
 
-cuts the text into documents of about 4 KB, 20.7 MB in total, and encodes them with GPT-2's BPE.
-Without --text it uses the source of Python's standard library.
+This cuts the text into documents of about 4 KB, 20.7 MB in total, and encodes them with GPT-2's
+BPE. Without --text it uses the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _measure_encoding(options: argparse.Namespace, corpus: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 no text."""
+    """Run the tool and return its exit code: 0 success, 6 no text."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

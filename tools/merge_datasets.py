@@ -3,8 +3,8 @@
     python tools/merge_datasets.py --input shards --output-prefix whole
     python tools/merge_datasets.py --datasets a_text_document b_text_document --output-prefix whole
 
-writes whole.bin and whole.idx. All datasets must be from the same tokenizer and have ids of the
-same type. tools/convert_dataset.py splits a dataset again.
+This writes whole.bin and whole.idx. All datasets must be from the same tokenizer and have ids of
+the same type. tools/convert_dataset.py splits a dataset again.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 bad storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

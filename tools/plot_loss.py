@@ -59,8 +59,8 @@ def read_metrics(path: Path) -> tuple[Points, Points]:
 def smoothed(points: Points) -> Points:
     """Smooth a curve without a lag: fit a straight line around each point.
 
-    Each value comes from the least-squares line through the points on both sides of it. They are
-    about 7% of the curve, and fewer at the ends. A curve that falls steadily is therefore not
+    Each value comes from the least-squares line through the points on both sides of it. These are
+    about 7% of all points, and fewer at the ends. A curve that falls steadily is therefore not
     shifted, whereas a running average would lie above it.
     """
     import numpy as np

@@ -4,7 +4,7 @@ r"""Turn text (JSON lines, parquet) into the `.bin`/`.idx` files that training r
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --append-eod
 
-writes corpus_text_document.bin and corpus_text_document.idx.
+This writes corpus_text_document.bin and corpus_text_document.idx.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-newlines",
         action="store_true",
-        help="With --split-sentences, keep the white space between sentences.",
+        help="With --split-sentences, keep the whitespace between sentences.",
     )
     group.add_argument(
         "--lang", default="english", help="Language of NLTK's Punkt (default: english)."
@@ -330,7 +330,7 @@ class _Progress:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code.
 
-    0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted.
+    0 success, 6 bad data, 8 bad storage, 9 bad flags, 130 or 143 interrupted.
     """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

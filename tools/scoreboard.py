@@ -3,8 +3,8 @@
     python tools/scoreboard.py --out docs/reliability.md
     python tools/scoreboard.py --out docs/reliability.md --rows 2 3
 
-Each row really kills processes, fills disks, damages files or attacks, in forked processes, and
-counts how often the promise held. The table names the seeds of the random choices. The rows are
+Each row really kills processes, fills disks, damages files or mounts attacks, in forked processes,
+and counts how often the promise held. The table names the seeds of the random choices. The rows are
 those of `tests/reliability/scoreboard`; the tests try them fewer times.
 """
 

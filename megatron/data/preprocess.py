@@ -62,7 +62,7 @@ class SentenceSplitter(NamedTuple):
 
     Attributes:
         punkt: An NLTK Punkt tokenizer.
-        keep_newlines: Whether a sentence keeps the white space after it.
+        keep_newlines: Whether a sentence keeps the whitespace after it.
     """
 
     punkt: Any

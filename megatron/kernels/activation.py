@@ -138,7 +138,8 @@ def activation_forward(
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
         kind: The value in `KINDS` for the formula.
-        handovers: The places for the amaxes of the result and, in backward, of the gradient of x.
+        handovers: The places for the amaxes of the result and, in the backward pass, of the
+            gradient of x.
 
     Returns:
         The result [..., f].

@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 
 class BuildError(Exception):
-    """An error in building the library. The message is one line that states cause and remedy."""
+    """An error in building the library. The message states the cause and the remedy in one line."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _make(compiler: Compiler, architecture: str, stem: Path, say: Say) -> Path:
 def keep(made: Path, stem: Path) -> Path:
     """Rename a library to `stem` with its digest appended, and return its path.
 
-    Nobody ever sees half a library, even if the machine goes down.
+    Nobody ever sees a partial library, even if the machine crashes.
     """
     with made.open("rb") as file:
         kept = stem.with_name(f"{stem.name}-{_digest_of(file)}.so")
@@ -346,7 +346,7 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
 def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
     """Hold the lock file while the body runs.
 
-    On a file system without locks, go on without it: files are renamed into place, so building
+    On a file system without locks, continue without it: files are renamed into place, so building
     twice wastes time but does no harm.
     """
     import fcntl

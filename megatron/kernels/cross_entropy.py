@@ -60,8 +60,8 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 
     Args:
         library: Compiled kernels.
-        in_16_bits: Whether to compute exponentials in the logits' own format, which is always done
-            in plain PyTorch.
+        in_16_bits: Whether to compute exponentials in the logits' own format. If so, plain PyTorch
+            is chosen.
     """
     if in_16_bits:
         return CrossEntropy(

@@ -50,7 +50,7 @@ def bias_dropout_add(
 def fused_bias_dropout_add(
     library: KernelLibrary, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias), using one kernel. Its backward redraws the mask.
+    """Return residual + dropout(x + bias), with one kernel. Its backward pass redraws the mask.
 
     The seed comes from the device's default generator and stays on the device, so that the host
     never waits. The probability is rounded to 1/65536. PyTorch's operations handle sizes that the

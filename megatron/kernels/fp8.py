@@ -3,8 +3,8 @@
 The transposed copies serve the other two products of a linear layer. A cast turns a tensor x into
 values x * (largest fp8 value / amax), which saturate, and the inverse scale that restores x, as
 `torch._scaled_mm` takes them. The amax is the largest magnitude of the tensor itself (current
-scaling) or of earlier tensors (delayed scaling); with an earlier amax, the cast measures the tensor
-while it reads it. Sizes are multiples of 16, as fp8 products require.
+scaling) or of earlier tensors (delayed scaling). With delayed scaling, the cast also measures the
+tensor as it reads it. Sizes are multiples of 16, as fp8 products require.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) 
     Args:
         x: The tokens.
         grouping: The rows of the tokens.
-        library: Compiled kernels, for the sum in backward; `None` means PyTorch's operations.
+        library: Compiled kernels, for the sum in the backward pass; `None` means PyTorch's
+            operations.
     """
     rows: Tensor = _Spread.apply(x, grouping, library)
     return rows

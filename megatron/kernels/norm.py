@@ -137,8 +137,8 @@ def add_norm_forward(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: The places for the amaxes of the normalized sum and, in backward, of delta's
-            gradient.
+        handovers: The places for the amaxes of the normalized sum and, in the backward pass, of
+            delta's gradient.
 
     Returns:
         The sum (`None` without a delta), its normalization, and the moments of each row, fp32:

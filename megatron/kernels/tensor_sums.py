@@ -69,7 +69,7 @@ def choose_tensor_sums(
     *,
     counts: bool = True,
 ) -> Sums:
-    """Choose how to compute (sum of squares, number of nonzero elements), repeatably: fp64 [2].
+    """Choose a deterministic way to compute (sum of squares, number of nonzeros), fp64 [2].
 
     Args:
         tensors: Contiguous tensors that do not move.

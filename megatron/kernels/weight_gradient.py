@@ -46,14 +46,14 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
 
 
 def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> EmbeddingGradient:
-    """Choose how to add grad[i] to into[entries[i]] in fp32, with bitwise repeatable results."""
+    """Choose how to add grad[i] to into[entries[i]] in fp32, with bitwise reproducible results."""
     if library is None or hidden % WIDTH:
         return embedding_gradient_reference
     return partial(embedding_gradient, library)
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add in PyTorch. This is repeatable on a GPU too, where entries are added in sorted order."""
+    """Add in PyTorch. This is deterministic on a GPU too, which adds entries in sorted order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

@@ -6,7 +6,7 @@
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     norm, position_bias   normalizations; T5's relative positions
     embedding, head       embeddings before the layers; output and loss after them
-    recompute             recomputation of activations in backward
+    recompute             recomputation of activations in the backward pass
     build                 builders of the model that a run's flags describe
     arithmetic            parameters, FLOPs and activations counted from a plan
 

@@ -39,7 +39,7 @@ def count_parameters(plan: ModelPlan) -> int:
 
 
 def count_active_parameters(plan: ModelPlan) -> int:
-    """Count the parameters that a token uses: of a mixture's experts only those chosen for it."""
+    """Count the parameters that a token uses: of a mixture's experts, only those chosen for it."""
     idle = 0
     for layer in plan.layers:
         if isinstance(layer.mlp, MixturePlan):
@@ -145,7 +145,7 @@ def head_activations(plan: ModelPlan, batch: MicroBatch) -> int:
 
 
 def flops_per_token(plan: ModelPlan, seq_length: int, decoder_seq_length: int | None = None) -> int:
-    """Count the floating-point operations of forward and backward for one token.
+    """Count the floating-point operations of the forward and backward passes for one token.
 
     For GPT this is 6 x (parameters in matrix products: layers and output layer, not the input
     embedding) + 6 x layers x sequence x query size (causal attention: half of the square). BERT

@@ -58,7 +58,8 @@ class AttentionCore(nn.Module):
         plan: The record of the attention that contains it.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
-        recompute: Whether to recompute the core in backward instead of keeping its intermediates.
+        recompute: Whether to recompute the core in the backward pass instead of keeping its
+            intermediates.
         site: Name that distinguishes its dropout from that of the layer's other core.
     """
 
@@ -118,7 +119,7 @@ class SelfAttention(nn.Module):
         plan: The record of its sizes.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the core in backward instead of keeping its
+        recompute_core: Whether to recompute the core in the backward pass instead of keeping its
             intermediates.
     """
 
@@ -264,7 +265,7 @@ class CrossAttention(nn.Module):
         plan: The record of its sizes; every head has its own key and value.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the core in backward instead of keeping its
+        recompute_core: Whether to recompute the core in the backward pass instead of keeping its
             intermediates.
     """
 

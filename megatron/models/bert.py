@@ -68,7 +68,7 @@ class BertModel(Network):
         context: Layout, device, kernels and number formats.
         part: The layers that this process holds, and whether it has the embedding and the heads;
             `None` builds the whole model.
-        recompute: Activations to recompute in backward; `None` keeps all of them.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Classifier(Linear):
 
     @staticmethod
     def flops(plan: ClassifierPlan, length: int) -> int:
-        """Count the operations of forward and backward for one vector per sequence."""
+        """Count the operations of the forward and backward passes for one vector per sequence."""
         return 6 * plan.outputs * plan.hidden
 
     @staticmethod
@@ -239,7 +239,7 @@ class MaskedTokenHead(nn.Module):
 
     @staticmethod
     def flops(plan: MaskedTokenPlan, length: int) -> int:
-        """Count the operations of forward and backward for a sequence."""
+        """Count the operations of the forward and backward passes for a sequence."""
         return 6 * length * plan.hidden * plan.hidden
 
     @staticmethod
@@ -265,7 +265,7 @@ class BertChooser(BertModel):
         context: Layout, device, kernels and number formats.
         part: The layers that this process holds, and whether it has the embedding and the heads;
             `None` builds the whole model.
-        recompute: Activations to recompute in backward; `None` keeps all of them.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
         head_name: Megatron's name for the head (HEAD): "classification_head" or "multichoice_head".
     """
 

@@ -45,7 +45,7 @@ class Sublayer(Protocol):
         ...
 
     def work(self, plan: Any, length: int, encoder_length: int, /) -> Work:
-        """Count the operations of forward and backward for a sequence of `length` tokens."""
+        """Count the operations of the forward and backward passes for `length` tokens."""
         ...
 
     def activation_bytes(self, plan: Any, batch: MicroBatch, /) -> int:
@@ -81,8 +81,8 @@ class Block(nn.Module):
         plan: The record of the layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the attention core in backward instead of keeping its
-            intermediates.
+        recompute_core: Whether to recompute the attention core in the backward pass instead of
+            keeping its intermediates.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class Block(nn.Module):
 
     @staticmethod
     def work(plan: LayerPlan, length: int, encoder_length: int = 0) -> Work:
-        """Count the operations of forward and backward for one sample."""
+        """Count the operations of the forward and backward passes for one sample."""
         each = [class_of(part).work(part, length, encoder_length) for part in plan.sublayers]
         return Work(sum(work.products for work in each), sum(work.scores for work in each))
 
     @staticmethod
     def activation_bytes(plan: LayerPlan, batch: MicroBatch) -> int:
-        """Count the bytes kept for backward, including input and output of each normalization."""
+        """Count the bytes kept for the backward pass, including those of the normalizations."""
         # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
         around = entry * (batch.tokens * plan.mixer.hidden // batch.sequence)
@@ -201,7 +201,7 @@ class LayerStack(nn.ModuleDict):
         context: Layout, device, kernels and number formats.
         layers: Indices, from 0, of the layers that this process holds.
         numbered_after: Number of the model's layers before this stack (an encoder's).
-        recompute: Activations to recompute in backward; `None` keeps all of them.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ def run_context(
         device: Device on which the model runs.
         exchange: Exchange that overlaps tensor-parallel communication with matrix products; `None`
             if overlap is off.
-        weight_gradients: Queue in which backward leaves weight gradients for later; `None` computes
-            them at once.
+        weight_gradients: Queue in which the backward pass leaves weight gradients for later; `None`
+            computes them at once.
         registry: Registry in which layers announce what they will need; `None` creates a new one.
     """
     parallel, numbers = config.parallel, config.precision

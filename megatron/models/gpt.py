@@ -28,7 +28,7 @@ class GPTModel(Network):
         context: Layout, device, kernels and number formats.
         part: The layers that this process holds, and whether it has the embedding and the heads;
             `None` builds the whole model.
-        recompute: Activations to recompute in backward; `None` keeps all of them.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 
     def __init__(

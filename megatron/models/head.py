@@ -70,19 +70,19 @@ class Output(nn.Module):
 
     @staticmethod
     def flops(plan: OutputPlan, length: int) -> int:
-        """Count the operations of forward and backward for a sequence."""
+        """Count the operations of the forward and backward passes for a sequence."""
         return 6 * length * plan.vocabulary * plan.hidden
 
     @staticmethod
     def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
-        """Count the bytes that the logits of all losses occupy until backward.
+        """Count the bytes that the logits of all losses occupy until the backward pass.
 
         Their gradients reuse these bytes.
         """
         rows = plan.vocabulary // batch.tensor
         if not batch.chunked_loss:
             return batch.losses * batch.width * batch.tokens * rows
-        # One chunk of logits at a time, and the gradients until backward.
+        # One chunk of logits at a time, and the gradients until the backward pass.
         gradients = plan.hidden * (4 * rows + batch.width * batch.tokens)
         logits = min(batch.tokens * rows, CHUNK_LOGITS)
         return batch.width * logits + batch.losses * gradients

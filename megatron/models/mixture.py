@@ -62,7 +62,7 @@ class Mixture(nn.Module):
     def matrices(plan: MixturePlan, split: WeightSplit) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of each weight matrix on one process.
 
-        The matrices of all its experts lie below each other.
+        The matrices of all its experts are stacked.
         """
         held = plan.router.experts // split.expert
         each = MLP.matrices(plan.expert, split.of_experts)
@@ -102,11 +102,12 @@ class Mixture(nn.Module):
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
         """Count the bytes of the scores, and of each row's input, activation and output.
 
-        As many rows arrive as this process sends, if all experts get equally many.
+        This assumes that all experts get equally many rows, so that a process receives as many rows
+        as it sends.
         """
         router = plan.router
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
-        # Each of the ranks that split an expert has the rows of all of them.
+        # Each of the ranks that split an expert has the rows of all these ranks.
         rows = batch.tokens * batch.expert_tensor // batch.tensor
         elements = (plan.expert.up + plan.expert.inner) // batch.expert_tensor + 2 * plan.hidden
         shared = 0 if plan.shared is None else MLP.activation_bytes(plan.shared, batch)
@@ -198,13 +199,13 @@ class Experts(nn.Module):
 class ExpertLinear(nn.Module):
     """A linear layer for each expert, y = x W^T + b on the expert's rows.
 
-    Of a bias of outputs that expert tensor ranks add up, each rank adds an equal share: so the bias
-    has a gradient on every rank, and all send their buckets in one order.
+    If expert tensor ranks sum their outputs, each rank adds an equal share of the bias. The bias
+    then has a gradient on every rank, and all ranks send their buckets in the same order.
 
     Args:
         shape: Shape of all weights: experts, outputs (or parts and outputs of a part), inputs.
         context: Layout, device, kernels and number formats.
-        split_dim: The dimension that expert tensor ranks share.
+        split_dim: The dimension that is split over expert tensor ranks.
         init: Distribution of the initial weights.
         bias: Whether each expert has a bias.
     """
@@ -252,7 +253,8 @@ class ExpertLinear(nn.Module):
         out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._form, owner)
         if self.bias is None:
             return out
-        # Rows without an expert take zeros: their gradients, which may be any values, go nowhere.
+        # Rows without an expert take a row of zeros, so their gradients, which may be any values,
+        # are dropped.
         biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
         if self._bias_share < 1:
             biases = biases * self._bias_share

@@ -28,7 +28,7 @@ class Stream(NamedTuple):
         update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
             model, and if dropout has added it already.
         handover: The place for the amax of the update's gradient, which the layer that computed the
-            update takes in backward; `None` if that layer does not need it.
+            update takes in the backward pass; `None` if that layer does not need it.
     """
 
     residual: Tensor

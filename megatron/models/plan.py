@@ -40,7 +40,7 @@ LANGUAGE_MODEL_HEAD = HeadSpec()
 
 
 class Work(NamedTuple):
-    """Floating-point operations of forward and backward for one sample.
+    """Floating-point operations of the forward and backward passes for one sample.
 
     Attributes:
         products: Operations of matrix products with weights.
@@ -85,7 +85,7 @@ class MicroBatch:
         expert_tensor: Number of ranks that split each expert.
         context: Number of context-parallel ranks.
         width: Bytes per activation.
-        keeps_scores: Whether attention keeps every score for backward.
+        keeps_scores: Whether attention keeps every score for the backward pass.
         losses: Micro-batches whose losses are held until their backward pass.
         chunked_loss: Whether the loss is computed in chunks, so that it never holds all logits.
     """

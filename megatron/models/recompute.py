@@ -1,4 +1,4 @@
-"""Recomputation of activations in backward: the plan and its execution."""
+"""Recomputation of activations in the backward pass: the plan and its execution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The activations to recompute in backward, trading time for memory.
+    """The activations to recompute in the backward pass, trading time for memory.
 
     Attributes:
         granularity: "full" recomputes whole layers, "selective" the attention core of each layer.
@@ -94,10 +94,10 @@ def recompute(
     again: Callable[[], AbstractContextManager[None]] = nullcontext,
     stops_early: bool = True,
 ) -> Tensor:
-    """Return function(layers, x, *others), keeping only the arguments for backward.
+    """Return function(layers, x, *others), keeping only the arguments for the backward pass.
 
     Args:
-        function: The function to compute, and to recompute in backward.
+        function: The function to compute, and to recompute in the backward pass.
         layers: The first argument of the function.
         x: The second argument of the function, [s, b, h].
         *others: The other arguments of the function.

@@ -67,7 +67,8 @@ class Router(nn.Module):
             with split_region(self.layout.sequence, x.device, self.state.number, "router"):
                 noise = torch.empty_like(x).uniform_(1 - plan.jitter, 1 + plan.jitter)
             x = x * noise
-        # In fp64 the order of a sum hardly ever shows in fp32: text does not depend on its batch.
+        # After sums in fp64, their order hardly ever changes the fp32 result: text does not depend
+        # on its batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
         logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
         sequences, logits = logits.shape[1], logits.flatten(0, 1)
@@ -137,7 +138,7 @@ class Router(nn.Module):
         return (sums * hits).sum() * factor
 
     def _with_loss(self, x: Tensor, kind: str, coefficient: float, part: Tensor) -> Tensor:
-        """Return x; backward also differentiates the loss, of which this rank has a part."""
+        """Return x, whose backward pass also differentiates this rank's part of the loss."""
         layout = self.layout
         # Without sequence parallelism every tensor rank has the same part.
         self.state.add_loss(kind, part.detach() * layout.sequence.size / layout.tensor.size)
@@ -148,8 +149,8 @@ class Router(nn.Module):
 def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
     """Return scores [T, experts] with -inf outside each token's best groups.
 
-    A group is as good as the sum of its best scores, as many as a token takes from each of its
-    groups.
+    A group's score is the sum of its best experts' scores, as many as a token takes from each of
+    its groups.
     """
     groups = scores.unflatten(1, (plan.groups, -1))  # [T, groups, experts of a group]
     best_of_each = groups.topk(plan.chosen // plan.groups_chosen, dim=-1).values.sum(-1)
@@ -159,7 +160,7 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def capacity(tokens: int, plan: RouterPlan) -> int:
-    """Return the number of tokens that an expert keeps of a micro-batch on one rank."""
+    """Return how many tokens of a rank's micro-batch an expert keeps."""
     assert plan.capacity is not None
     return math.ceil(tokens * plan.chosen / plan.experts * plan.capacity)
 

@@ -95,7 +95,7 @@ class T5Model(Network):
         context: Layout, device, kernels and number formats.
         part: The layers that this process holds, with the decoder's counted after the encoder's,
             and whether it has the embedding and the head; `None` builds the whole model.
-        recompute: Activations to recompute in backward; `None` keeps all of them.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 
     def __init__(

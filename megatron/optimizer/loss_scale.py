@@ -1,8 +1,8 @@
 """The loss scale: constant, or dynamic for fp16.
 
-fp16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before backward, and
-the gradients are divided by it before the update. A scale is immutable: `update` returns the next
-one.
+fp16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before the backward
+pass, and the gradients are divided by it before the update. A scale is immutable: `update` returns
+the next one.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Optimizer:
             The input of `end_step`, fp64 [3] on the device.
         """
         if self._shared_weights is not None:
-            self._shared_weights.settle()  # gathers of modules that no forward has used since
+            self._shared_weights.settle()  # gathers of modules that no forward pass has used since
         scale = self.loss_scale if divisor is None else self.loss_scale * divisor
         norm, zeros, nonfinite = self._measure(scale)
         excess = torch.ones_like(norm)  # divisor that brings the norm down to the limit

@@ -98,8 +98,8 @@ class Schedules:
     Attributes:
         learning_rate: The schedule of the learning rate.
         weight_decay: The schedule of the weight decay.
-        decoupled: The schedule of the learning rate of word embeddings and output layer, with the
-            same warm-up and decay as the main one; `None` if it is not decoupled.
+        decoupled: The schedule of the learning rate of the word embeddings and the output layer,
+            with the same warm-up and decay as the main one; `None` if it is not decoupled.
     """
 
     learning_rate: LearningRateSchedule
@@ -170,7 +170,7 @@ class Schedules:
         """Return the schedules and their position under Megatron's `opt_param_scheduler` names.
 
         Values that Megatron does not save are included only if the run has them: WSD's decay, and
-        the learning rate of word embeddings and output layer.
+        the learning rate of the word embeddings and the output layer.
         """
         values = {
             key: getattr(getattr(self, part), field, None)
@@ -191,8 +191,8 @@ class Schedules:
         Raises:
             CheckpointError: Neither was chosen and the two differ; or the saved schedule is WSD and
                 neither the checkpoint nor the flags give its final decay; or it has a
-                learning rate for word embeddings and output layer, and the flags ask for none; or
-                it holds a value that no schedule has.
+                learning rate for the word embeddings and the output layer, and the flags ask for
+                none; or it holds a value that no schedule has.
         """
         given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}

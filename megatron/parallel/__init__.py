@@ -1,7 +1,7 @@
 """Placement of tensors, and communication between processes.
 
     layout               the grid of processes, as one of them sees it
-    collectives          communication, each operation with its backward
+    collectives          communication, each operation with its backward pass
     build                the context that a layer is built in: layout, device, kernels
     layers, linear       layers whose weights are split; `products` multiply for them
     registry             the needs that layers announce while a model is built

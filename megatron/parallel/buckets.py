@@ -4,9 +4,9 @@ A plan is pure data. It is computed from the names, shapes and traits of paramet
 tensor or process, and can be printed, compared and tested by itself. `gradients` and `weights`
 carry it out.
 
-Backward reaches the last layers first, so parameters lie in reverse order and a buffer fills front
-to back. A bucket holds neighboring parameters and is communicated as one message. If processes
-share the work of the update, each owns an equal part of every bucket, its shard.
+The backward pass reaches the last layers first, so parameters lie in reverse order and a buffer
+fills front to back. A bucket holds neighboring parameters and is communicated as one message. If
+processes share the work of the update, each owns an equal part of every bucket, its shard.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class ParameterTraits:
         gathered_in_8_bits: Whether updated weights are cast to fp8 before they are gathered.
         is_partial: Whether each tensor rank sees only a part of the sequence or some of the heads,
             so that the gradient must be added over the tensor axis before it is averaged.
-        is_tied: Whether a copy on another pipeline stage adds to the gradient after backward. The
-            parameter's bucket, and those after it, wait for that. In stage 2 the parameter has a
-            bucket of its own, so that both stages cut it at the same rows.
-        comes_first: In stage 2, whether backward reaches this tied parameter first. This is the
-            word embedding table if the output layer shares it, although it is the model's first
-            parameter.
+        is_tied: Whether a copy on another pipeline stage adds to the gradient after the backward
+            pass. The parameter's bucket, and those after it, wait for that. In stage 2 the
+            parameter has a bucket of its own, so that both stages cut it at the same rows.
+        comes_first: In stage 2, whether the backward pass reaches this tied parameter first. This
+            is the word embedding table if the output layer shares it, although it is the model's
+            first parameter.
         may_be_idle: Whether an iteration may bring no gradient (an idle expert, an unused adapter).
             Such parameters are kept apart and sent last, so that no other bucket waits for them.
         needs_whole: Whether the update needs the whole tensor on one process, not a shard of it.
@@ -135,7 +135,8 @@ class Bucket:
     Attributes:
         span: All elements of the bucket, padding included.
         members: Its parameters in the order of their slots.
-        waves: In stage 2, the operations, each of which adds to all of its gradients.
+        waves: In stage 2, the pipeline operations, each of which adds to all gradients of the
+            bucket.
     """
 
     span: Span
@@ -250,7 +251,7 @@ def plan_buckets(
             forced = {i for i, (a, b) in enumerate(pairwise(groups)) if a != b}
             if has_cast and not is_cast(first):
                 # Otherwise the first small vector would keep memory for the word embeddings'
-                # gradients allocated all through backward.
+                # gradients allocated all through the backward pass.
                 forced |= {i for i, p in enumerate(members[1:]) if p.elements >= limit}
         wire: WireFormat = "fp32" if first.dtype.itemsize == 4 else "16 bit"
         smallest = gradient_dtype.itemsize  # bytes per element
@@ -275,7 +276,7 @@ def plan_buckets(
         flats.append(
             FlatPlan(first.replica_axis, shards, first.dtype, gradient_dtype, wire, tuple(buckets))
         )
-    # Buckets are sent as backward completes them, whichever buffer they belong to.
+    # Buckets are sent as the backward pass completes them, whichever buffer they belong to.
     reached = {p.name: (p.may_be_idle, i) for i, p in enumerate(arranged)}
     places = [(i, j) for i, flat in enumerate(flats) for j in range(len(flat.buckets))]
 

@@ -90,8 +90,8 @@ class BuildContext:
         overlap: Whether to communicate while computing. The results are the same without it.
         exchange: The exchange through which split layers send rows, part by part, while they
             multiply; `None` puts collectives before and after the products.
-        weight_gradients: The queue in which backward leaves weight gradients for later; `None`
-            computes them at once.
+        weight_gradients: The queue in which the backward pass leaves weight gradients for later;
+            `None` computes them at once.
         registry: The registry where layers announce what they will need.
     """
 

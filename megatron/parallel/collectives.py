@@ -27,7 +27,7 @@ Collective = Callable[[Tensor, Axis], Tensor]
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum partial results over the axis: all-reduce in forward, identity in backward."""
+    """Sum partial results over the axis (forward: all-reduce; backward: identity)."""
     if axis.size == 1:
         return x
 
@@ -38,7 +38,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Pass x to a computation split over the axis: identity in forward, all-reduce in backward."""
+    """Pass x to a computation split over the axis (forward: identity; backward: all-reduce)."""
     if axis.size == 1:
         return x
 
@@ -49,14 +49,14 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows_to(x: Tensor, axis: Axis) -> Tensor:
-    """Join parts along dimension 0: all-gather in forward, reduce-scatter in backward."""
+    """Join parts along dimension 0 (forward: all-gather; backward: reduce-scatter)."""
     return x if axis.size == 1 else _Communicate.apply(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results and keep this rank's part of dimension 0.
 
-    Forward is a reduce-scatter, [s, ...] -> [s/t, ...]; backward is an all-gather.
+    The forward pass is a reduce-scatter, [s, ...] -> [s/t, ...], the backward pass an all-gather.
     """
     return x if axis.size == 1 else _Communicate.apply(x, axis, reduce_scatter, all_gather)
 
@@ -64,8 +64,8 @@ def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
     """Join parts along the last dimension for a computation that is split over the axis.
 
-    Forward is an all-gather; backward is a reduce-scatter, because every rank has a share of the
-    gradient.
+    The forward pass is an all-gather. The backward pass is a reduce-scatter, because every rank has
+    a share of the gradient.
     """
     if axis.size == 1:
         return x
@@ -98,7 +98,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
     """Send consecutive rows to each rank: [sum of sent, ...] -> [sum of received, ...].
 
-    Backward sends the gradients back.
+    The backward pass sends the gradients back.
 
     Args:
         x: The rows for rank 0, then those for rank 1, and so on.

@@ -43,8 +43,9 @@ def vocabulary_cross_entropy(
         labels: The labels [s, b], as ids in the whole vocabulary.
         axis: The tensor axis.
         form: The implementation, a kernel or plain PyTorch.
-        reuse_logits: Backward writes the gradient over the logits. In that case nothing else may
-            need them, and backward can run only once: autograd refuses any later use.
+        reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
+            else may need them, and the backward pass can run only once: autograd refuses any later
+            use.
 
     Returns:
         The losses [s, b] in fp32, equal on every rank.
@@ -120,10 +121,10 @@ def linear_cross_entropy(
 ) -> ChunkedLoss:
     """Return the cross entropy of x W^T + bias, computing only a few rows of logits at a time.
 
-    While a chunk of logits exists, forward computes from it everything that backward needs, namely
-    the gradients of sum(losses * loss_mask), so that no product is computed twice. Backward
-    multiplies them by that sum's own gradient, a single number. Only this sum can be
-    differentiated.
+    While a chunk of logits exists, the forward pass computes from it everything that the backward
+    pass needs, namely the gradients of sum(losses * loss_mask), so that no product is computed
+    twice. The backward pass multiplies them by that sum's own gradient, a single number. Only this
+    sum can be differentiated.
 
     Args:
         x: The input [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
@@ -213,8 +214,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return summing.wait(), weight_grad, bias_grad, None, None, None
 
 
-# The factor on gradients until backward; without it the small ones would be lost in 16 bits (fp16's
-# smallest is 6e-8, less than many a probability). A power of two changes no digit.
+# The factor on gradients until the backward pass; without it the small ones would be lost in 16
+# bits (fp16's smallest is 6e-8, less than many a probability). A power of two changes no digit.
 _UNIT = 1024.0
 
 

@@ -118,7 +118,8 @@ class _GroupUse:
         self._kept.clear()
 
 
-# Backward of a column-parallel layer opens two. With a third, the next use needs no barrier.
+# The backward pass of a column-parallel layer opens two. With a third, the next use needs no
+# barrier.
 SLOTS = 3
 
 

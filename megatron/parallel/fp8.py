@@ -218,9 +218,9 @@ class ArrivingWeight:
 class Fp8Products(Products):
     """Products in 8 bits of 16-bit tensors whose sizes are multiples of 16.
 
-    In forward, the hardware may keep fewer bits of its sums; in backward it may not. Casts are
-    shared: a weight is cast once per update, an input and a gradient once for both of their
-    products. A part of an input is cast before it is gathered, which halves the traffic.
+    In the forward pass, the hardware may keep fewer bits of its sums; in the backward pass it may
+    not. Casts are shared: a weight is cast once per update, an input and a gradient once for both
+    of their products. A part of an input is cast before it is gathered, which halves the traffic.
 
     Args:
         form: The formats.
@@ -262,11 +262,11 @@ class Fp8Products(Products):
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
-        """From now on, scale by the amaxes of earlier updates."""
+        """Scale by the amaxes of earlier updates from now on."""
         self.slots = slots
 
     def receive_weight(self, weight: ArrivingWeight) -> None:
-        """From now on, use the 8-bit weight that arrives."""
+        """Use the 8-bit weight that arrives from now on."""
         self.arriving = weight
 
     @property

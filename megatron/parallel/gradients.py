@@ -13,19 +13,19 @@ Parameter Models", 2020):
     stage 0  All-reduce. A process keeps all gradients: g bytes.
     stage 1  Reduce-scatter. A process keeps all gradients, but only its shard is averaged:
              g bytes.
-    stage 2  Reduce-scatter in the backward of every micro-batch. A process keeps its shard, g / d
-             bytes, and at most two buckets, one being filled and one on its way.
+    stage 2  Reduce-scatter in the backward pass of every micro-batch. A process keeps its shard,
+             g / d bytes, and at most two buckets, one being filled and one on its way.
 
 With overlap a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
-backward; in stage 2 it is sent when complete, but waited for at once. All processes send the
-buckets in the plan's order, whatever order their gradients come in. A parameter that gets no
-gradient in an iteration counts as zero: its bucket, and those behind it, are sent when backward
-ends.
+the backward pass; in stage 2 it is sent when complete, but waited for at once. All processes send
+the buckets in the plan's order, whatever order their gradients come in. A parameter that gets no
+gradient in an iteration counts as zero: its bucket, and those behind it, are sent when the backward
+pass ends.
 
-In a pipeline, a micro-batch's backward goes through the model parts of a process one by one, with
-those of other processes in between. Each such step is a wave. In stage 2 all gradients of a bucket
-come in the same wave (or, if several parts share them, in the same waves). When the wave is over,
-only shards of the bucket are left.
+In a pipeline, a micro-batch's backward pass goes through the model parts of a process one by one,
+with those of other processes in between. Each such step is a wave. In stage 2 all gradients of a
+bucket come in the same wave (or, if several parts share them, in the same waves). When the wave is
+over, only shards of the bucket are left.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Parameters = Mapping[str, nn.Parameter]  # by name
 
 
 class PendingBucket:
-    """A bucket on its way from backward to the reduced gradient.
+    """A bucket on its way from the backward pass to the reduced gradient.
 
     Args:
         plan: The plan of the bucket.
@@ -62,7 +62,7 @@ class PendingBucket:
 
     Attributes:
         members: The parameters in the bucket, each with its location in it.
-        tied: The members, by `id`, to whose gradients others are added after backward.
+        tied: The members, by `id`, to whose gradients others are added after the backward pass.
         partial: The locations of gradients that tensor ranks add up first.
         missing: For each parameter, how many additions to its gradient are still to come. A
             parameter is removed when its gradient is complete.
@@ -96,13 +96,13 @@ class Reducer:
         buckets: All buckets, in sending order.
         tensor: The axis over which partial gradients are added.
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
-        overlap: Whether to send during the backward of the last micro-batch.
+        overlap: Whether to send during the backward pass of the last micro-batch.
 
     Attributes:
         overlap: The argument, but always False if no other process holds the same weights.
-        uses: For each parameter that has slots, by `id`, how often a backward adds to its gradient.
-            A backward pass adds once to the gradients of all other parameters. This mapping is read
-            again whenever buckets are expected.
+        uses: For each parameter that has slots, by `id`, how many times a backward pass adds to its
+            gradient. A backward pass adds once to the gradients of all other parameters. This
+            mapping is read again whenever buckets are expected.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Reducer:
         """Send completed buckets in the last micro-batch of an update; in stage 2 in every one.
 
         Args:
-            is_last: Whether this is the last backward of the update to reach these parameters.
-            wave: The wave of gradients that this backward computes.
+            is_last: Whether this is the last backward pass of the update to reach these parameters.
+            wave: The wave of gradients that this backward pass computes.
         """
         self._collecting = self._zero_stage == 2 or (self.overlap and is_last)
         if self._zero_stage == 2:
@@ -147,7 +147,7 @@ class Reducer:
             self._send_rest()
 
     def whole(self, bucket: PendingBucket) -> Tensor:
-        """Return the tensor [elements] to which backward adds the bucket's gradients."""
+        """Return the tensor [elements] to which the backward pass adds the bucket's gradients."""
         if bucket.whole is None:
             assert self._collecting, "backward pass outside of micro_batch()"
             assert self._wave_now in bucket.plan.waves, "a gradient arrived in the wrong wave"
@@ -186,7 +186,7 @@ class Reducer:
         self._sent.clear()
 
     def _send_rest(self) -> None:
-        """Send the buckets left after backward. Parameters without a gradient count as zero."""
+        """Send the buckets that are left. Parameters without a gradient count as zero."""
         for bucket in self._expected[self._next :]:
             self._send(bucket)
 
@@ -234,7 +234,7 @@ class GradientBuffer:
         plan: The layout of gradients and the sending order.
         axes: The plan's replica axes by name.
         tensor: The axis over which partial gradients are added, just before they are averaged.
-        overlap: Whether to reduce during the backward of the last micro-batch.
+        overlap: Whether to reduce during the backward pass of the last micro-batch.
 
     Attributes:
         plan: The plan.
@@ -351,7 +351,7 @@ class GradientBuffer:
         return parameter.detach().view(-1)[own.start : own.end]
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the data type that forward computes in."""
+        """Return the data type that the forward pass computes in."""
         return parameter.dtype
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -408,7 +408,7 @@ class GradientBuffer:
         This moves the parameters' values, so call it before `part`.
 
         Args:
-            overlap_in: The models whose forward may begin while weights are in transit.
+            overlap_in: The models whose forward pass may begin while weights are in transit.
             in_8_bits: The parameters that the plan gathers in 8 bits, and the products that use
                 each.
         """
@@ -441,7 +441,7 @@ class GradientBuffer:
 
     @property
     def to_overwrite(self) -> frozenset[int]:
-        """The parameters, by `id`, whose old gradients the next backward overwrites."""
+        """The parameters, by `id`, whose old gradients the next backward pass overwrites."""
         return frozenset(self._stale)
 
     @contextmanager
@@ -459,7 +459,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Zero the gradients that no backward of this update has reached.
+        """Zero the gradients that no backward pass of this update has reached.
 
         Call it before any gradient is read.
         """
@@ -471,13 +471,13 @@ class GradientBuffer:
         self._stale.clear()
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Wrap each backward. With overlap, the last one sends buckets as they are completed.
+        """Wrap each backward pass. With overlap, the last one sends buckets as they are completed.
 
         Collective over the replica axis with overlap or in stage 2.
 
         Args:
-            is_last: Whether this is the last backward of the update to reach these parameters.
-            wave: The gradients that this backward computes, one of the plan's waves.
+            is_last: Whether this is the last backward pass of the update to reach these parameters.
+            wave: The gradients that this backward pass computes, one of the plan's waves.
         """
         wave = wave if self._has_waves else None
         return self._reducer.micro_batch(is_last=is_last, wave=wave)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from megatron.device import StreamMarks
 
-# Half as many kernels as fit in a device's queue (about 1,000) must contain more communications
-# than this: a process that fills the queue has then sent marks that its device has not reached.
+# Communications between two marks. Half of the kernels that fit in a device's queue (about 1,000)
+# must contain more communications than this, so that a process that fills the queue has sent marks
+# that its device has not reached.
 _WAITS_A_MARK = 8
 _KEPT_PLACES = 4096  # a process is never further ahead of its device
 

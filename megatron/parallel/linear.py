@@ -4,23 +4,24 @@ A product has two independent choices: the number format of its factors (`produc
 the transport that brings the factors to the ranks that need them:
 
     Whole       collectives around the product, or none. With weight [out, in] and every rank
-                holding different rows of it, backward has two products: the input's gradient,
-                which must be summed over the ranks, and the weight's. The sum travels during the
-                second product. With sequence parallelism (Korthikanti et al., 2022) ranks keep
-                parts of the input along dimension 0: forward gathers them, backward gathers them
-                again, during the first product, and the sum is a reduce-scatter.
+                holding different rows of it, the backward pass has two products: the input's
+                gradient, which must be summed over the ranks, and the weight's. The sum travels
+                during the second product. With sequence parallelism (Korthikanti et al., 2022)
+                ranks keep parts of the input along dimension 0: the forward pass gathers them, the
+                backward pass gathers them again, during the first product, and the sum is a
+                reduce-scatter.
     CutColumn   a layer split by columns gathers its input part by part: a rank multiplies its own
                 rows while the others' arrive, then multiplies those as they come.
     CutRow      a layer split by rows scatters the sum of its outputs part by part: the others'
                 rows are multiplied first and travel while a rank multiplies its own; then it
                 adds the parts that the others have sent for its rows.
 
-The backward of a gathered product is a scattered one, and vice versa. The other ranks' rows that
-the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but the
-library may choose another kernel for a product of fewer rows, so that the last bits differ. In 8
-bits, parts are cast first and travel in 8 bits: parts of an input, as without cutting, and parts of
-the output's gradient, which otherwise travel in 16 bits.
+The backward pass of a gathered product is a scattered one, and vice versa. The other ranks' rows
+that the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but
+the library may choose another kernel for a product of fewer rows, so that the last bits differ. In
+8 bits, parts are cast first and travel in 8 bits: parts of an input, as without cutting, and parts
+of the output's gradient, which otherwise travel in 16 bits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ add to it or overwrite it. When the context ends, this use has made its contribu
 
 
 class SavedTensors(NamedTuple):
-    """The tensors that forward saves for backward.
+    """The tensors that the forward pass saves for the backward pass.
 
     Attributes:
         x: The input, if the format keeps it.
@@ -79,7 +80,7 @@ class WeightProduct:
 
     Args:
         products: The layer's products, which determine the number format.
-        saved: The tensors of forward.
+        saved: The tensors of the forward pass.
         grad: The output's gradient, prepared.
         use: The use of an exchange whose memory holds a factor, if any.
     """
@@ -169,7 +170,7 @@ class Transport(Protocol):
     """A way to bring a product's factors to the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
-        """Return the output, and the tensors that backward needs besides input and weight.
+        """Return the output, and the tensors that the backward pass needs besides input and weight.
 
         Args:
             products: The layer's products, which determine the number format.
@@ -184,7 +185,7 @@ class Transport(Protocol):
         Args:
             products: The layer's products, which determine the number format.
             grad: The gradient of the output.
-            saved: The tensors of forward.
+            saved: The tensors of the forward pass.
             wanted: The gradients that are needed. The weight's product is started unless it is
                 deferred or not needed.
         """
@@ -203,9 +204,9 @@ def parallel_linear(
         call: The arguments: the input [s or s/t, b, in], the weight [..., out, in], which is
             flattened to two dimensions, and the bias, which is flattened to [out].
         transport: How factors get to the ranks that need them; `None` if each rank has its own.
-        queue: The queue in which backward leaves the weight's product for later. The pushed work
-            accumulates its result as autograd would have, hooks included. Running it is collective
-            if the input is split along the sequence.
+        queue: The queue in which the backward pass leaves the weight's product for later. The
+            pushed work accumulates its result as autograd would have, hooks included. Running it is
+            collective if the input is split along the sequence.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         products: The layer's products, which determine the number format.
 
@@ -219,7 +220,7 @@ def parallel_linear(
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
     else:
-        # Outside autograd, because hooks in it would run in every backward, gradient or not.
+        # Outside autograd, because hooks in it would run in every backward pass, gradient or not.
         owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # backward must reach this function

@@ -47,7 +47,7 @@ class RowFactors(NamedTuple):
 
     Attributes:
         rows: The prepared factor that the rows belong to.
-        weight: One of `Products.weight_factors`, or the factor that backward keeps.
+        weight: One of `Products.weight_factors`, or the factor that the backward pass keeps.
         bias: The bias to add.
         backward: Whether this is the input gradient's product.
     """
@@ -61,9 +61,9 @@ class RowFactors(NamedTuple):
 class Products:
     """The products of one layer, here in the tensors' own number format.
 
-    Other formats extend this class. Forward's `kept` and the layer's gradient, once prepared, are
-    all that the two products of backward need, besides the input if `keeps_input`. Weight gradients
-    are added in fp32 if they are kept in fp32.
+    Other formats extend this class. What `forward` keeps and the layer's gradient, once prepared,
+    are all that the two products of the backward pass need, besides the input if `keeps_input`.
+    Weight gradients are added in fp32 if they are kept in fp32.
 
     Attributes:
         keeps_input: Whether the weight's gradient needs the input itself.
@@ -81,7 +81,7 @@ class Products:
     def forward(
         self, call: LinearCall, communication: Communication = ALONE
     ) -> tuple[Tensor, Kept]:
-        """Return the output [s, ..., out], and the tensors to keep for backward.
+        """Return the output [s, ..., out], and the tensors to keep for the backward pass.
 
         Args:
             call: The arguments.
@@ -91,11 +91,11 @@ class Products:
         return self._multiply(x, call.weight, call.bias), (call.weight,)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return forward's product of the whole input."""
+        """Return the forward pass's product of the whole input."""
         return F.linear(x, weight, bias)
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
-        """Return the output's gradient [..., out] in the form that both products of backward take.
+        """Return the output's gradient [..., out] in the form that both of its products take.
 
         Args:
             grad: All rows, or those of one rank of an axis.
@@ -195,7 +195,7 @@ IN_FP32 = InFp32()
 
 
 class RowByRow(Products):
-    """Products whose forward gives each row the same bits, whatever the other rows are."""
+    """Products whose forward pass gives each row the same bits, whatever the other rows are."""
 
     is_autograds = False
     can_be_cut = False

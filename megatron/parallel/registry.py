@@ -55,8 +55,8 @@ class LayerRegistry:
 
         Args:
             weight: The weight whose gradient goes to the slot.
-            uses: How many times a backward adds to the gradient through this slot. The gradient
-                is complete when all uses of all slots have added to it.
+            uses: How many times a backward pass adds to the gradient through this slot. The
+                gradient is complete when all uses of all slots have added to it.
         """
         reserved = ReservedSlot()
         self._reserved.append((weight, uses, reserved))

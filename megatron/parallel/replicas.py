@@ -37,7 +37,7 @@ class SharedWeights(Protocol):
         """Return once `gather` is complete."""
 
     def wait(self) -> None:
-        """Return once parameters may be read, or changed, outside of their model's forward.
+        """Return once parameters may be read, or changed, outside of their model's forward pass.
 
         Collective over the replica axis.
         """
@@ -84,10 +84,10 @@ class Gradients(Protocol):
         """Forget all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Wrap each backward of an update; `wave` says which gradients it computes."""
+        """Wrap each backward pass of an update; `wave` says which gradients it computes."""
 
     def complete(self) -> None:
-        """Zero the gradients that no backward of this update has reached, before any is read."""
+        """Zero the gradients that no backward pass has reached, before any gradient is read."""
 
     def reduce(self) -> None:
         """Finish the average. Collective over the replica axis."""
@@ -143,7 +143,7 @@ class TorchDataParallel:
         """Do nothing."""
 
     def __call__(self, part: nn.Module, /, *args: Any, is_last: bool) -> Any:
-        """Run one micro-batch; the backward of an update's last one averages all ranks' sums."""
+        """Run one micro-batch. An update's last backward pass averages the sums of all ranks."""
         with nullcontext() if is_last else self._replica.no_sync():
             return self._replica(*args)
 

@@ -1,8 +1,8 @@
 """What expert routers leave behind after a pass: losses, token counts, and biases for the next.
 
 A router's losses belong to the middle of a model, where no loss is returned. `attach` adds them to
-the graph of a tensor that passes through; backward then starts from them too, scaled as the model's
-loss is.
+the graph of a tensor that passes through; the backward pass then starts from them too, scaled as
+the model's loss is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron.parallel.layout import Layout
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """Return x. Its backward also differentiates a loss.
+    """Return x, whose backward pass also differentiates a loss.
 
     Args:
         x: Any tensor that reaches the model's loss.
         loss: A scalar.
-        scale: The factor of the loss when backward runs, fp32 [].
+        scale: The factor of the loss when the backward pass runs, fp32 [].
     """
     same: Tensor = _Attach.apply(x, loss, scale)
     return same
@@ -52,7 +52,7 @@ class RouterState:
         routers: All routers of the process.
 
     Attributes:
-        loss_scale: The factor of the losses in backward, shared by all routers.
+        loss_scale: The factor of the losses in the backward pass, shared by all routers.
         bias: The bias added to each expert's score when experts are chosen, fp32 [experts]; `None`
             if there is none.
         counts: Tokens sent to each expert on this rank since the last update, fp32 [experts].
@@ -114,7 +114,7 @@ class Routers:
 
     Attributes:
         states: The states.
-        loss_scale: The factor of their losses in backward, fp32 []; 1 until it is set.
+        loss_scale: The factor of their losses in the backward pass, fp32 []; 1 until it is set.
         is_paused: Whether nothing is recorded, because layers are computed a second time.
     """
 

@@ -1,10 +1,10 @@
 """Sharding of all tensors of a model (ZeRO stage 3), based on PyTorch's `fully_shard`.
 
 A layer's weights are whole only during its forward or backward pass: they are gathered just before
-it from the processes that hold the same part of the model, in the format that forward computes in.
-Weights outside the layers (embeddings, final normalization, output) are gathered together and stay
-whole from the start of forward to the end of backward, so that tied embeddings are whole for both
-uses.
+it from the processes that hold the same part of the model, in the format that the forward pass
+computes in. Weights outside the layers (embeddings, final normalization, output) are gathered
+together and stay whole from the start of the forward pass to the end of the backward pass, so that
+tied embeddings are whole for both uses.
 
 A process keeps an fp32 shard of every parameter, which with 16-bit weights serves as the master
 copy, and an fp32 shard of its gradient. Each backward pass reduces gradients immediately and adds
@@ -50,7 +50,7 @@ class ShardedModel:
         layout: The grid. The processes of its replica axis share the model, those of its expert
             replica axis the experts, and partial gradients are added over its tensor axis.
         device: The device of the shards.
-        compute_dtype: The data type that forward computes in.
+        compute_dtype: The data type that the forward pass computes in.
         reduce_dtype: The data type in which gradients are reduced.
     """
 
@@ -117,7 +117,7 @@ class ShardedModel:
         return self._slots[id(parameter)].of(self._storage)
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the data type that forward computes in."""
+        """Return the data type that the forward pass computes in."""
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
@@ -128,12 +128,12 @@ class ShardedModel:
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> ShardedModel:
-        """Return this object itself, because it gathers the weights that forward needs."""
+        """Return this object itself, because it gathers the weights that the forward pass needs."""
         assert not in_8_bits, "a rule refuses fp8"
         return self
 
     def gather(self) -> None:
-        """Do nothing: the next forward gathers weights when it needs them."""
+        """Do nothing: the next forward pass gathers weights when it needs them."""
 
     def settle(self) -> None:
         """Free gathered weights, as `wait` does."""
@@ -143,7 +143,7 @@ class ShardedModel:
         """Do nothing: only the shards are kept."""
 
     def wait(self) -> None:
-        """Free weights that a forward without a backward has left whole."""
+        """Free weights that a forward pass without a backward pass has left whole."""
         for root in self._roots:
             root.reshard()
 
@@ -155,7 +155,7 @@ class ShardedModel:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Wrap each backward, which itself reduces the gradients that it computes. Collective."""
+        """Wrap each backward pass, which reduces the gradients that it computes. Collective."""
         yield
 
     def complete(self) -> None:
@@ -163,7 +163,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add partial gradients over the tensor axis; backward has averaged all gradients."""
+        """Add partial gradients over the tensor axis. The replicas have already averaged theirs."""
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)

@@ -66,9 +66,9 @@ class WeightBuffer:
 
     Args:
         flats: The flat buffers of a sharded gradient buffer.
-        overlap_in: The models whose forward may begin while weights are still in transit: their
-            outermost modules wait for the weights that they use. Any other reader must `wait`. With
-            `None`, `gather` waits.
+        overlap_in: The models whose forward pass may begin while weights are still in transit:
+            their outermost modules wait for the weights that they use. Any other reader must
+            `wait`. With `None`, `gather` waits.
         in_8_bits: The weights that are gathered in 8 bits, with the products that use them. They
             fill buffers of their own.
     """
@@ -175,7 +175,7 @@ def _move(flat: FlatBuffer) -> Tensor:
 
 
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield every parameter with the module whose forward starts before any use of it.
+    """Yield every parameter with the module whose forward pass starts before any use of it.
 
     This is the outermost module below the model that is called (lists and dicts of modules are not
     called), whichever module inside it reads the parameter. For parameters that the model uses

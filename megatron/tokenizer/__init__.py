@@ -1,8 +1,8 @@
 """Tokenizers: conversion of text to ids and back, based on well-maintained libraries.
 
-    build, base                             building a tokenizer from flags; the common interface
+    build, base                             construction from flags, and the common interface
     files                                   vocabulary files, and entries appended to them
-    library                                 the errors of libraries, as errors about the file
+    library                                 calls to libraries, whose errors become DataError
     gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
     huggingface, sentencepiece, tiktoken    the other kinds
     wordpiece                               BERT's kind

@@ -38,8 +38,8 @@ class Tokenizer(ABC):
         sentinels: The ids of T5's sentinels, `<extra_id_0>` first.
 
     Attributes:
-        vocab_size: The number of entries, which decides the padded vocabulary.
-        text_vocab_size: The number of entries without those appended to the files' own.
+        vocab_size: The number of entries, from which the padded vocabulary size follows.
+        text_vocab_size: The number of entries in the tokenizer's files, without appended ones.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
         additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
         has_t5_sentinels: Whether the sentinels are those of T5's own vocabulary, not appended by
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
         return self.tokenize_batch(texts)
 
     def text_growth(self) -> int:
-        """Return a bound on the length of a text, relative to that of its ids' entries.
+        """Return a bound on the ratio of a text's length to the total length of its ids' entries.
 
         The time that `detokenize` takes is proportional to this length.
 

@@ -33,7 +33,7 @@ from megatron.durable import open_trusted, renamed_when_done
 from megatron.environment import private_cache
 from megatron.tokenizer.files import digest
 
-# Contractions, words, numbers, punctuation (the last three with the space before), white space.
+# Contractions, words, numbers, punctuation (the last three with the space before), whitespace.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # gigatoken never forgets a distinct word: its memory is about 20 MB after 75 MB of English, but
 # eight times the input for random letters. A fresh encoder costs 0.2 s, 5% at this interval.

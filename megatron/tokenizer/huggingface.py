@@ -107,7 +107,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def text_growth(self) -> int:
-        """Return a bound on the length of a text, relative to that of its ids' entries.
+        """Return a bound on the ratio of a text's length to the total length of its ids' entries.
 
         Raises:
             DataError: The file's decoder matches a regular expression, which may take arbitrarily
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _growth(decoder: dict[str, Any]) -> int:
     """Return a bound on the factor by which a decoder may lengthen a text.
 
-    Each decoder of a sequence contributes a factor of at least 2.
+    The bounds of a sequence of decoders are multiplied. Each is at least 2.
     """
     if decoder["type"] == "Sequence":
         return math.prod(map(_growth, decoder["decoders"]))

@@ -81,7 +81,7 @@ class ExpertLoad:
         return cls(layers)
 
     def line(self) -> str:
-        """Return the log line with the load of the busiest and the idlest expert in each layer."""
+        """Return the log line with the loads of each layer's busiest and least busy expert."""
         fields = [
             f"layer {layer}: {load.max():.2f} to {load.min():.2f}"
             for layer, load in self.layers.items()
@@ -113,7 +113,7 @@ class ExpertLoad:
         return f" {' | '.join(found)}" if found else None
 
     def scalars(self) -> dict[str, float]:
-        """Return the load of each layer's busiest and idlest expert, by TensorBoard tag."""
+        """Return the loads of each layer's busiest and least busy expert, by TensorBoard tag."""
         return {
             f"expert-load/layer {layer} {name}": float(value)
             for layer, load in self.layers.items()

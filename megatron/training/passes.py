@@ -47,7 +47,7 @@ class Passes:
         count: The number of micro-batches.
         first_sample: The index of the first sample in the sample order; `None` means that
             dropout is not seeded.
-        scale: The factor applied to the summed losses before backward.
+        scale: The factor applied to the summed losses before the backward pass.
         forward: A replacement for the recipe's forward that computes something other than losses,
             or that computes the losses with recorded kernels.
 
@@ -156,7 +156,7 @@ class Passes:
         return self._scale(loss / self._count)
 
     def _scale_router_losses(self, micro_batch: int) -> None:
-        """Let backward scale the router losses as it scales this micro-batch's loss."""
+        """Let the backward pass scale the router losses as it scales this micro-batch's loss."""
         routers = self._run.layers.routers
         if routers.loss_scale is None:
             return

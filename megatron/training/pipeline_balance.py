@@ -80,7 +80,7 @@ class Costs:
         return times
 
     def update_times(self, counts: Counts) -> list[float]:
-        """Return each part's total time for forward, input gradients and weight gradients."""
+        """Return each part's total time for its forward pass, input and weight gradients."""
         passes = (self.part_times(counts), self.part_times(counts, again=self.again))
         return [2 * forward + inputs for forward, inputs in zip(*passes, strict=True)]
 

@@ -42,14 +42,14 @@ class Extras:
     """Steps that a kind of training adds to pretraining. Collective: all ranks call all of them."""
 
     def begin(self, run: Run) -> None:
-        """Act once, after the run is built and its checkpoint is loaded."""
+        """Run once, after the run is built and its checkpoint is loaded."""
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Return additional callbacks. They run after the others, when checkpoints are written."""
         return []
 
     def end(self, run: Run) -> None:
-        """Act once the requested training is complete, even if there was nothing left to train."""
+        """Run once the requested training is complete, even if there was nothing left to train."""
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:

@@ -53,7 +53,7 @@ class DirectForward:
     may_run_ahead = True
 
     def __init__(self, forward: PartForward) -> None:
-        """Store the forward."""
+        """Store the function."""
         self._forward = forward
 
     def begin_update(self) -> None:
@@ -78,9 +78,10 @@ class _Recording:
         inputs: The micro-batch.
         losses: The losses, scalars by log name.
         gradients: The gradients of the losses, in the order of `losses`.
-        forward: Computes the losses from the inputs, and keeps the tensors that backward reads.
+        forward: Computes the losses from the inputs, and keeps the tensors that the backward pass
+            reads.
         backward: Computes the weights' gradients from `gradients`.
-        note_written: Tells the gradient buffer that backward has run.
+        note_written: Tells the gradient buffer that the backward pass has run.
     """
 
     inputs: dict[str, Tensor]
@@ -94,16 +95,16 @@ class _Recording:
 class RecordedPasses:
     """Recordings of a model's passes, made when they are first needed.
 
-    There is one for each micro-batch shape, and for each way in which its backward treats existing
-    gradients: the first of an update overwrites them, the others add. Warm-up updates, and the
-    first micro-batch of each kind, run without recordings, so that libraries choose their kernels
-    and allocate memory then.
+    There is one for each micro-batch shape, and for each way in which its backward pass treats
+    existing gradients: the first of an update overwrites them, the others add. Warm-up updates, and
+    the first micro-batch of each kind, run without recordings, so that libraries choose their
+    kernels and allocate memory then.
 
     Args:
-        forward: The forward of the whole model, which returns losses by log name.
-        gradients: The buffer to which backward writes.
+        forward: The forward pass of the whole model, which returns losses by log name.
+        gradients: The buffer to which the backward pass writes.
         recorder: The device's recorder.
-        journal: The record in which `forward` and its backward note their communication.
+        journal: The record in which `forward` and its backward pass note their communication.
         forget: A function that discards whatever a pass leaves for later passes, such as weights in
             other number formats. Each recording creates these anew, because a recording is not tied
             to one update.

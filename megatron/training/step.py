@@ -24,7 +24,7 @@ _NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and 
 
 @dataclass(frozen=True)
 class StepOutcome(StepResult):
-    """The result of one update, the same on every rank but for `sample_ids` and `finite`.
+    """The result of one update, the same on every rank except for `sample_ids` and `finite`.
 
     Attributes:
         losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
@@ -92,7 +92,7 @@ class Updates:
             share = counted_share(passes, run)
         if run.amax_history.layers:
             # This comes first: weights may be cast for the next update before they are gathered,
-            # and forward needs the scales before it needs the weights.
+            # and the forward pass needs the scales before it needs the weights.
             journal.enter("update of the fp8 scales")
             run.amax_history.update(progress.iteration + 1)
         journal.enter("update of the routers' biases")

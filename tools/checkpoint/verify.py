@@ -94,7 +94,7 @@ def verify(
         folder: The folder of the same model.
         tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
             whichever is larger.
-        allow_foreign: Accept files owned by other users in the folder.
+        allow_foreign: Accept files in the folder that other users own.
 
     Returns:
         A line for the user: the difference, or why nothing was compared.

@@ -238,7 +238,7 @@ def _by_package(device: torch.device, *inputs: Tensor, causal: bool) -> Tensor:
 
 
 def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
-    """Attend within each stretch without a causal mask, with the flash kernel and copies for it."""
+    """Attend within each stretch in both directions, with the flash kernel on contiguous copies."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
     both_ways, debug = False, False
     places = (ends, ends, longest, longest)

@@ -199,7 +199,7 @@ def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Oper
 def embedding_gradient(
     library: KernelLibrary, device: torch.device, count: int, hidden: int, rows: int
 ) -> Operation:
-    """Return the embedding gradient into an fp32 buffer, including the sorting of tokens."""
+    """Return the addition of embedding gradients to an fp32 buffer, with the sort of tokens."""
 
     def draw() -> Inputs:
         return [

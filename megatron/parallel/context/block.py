@@ -58,7 +58,7 @@ class BlockForward(Protocol):
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
-            values from which backward draws the mask again.
+            values from which the backward pass draws the mask again.
         """
 
 
@@ -79,11 +79,11 @@ class BlockBackward(Protocol):
 
         Args:
             rows: The queries of this block.
-            key: The keys, as in forward.
+            key: The keys, as in the forward pass.
             value: The values, as in forward.
-            causal: The same as in forward.
-            dropout: The same as in forward.
-            drawn: The values that this block's forward returned for the mask.
+            causal: The same as in the forward pass.
+            dropout: The same as in the forward pass.
+            drawn: The values that this block's forward pass returned for the mask.
 
         Returns:
             The gradients of query, key and value.
@@ -183,7 +183,7 @@ def flash_backward(
     if not drawn:
         drawn = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows
-    # The kernel assumes dense rows, and half a block has none.
+    # The kernel assumes dense rows, which half a block does not have.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
     options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward

@@ -3,9 +3,9 @@
 Ring attention (Liu et al., 2023): keys and values travel while queries stay. In C steps the keys
 and values of every rank pass through this one. While a block is computed, the next one is in
 transit. The results of blocks are merged using their log-sum-exp; blocks that lie in the future are
-never computed. Backward goes around once more, with the gradients of keys and values one step
-behind. Dropout draws a mask for each block, and forward keeps only the values needed to draw it
-again.
+never computed. The backward pass goes around once more, with the gradients of keys and values one
+step behind. Dropout draws a mask for each block, and the forward pass keeps only the values needed
+to draw it again.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
 a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global

@@ -1,8 +1,8 @@
 """Execution of a stage's operations under any schedule. This is the only module here that computes.
 
-Autograd runs the backward of each part separately: a part's input is a leaf of its graph, whose
-gradient goes to the previous stage. Only the place of a part's output in the graph is kept, never
-its values: once sent, they are freed (unless the graph itself saved them).
+Autograd runs the backward pass of each part separately: a part's input is a leaf of its graph,
+whose gradient goes to the previous stage. Only the place of a part's output in the graph is kept,
+never its values: once sent, they are freed (unless the graph itself saved them).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
-Passed = tuple[Tensor | None, GradientEdge]  # the input and output of a forward, for its backward
+Passed = tuple[Tensor | None, GradientEdge]  # the input and output of a forward pass
 
 
 def run_schedule(
@@ -37,11 +37,11 @@ def run_schedule(
 
     Args:
         operations: The operations of this stage, from `make_schedule` or `forward_only`.
-        parts: The forward of every chunk of this stage.
+        parts: The forward pass of every chunk of this stage.
         channel: The connection to the other stages; `None` if there are none.
         weight_gradients: The queue that the layers push to; needed for "backward_weight".
         before: Called with every operation before it starts: to time it, to report in which
-            operation a run hangs, or to prepare for a chunk's last backward.
+            operation a run hangs, or to prepare for a chunk's last backward pass.
     """
     run = _Run(operations, parts, channel, weight_gradients)
     posts = receives_to_post(operations)

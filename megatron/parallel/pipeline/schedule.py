@@ -64,11 +64,12 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
     """Return the operations of every stage, communication included.
 
     Args:
-        kind: "gpipe" runs all forwards, then all backwards. "1f1b" runs backwards as early as
-            possible, so that stage p holds at most stages - p micro-batches (Narayanan et al.,
-            2019). "interleaved" is 1F1B over several chunks per stage, which divides the bubble by
-            their number (Narayanan et al., 2021). "zero-bubble" is ZB-H1: weight gradients fill
-            most of 1F1B's bubble within the memory of its first stage (Qi et al., 2023).
+        kind: "gpipe" runs all forward passes, then all backward passes. "1f1b" runs backward passes
+            as early as possible, so that stage p holds at most stages - p micro-batches (Narayanan
+            et al., 2019). "interleaved" is 1F1B over several chunks per stage, which divides the
+            bubble by their number (Narayanan et al., 2021). "zero-bubble" is ZB-H1: weight
+            gradients fill most of 1F1B's bubble within the memory of its first stage (Qi et al.,
+            2023).
         stages: The pipeline-parallel size.
         chunks: The number of virtual stages per stage; more than one for "interleaved", and allowed
             for "gpipe".
@@ -96,7 +97,7 @@ def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule without backward, for evaluation."""
+    """Return the schedule without backward passes, for evaluation."""
     kept = {"forward", "send_activation", "receive_activation"}
     return tuple(
         tuple(operation for operation in operations if operation.kind in kept)
@@ -121,17 +122,17 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
 
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
-    """Return the largest number of micro-batches whose loss the last stage keeps for backward.
+    """Return the largest number of micro-batches whose loss the last stage keeps at a time.
 
-    Every kind but "gpipe" starts backward as soon as a micro-batch has passed the last part. The
-    tensors that the head keeps are freed with the backward of its inputs: its weight gradient is
-    not deferred.
+    Every kind but "gpipe" starts a backward pass as soon as a micro-batch has passed the last part.
+    The tensors that the head keeps are freed with the backward pass of its inputs: its weight
+    gradient is not deferred.
     """
     return micro if kind == "gpipe" else 1
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run all forwards chunk by chunk, then all backwards from the last chunk to the first."""
+    """Run all forward passes chunk by chunk, then all backward passes from the last chunk on."""
     forwards = [Operation("forward", m, c) for c in range(chunks) for m in range(micro_batches)]
     backwards = [
         Operation("backward", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)
@@ -142,7 +143,7 @@ def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Ope
 def _one_forward_one_backward(
     stage: int, stages: int, chunks: int, micro_batches: int
 ) -> list[Operation]:
-    """Warm up, then alternate forward and backward, then run the remaining backwards.
+    """Warm up, then alternate forward and backward passes, then run the remaining backward passes.
 
     With chunks, micro-batches pass in groups of `stages`: a group goes through one chunk, then
     through the next, by which time its first micro-batch has come around the ring. A last group

@@ -1,20 +1,20 @@
 """Weight gradients that are deferred until a pipeline stage would otherwise be idle.
 
-A zero-bubble schedule divides the backward of a micro-batch in two: gradients of inputs, for which
-the previous stage waits, and gradients of weights, for which no stage waits. A layer gets the queue
-from its build context and hands it to its autograd function, whose backward does
+A zero-bubble schedule divides the backward pass of a micro-batch in two: gradients of inputs, for
+which the previous stage waits, and gradients of weights, for which no stage waits. A layer gets the
+queue from its build context and hands it to its autograd function, whose backward does
 
     if queue is not None and queue.is_collecting:
         queue.push(lambda: accumulate(weight, grad_output, x))
     else:
         accumulate(weight, grad_output, x)
 
-The queue is an ordinary object, not thread-local state: on GPUs autograd runs backward in its own
-thread while the thread that called it waits.
+The queue is an ordinary object, not thread-local state: on GPUs autograd runs the backward pass in
+its own thread while the thread that called it waits.
 
 `parameter_waves` maps each parameter to the operations of a schedule that bring its gradient. An
-operation brings the gradients of one chunk. If a zero-bubble schedule divides backward in two, the
-first part brings the gradients that no layer defers: biases, normalizations, embeddings.
+operation brings the gradients of one chunk. If a zero-bubble schedule divides the backward pass in
+two, the first part brings the gradients that no layer defers: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations

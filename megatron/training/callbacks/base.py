@@ -38,7 +38,7 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Act once, before the first step."""
+        """Run once, before the first step."""
 
     def interrupts(self, run: Run) -> bool:
         """Return whether `after_step` of the coming update will occupy the device.
@@ -48,16 +48,16 @@ class Callback:
         return False
 
     def before_step(self, run: Run) -> None:
-        """Act before every update."""
+        """Run before every update."""
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Act after every update; `leave` is set after the last one of this process."""
+        """Run after every update; `leave` is set after the last one of this process."""
 
     def after_skipped(self, run: Run) -> None:
-        """Act after an iteration of --iterations-to-skip, which has no step."""
+        """Run after an iteration of --iterations-to-skip, which has no step."""
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Act once, after the last step."""
+        """Run once, after the last step."""
 
     def on_failure(self, run: Run) -> None:
-        """Act once, instead of `on_end`, if an error ends the loop. Not collective."""
+        """Run once, instead of `on_end`, if an error ends the loop. Not collective."""

@@ -64,7 +64,7 @@ def _describe(run: Run, outcome: StepOutcome) -> str:
 
 
 def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
-    """Return the ids of micro-batches with a non-finite loss on any rank, or of the whole batch."""
+    """Return the sample ids of all micro-batches with a non-finite loss, or of the whole batch."""
     width = run.batches.micro_batch
     mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.finite).reshape(-1, 1)

@@ -124,7 +124,7 @@ class WandbWriter:
         self._run.log({**scalars, "consumed-samples": samples}, step=iteration)
 
     def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
-        """Log the busiest and the idlest expert of each layer."""
+        """Log the load of the busiest and the least busy expert of each layer."""
         self.write(load.scalars(), iteration, samples)
 
     def close(self) -> None:
