@@ -28,7 +28,7 @@ from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron.data.indexed import Documents, IndexedDataset
+    from megatron.data.indexed import DocumentTokens, IndexedDataset
     from megatron.data.npy import Shard
 
 _SHARD_TOKENS = 1 << 22  # of short documents that are written at a time
@@ -161,18 +161,18 @@ def _shard_type(shard: Shard, vocab_size: int | None) -> Any:
     return np.dtype(np.uint16 if shard.ids.dtype.itemsize <= 2 else np.int32)
 
 
-def _of_shards(shards: Sequence[Shard], eod: int | None) -> Iterator[Documents]:
+def _of_shards(shards: Sequence[Shard], eod: int | None) -> Iterator[DocumentTokens]:
     """Yield the documents of shards, several short ones at a time."""
     import numpy as np
 
-    from megatron.data.indexed import Documents
+    from megatron.data.indexed import DocumentTokens
 
     pending: list[Any] = []
     size = 0
 
-    def joined() -> Documents:
-        lengths = [len(ids) for ids in pending]
-        return Documents(np.concatenate(pending), lengths, np.ones(len(lengths), np.int64))
+    def joined() -> DocumentTokens:
+        lengths = np.array([len(ids) for ids in pending])
+        return DocumentTokens(np.concatenate(pending), lengths, np.ones(len(lengths), np.int64))
 
     for shard in shards:
         for ids in shard.documents(eod):
@@ -186,7 +186,7 @@ def _of_shards(shards: Sequence[Shard], eod: int | None) -> Iterator[Documents]:
 
 
 def _write(
-    options: argparse.Namespace, prefix: str, dtype: Any, documents: Iterator[Documents]
+    options: argparse.Namespace, prefix: str, dtype: Any, documents: Iterator[DocumentTokens]
 ) -> None:
     """Write one dataset."""
     from megatron.data.indexed import IndexedDatasetBuilder

@@ -35,7 +35,7 @@ from megatron.errors import ConfigError, warn
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess import Counts
+    from megatron.data.preprocess import Counts, Splitter
     from megatron.data.text_input import TextBlock
 
 _MOST_WORKERS = 1024
@@ -89,6 +89,12 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         "sentences. If its data is not installed, it is trained on the beginning of the input.",
     )
     group.add_argument(
+        "--presplit-sentences",
+        action="store_true",
+        help="Write one sequence per sentence of text that is split already: one sentence per line "
+        "of the text, or a list of sentences.",
+    )
+    group.add_argument(
         "--keep-newlines",
         action="store_true",
         help="With --split-sentences, keep the whitespace between sentences.",
@@ -104,7 +110,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         required=True,
         metavar="PATH",
         help="Start of the names of the output files: PATH_KEY_document (with --split-sentences "
-        "PATH_KEY_sentence) .bin and .idx.",
+        "or --presplit-sentences PATH_KEY_sentence) .bin and .idx.",
     )
     group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     group.add_argument(
@@ -114,7 +120,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         "--dataset-impl",
         default="mmap",
         choices=("mmap", "lazy", "cached"),
-        help="Output format. Only mmap is supported; lazy and cached cannot be trained on.",
+        help="Accepted for old scripts; no effect. The output is always mmap, the format of today, "
+        "which needs no loading.",
     )
 
 
@@ -161,11 +168,6 @@ def _check(options: argparse.Namespace) -> None:
         ConfigError: One or more flags are wrong. The message names all of them.
     """
     problems = []
-    if options.dataset_impl != "mmap":
-        problems.append(
-            f"--dataset-impl {options.dataset_impl}: this old format cannot be trained on; use "
-            "mmap (or drop the flag), whose files training maps into memory without loading them"
-        )
     if options.workers is not None and options.workers < 1:
         problems.append(f"--workers {options.workers}: give at least 1, or leave the flag out")
     if options.workers is not None and options.workers > _MOST_WORKERS:
@@ -184,6 +186,11 @@ def _check(options: argparse.Namespace) -> None:
             "--keep-newlines has an effect only with --split-sentences: add --split-sentences, or "
             "drop --keep-newlines"
         )
+    if options.split_sentences and options.presplit_sentences:
+        problems.append(
+            "--split-sentences and --presplit-sentences: give the second if the text is split "
+            "already, otherwise the first"
+        )
     if len(set(options.json_keys)) != len(options.json_keys):
         problems.append(f"--json-keys {' '.join(options.json_keys)}: give each key once")
     if problems:
@@ -197,7 +204,10 @@ def run(options: argparse.Namespace) -> None:
         UserError: The flags, the input or the output folder need to be changed.
     """
     _check(options)
-    level = "sentence" if options.split_sentences else "document"
+    if options.dataset_impl != "mmap":
+        warn(f"--dataset-impl {options.dataset_impl}: written as mmap, which replaces it: drop it")
+    has_sentences = options.split_sentences or options.presplit_sentences
+    level = "sentence" if has_sentences else "document"
     prefixes = [f"{options.output_prefix}_{key}_{level}" for key in options.json_keys]
     outputs = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
     expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
@@ -222,7 +232,7 @@ def run(options: argparse.Namespace) -> None:
             tokenizer_config,
             tuple(options.json_keys),
             options.append_eod,
-            _splitter(options, paths) if options.split_sentences else None,
+            _splitter(options, paths),
         ),
         tokenizer,
     )
@@ -257,25 +267,14 @@ def run(options: argparse.Namespace) -> None:
         warn(f"--input {' '.join(options.input)}: no documents found; the output is empty")
 
 
-def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
-    from megatron.data.preprocess import SentenceSplitter, installed_punkt, train_punkt
-    from megatron.data.text_input import parse_block, read_blocks
+def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Splitter | None:
+    from megatron.data.preprocess import LineSplitter, SentenceSplitter, find_punkt
 
-    punkt = installed_punkt(options.lang)
-    if punkt is None:
-        print(
-            f"NLTK's Punkt for {options.lang} is not installed: training Punkt on the beginning "
-            "of the input",
-            file=sys.stderr,
-        )
-        keys = options.json_keys
-        blocks = read_blocks(paths, keys, max_line_mb=options.max_line_mb)
-        documents = (document for block in blocks for document in parse_block(block, keys).values)
-        punkt = train_punkt(
-            value if isinstance(value, str) else "\n".join(value)
-            for document in documents
-            for value in document
-        )
+    if options.presplit_sentences:
+        return LineSplitter()
+    if not options.split_sentences:
+        return None
+    punkt = find_punkt(paths, options.json_keys, options.lang, options.max_line_mb)
     return SentenceSplitter(punkt, keep_newlines=options.keep_newlines)
 
 

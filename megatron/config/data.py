@@ -61,8 +61,8 @@ class TokenizerConfig:
     Attributes:
         tokenizer_type: Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT,
             BertWordPieceLowerCase for BERT and T5.
-        tokenizer_model: Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder),
-            or tiktoken ranks.
+        tokenizer_model: Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder,
+            or the name of a model in the cache of Hugging Face), or tiktoken ranks.
         vocab_file: Vocabulary file (GPT-2 JSON or WordPiece text).
         merge_file: GPT-2 BPE merges file.
         vocab_size: Vocabulary size of NullTokenizer, or of a TikTokenizer .json.
@@ -76,7 +76,9 @@ class TokenizerConfig:
     """
 
     tokenizer_type: str | None = flag(None, choices=TOKENIZER_TYPES, required="required")
-    tokenizer_model: str | None = flag(None, is_common=True)
+    tokenizer_model: str | None = flag(
+        None, names="--tokenizer-model --tokenizer-name-or-path", is_common=True
+    )
     vocab_file: str | None = flag(None, is_common=True)
     merge_file: str | None = None
     vocab_size: int | None = flag(None, unit="entries", at_least=1, at_most=MOST_IDS)
@@ -111,7 +113,7 @@ class DataOptions:
         decoder_seq_length: Sequence length of the T5 decoder.
         mmap_warmup: Read the data files once at startup to warm the page cache.
         num_workers: Data loader processes per rank. 0 loads in the training process.
-        data_impl: Dataset format. Both values read memory-mapped .bin and .idx files.
+        data_impl: Dataset format. All values read .bin and .idx files of whichever format they are.
         dataloader_type: Sample order: single reads one global stream, cyclic reshuffles every
             epoch. Default: single.
         data_sharding: With --dataloader-type cyclic, let each process shuffle its own share of the
@@ -146,7 +148,7 @@ class DataOptions:
     )
     mmap_warmup: bool = False
     num_workers: int = flag(2, unit="processes", at_least=0, at_most=1024)
-    data_impl: str = flag("infer", choices=("mmap", "infer"))
+    data_impl: str = flag("infer", choices=("mmap", "infer", "lazy", "cached"))
     dataloader_type: str | None = flag(None, choices=("single", "cyclic"))
     data_sharding: bool = flag(True, needs=_CYCLIC)
     reset_position_ids: bool = flag(False, only_for=("gpt",))

@@ -66,18 +66,18 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-class Documents(NamedTuple):
+class DocumentTokens(NamedTuple):
     """Documents in the form in which `IndexedDatasetBuilder.add_documents` takes them.
 
     Attributes:
-        tokens: The ids of all documents, back to back.
-        lengths: The number of tokens in each sequence.
-        sequences_per_document: The number of sequences in each document.
+        tokens: The ids of all documents, back to back, `[tokens]`.
+        lengths: The number of tokens in each sequence, `[sequences]`.
+        sequences_per_document: The number of sequences in each document, `[documents]`.
     """
 
-    tokens: ArrayLike
-    lengths: ArrayLike
-    sequences_per_document: ArrayLike
+    tokens: NDArray[Any]
+    lengths: NDArray[Any]
+    sequences_per_document: NDArray[np.int64]
 
 
 class IndexedDataset:
@@ -126,7 +126,7 @@ class IndexedDataset:
         """The number of documents."""
         return len(self.document_indices) - 1
 
-    def documents(self, first: int, end: int) -> Iterator[Documents]:
+    def documents(self, first: int, end: int) -> Iterator[DocumentTokens]:
         """Yield the documents from `first` up to `end`, about `_CHUNK` tokens at a time.
 
         Raises:
@@ -143,7 +143,7 @@ class IndexedDataset:
             if self.dtype.kind == "i" and len(tokens) and int(tokens.min()) < 0:
                 raise self._negative(tokens, f"documents {first} to {first + count - 1}")
             counts = np.diff(bounds[: count + 1])
-            yield Documents(tokens, lengths[: int(counts.sum())], counts)
+            yield DocumentTokens(tokens, lengths[: int(counts.sum())], counts)
             first, start = first + count, start + len(tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:

@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.arguments import MAX_LINE_MB
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import IndexedDatasetBuilder, best_dtype
+from megatron.data.indexed import DocumentTokens, IndexedDatasetBuilder, best_dtype
 from megatron.data.text_input import (
     BadLine,
     TextBlock,
@@ -39,6 +39,7 @@ from megatron.errors import (
     DataError,
     ShortageError,
     UserError,
+    say_on_stderr,
     shortage_errors,
     shortage_of,
 )
@@ -57,8 +58,23 @@ _BYTES_PER_WORKER = 8 << 20
 _SLICE = 1_000_000
 
 
+class Splitter(Protocol):
+    """A splitter of text into sentences."""
+
+    def split(self, text: str) -> list[str]:
+        """Return the sentences of `text` in order."""
+
+
+class LineSplitter(NamedTuple):
+    """A splitter of text that has one sentence per line."""
+
+    def split(self, text: str) -> list[str]:
+        """Return the lines of `text` in order, without blank ones."""
+        return [line for line in text.split("\n") if line and not line.isspace()]
+
+
 class SentenceSplitter(NamedTuple):
-    """A splitter of text into sentences.
+    """A splitter of text into sentences by NLTK's Punkt.
 
     Attributes:
         punkt: An NLTK Punkt tokenizer.
@@ -115,6 +131,31 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
     return PunktSentenceTokenizer(trainer.get_params())
 
 
+def find_punkt(
+    paths: Sequence[str], keys: Sequence[str], language: str, max_line_mb: int = MAX_LINE_MB
+) -> Any:
+    """Return NLTK's Punkt for `language`, or one trained on the beginning of the input, saying so.
+
+    Raises:
+        ConfigError: There is no text to learn from.
+        DataError: The input cannot be read.
+    """
+    punkt = installed_punkt(language)
+    if punkt is not None:
+        return punkt
+    say_on_stderr(
+        f"NLTK's Punkt for {language} is not installed: training Punkt on the beginning of the "
+        "input"
+    )
+    blocks = read_blocks(paths, keys, max_line_mb=max_line_mb)
+    documents = (document for block in blocks for document in parse_block(block, keys).values)
+    return train_punkt(
+        value if isinstance(value, str) else "\n".join(value)
+        for document in documents
+        for value in document
+    )
+
+
 class EncodingOptions(NamedTuple):
     """The settings that determine a document's ids.
 
@@ -129,28 +170,14 @@ class EncodingOptions(NamedTuple):
     tokenizer: TokenizerConfig
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
-    splitter: SentenceSplitter | None = None
-
-
-class Column(NamedTuple):
-    """The encoded documents of one key.
-
-    Attributes:
-        tokens: The ids of all documents, back to back, `[tokens]`.
-        lengths: The number of tokens in each sequence, `[sequences]`.
-        sequences_per_document: The number of sequences in each document, `[documents]`.
-    """
-
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int32]
-    sequences_per_document: NDArray[np.int64]
+    splitter: Splitter | None = None
 
 
 class EncodedBlock(NamedTuple):
     """The result of encoding a block of lines: one column per key."""
 
     block: TextBlock
-    columns: list[Column]
+    columns: list[DocumentTokens]
     lines: int
     bad: list[BadLine]
 
@@ -207,11 +234,11 @@ class BlockEncoder:
         without_text = block._replace(data=None)
         return EncodedBlock(without_text, columns, documents.lines, sorted(documents.bad))
 
-    def _encode(self, values: Sequence[Sequence[Value]]) -> list[Column]:
+    def _encode(self, values: Sequence[Sequence[Value]]) -> list[DocumentTokens]:
         keys = range(len(self.options.keys))
         return [self._encode_column([value[i] for value in values]) for i in keys]
 
-    def _encode_column(self, values: Sequence[Value]) -> Column:
+    def _encode_column(self, values: Sequence[Value]) -> DocumentTokens:
         splitter = self.options.splitter
         # The texts of each document; whole texts and sentences, which get no special tokens of
         # their own, are encoded separately.
@@ -240,7 +267,7 @@ class BlockEncoder:
                 lengths[-1] += 1
         # The cast is safe, because best_dtype holds every id of the vocabulary.
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
-        return Column(tokens, np.array(lengths, np.int32), np.array(counts, np.int64))
+        return DocumentTokens(tokens, np.array(lengths, np.int32), np.array(counts, np.int64))
 
 
 def preprocess(

@@ -30,6 +30,7 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET, _TEXT = ".parquet", ".txt"
 _PACKED_SUFFIXES = (".gz", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; {_PARQUET}, {_TEXT}"
+_START = 1 << 12  # bytes in which the first line of a file without a suffix must begin
 _PARQUET_ROWS = 16  # read at a time; a value may be as large as the longest line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_KINDS = {bool: "true or false", int: "a number", float: "a number", type(None): "null"}
@@ -177,7 +178,8 @@ def _value(record: Any, key: str) -> Value:
 def find_inputs(patterns: Sequence[str]) -> list[str]:
     """Return the files that the files, globs and folders of `--input` name.
 
-    A folder stands for all files below it with a known suffix. Files are in the order of the
+    A folder stands for all files below it with a known suffix. A file without a suffix, such as
+    wiki_00, is one of JSON lines if it begins with an object. Files are in the order of the
     patterns, and within a glob or folder in the order of their names.
 
     Raises:
@@ -246,12 +248,29 @@ def read_blocks(
 
 
 def _suffix(path: str) -> str | None:
-    """Return the ending that names the format, without .gz or .zst; `None` if it is unknown."""
+    """Return the ending that names the format, without .gz or .zst; `None` if it is unknown.
+
+    It is that of JSON lines for a file without an ending that begins with an object.
+    """
     name = Path(path).name.lower()
     for packed in _PACKED_SUFFIXES:
         name = name.removesuffix(packed)
     known = (*_JSON_SUFFIXES, _PARQUET, _TEXT)
-    return next((suffix for suffix in known if name.endswith(suffix)), None)
+    found = next((suffix for suffix in known if name.endswith(suffix)), None)
+    is_json = found is None and "." not in name and _begins_with_an_object(path)
+    return _JSON_SUFFIXES[0] if is_json else found
+
+
+def _begins_with_an_object(path: str) -> bool:
+    """Return whether a regular file begins, once it is unpacked, with a JSON object."""
+    if not os.path.isfile(path):  # reading from a pipe would take its first bytes away
+        return False
+    try:
+        with open(path, "rb") as raw, _unpack(path, raw) as file:
+            start = file.read(_START)
+    except (OSError, EOFError, zlib.error):
+        return False
+    return start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
 
 
 def _plain_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlock]:

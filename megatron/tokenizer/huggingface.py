@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,9 @@ _COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 class HuggingFaceTokenizer(Tokenizer):
     """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
 
+    It may also be the name of a model, such as bigscience/bloom, whose files are in the cache of
+    Hugging Face already. Nothing is downloaded, and no code of a model is run.
+
     A tokenizer_config.json in the same folder names the special tokens. The file's own
     post-processing applies, so a model that begins texts with a special token gets it here too.
 
@@ -40,14 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Read the file and find its special tokens."""
         from tokenizers import Tokenizer as Pipeline
 
-        path = Path(config.tokenizer_model or "")
-        if path.is_dir():
-            path /= "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"--tokenizer-model {config.tokenizer_model}: there is no tokenizer.json; give a "
-                "local file or folder (nothing is downloaded)"
-            )
+        path = _find_file(config.tokenizer_model or "")
         file = VocabularyFile.read("--tokenizer-model", str(path))
         make = partial(Pipeline.from_str, file.text())
         self._tokenizer = Library(file, "a tokenizer.json of Hugging Face", make)
@@ -115,6 +113,31 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         decoder = self._tokenizer.attribute("decoder")
         return 2 if decoder is None else _growth(json.loads(decoder.__getstate__()))
+
+
+def _find_file(given: str) -> Path:
+    """Return the path of the tokenizer.json that a file, a folder or a cached model names.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(given)
+    if path.is_dir():
+        path /= "tokenizer.json"
+    elif not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
+        from huggingface_hub import try_to_load_from_cache  # only looks; `tokenizers` requires it
+        from huggingface_hub.utils import HFValidationError
+
+        with contextlib.suppress(HFValidationError):
+            found = try_to_load_from_cache(given, "tokenizer.json")
+            path = Path(found) if isinstance(found, str) else path
+    if not path.is_file():
+        raise ConfigError(
+            f"--tokenizer-model {given}: there is no tokenizer.json; give a local file or folder, "
+            "or the name of a model in the cache of Hugging Face (nothing is downloaded; "
+            "`hf download NAME tokenizer.json tokenizer_config.json` fills the cache)"
+        )
+    return path
 
 
 def _growth(decoder: dict[str, Any]) -> int:

@@ -309,7 +309,6 @@ def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--dataset-impl", "lazy"], "--dataset-impl lazy: this old format cannot be trained on"),
         (["--workers", "0"], "--workers 0: give at least 1"),
         (["--workers", "5000"], "--workers 5000: give at most 1024"),
         (["--partitions", "0"], "--partitions 0: give at least 1"),
@@ -324,6 +323,17 @@ def test_bad_flags_are_named(run, tmp_path, flags, message):
     assert code == 9
     assert message in err
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["lazy", "cached"])
+def test_old_formats_are_written_as_today_s(run, tmp_path, kind):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "hello"}])
+    assert run("--input", path)[0] == 0
+    want = contents(tmp_path)
+    code, _, err = run("--input", path, "--dataset-impl", kind)
+    assert code == 0
+    assert f"--dataset-impl {kind}: written as mmap" in err
+    assert contents(tmp_path) == want
 
 
 def test_input_without_a_document_is_said(run, tmp_path):

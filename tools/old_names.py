@@ -1,0 +1,159 @@
+"""Programs under the names that they had in older versions of Megatron-LM and in its forks.
+
+A script of an old name calls `run_old_name`, which translates the old flags by the table below,
+prints one note, and becomes today's program. What has no successor says what to do instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from megatron.config.arguments import split
+from megatron.errors import ConfigError, say_on_stderr
+
+ROOT = Path(__file__).resolve().parents[1]
+_PREPROCESS = "tools/preprocess_data.py"
+_CONVERT = "tools/checkpoint/util.py"
+_EMBEDDING_ROWS = ("--make-vocab-size-divisible-by", "--pad-vocab-size-to")
+
+
+class OldName(NamedTuple):
+    """What an old program is today.
+
+    Attributes:
+        now: Today's script, or "" if there is none.
+        era: The versions that had the old name.
+        remedy: What to do instead if there is no script.
+        drops: Old flags that have no effect in today's script.
+        only: The old flags that have a meaning in today's script. All others are dropped. Empty:
+            all have one.
+        renames: Today's names of old flags, and today's values of a flag as `--flag value`.
+        adds: Flags that today's script needs, unless the user gives them.
+        once: Whether only the first of several processes does the work.
+    """
+
+    now: str
+    era: str
+    remedy: str = ""
+    drops: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    renames: Mapping[str, str] = {}
+    adds: tuple[str, ...] = ()
+    once: bool = False
+
+
+OLD_NAMES: Mapping[str, OldName] = {
+    "pretrain_gpt2.py": OldName("pretrain_gpt.py", "2019 to v1.1"),
+    "pretrain_gpt_core.py": OldName("pretrain_gpt.py", "23.06 to 23.10"),
+    "tools/preprocess_data_many_cores.py": OldName(
+        _PREPROCESS, "BigScience", drops=_EMBEDDING_ROWS
+    ),
+    "tools/preprocess_data_partitions.py": OldName(_PREPROCESS, "23.04"),
+    "tools/preprocess_data_dist.py": OldName(
+        _PREPROCESS,
+        "BigScience",
+        drops=(
+            *("--split", "--torch-backend", "--local_rank", "--merge", "--scratch"),
+            *_EMBEDDING_ROWS,
+        ),
+        renames={"--columns": "--json-keys"},
+        once=True,
+    ),
+    "tools/merge_preprocessed_data.py": OldName(
+        "tools/merge_datasets.py",
+        "BigScience",
+        drops=("--merge", "--torch-backend", "--local_rank"),
+        once=True,
+    ),
+    "tools/split_gpt2_json.py": OldName("tools/split_json.py", "2019"),
+    "tools/checkpoint_util.py": OldName(_CONVERT, "v3.0 to 23.08"),
+    "tools/checkpoint/convert.py": OldName(
+        _CONVERT,
+        "Core 0.6 and later",
+        drops=("--model-size", "--checkpoint-type", "--position-embedding-type", "--bf16"),
+        renames={
+            **{
+                f"--{side} {old}": "megatron"
+                for side in ("loader", "saver")
+                for old in ("mcore", "legacy")
+            },
+            "--loader llama_mistral": "hf",
+        },
+    ),
+    "tools/merge_mp_partitions.py": OldName(
+        _CONVERT,
+        "v1.0 to v2.6",
+        only=(
+            *("--model-type", "--load", "--save", "--target-pipeline-model-parallel-size"),
+            *("--tokenizer-type", "--vocab-file", "--merge-file", "--tokenizer-model"),
+        ),
+        renames={
+            "--load": "--load-dir",
+            "--save": "--save-dir",
+            "--target-pipeline-model-parallel-size": "--target-pipeline-parallel-size",
+        },
+        adds=(
+            "--target-tensor-parallel-size 1",
+            "--target-pipeline-parallel-size 1",
+        ),
+    ),
+    "tools/generate_samples_gpt2.py": OldName("tools/generate_samples_gpt.py", "v1.0"),
+    "tools/preprocess_data_nmt.py": OldName(
+        "",
+        "v2.3 to Core 0.10",
+        "preprocess each side with tools/preprocess_data.py",
+    ),
+    "tools/preprocess_mmdata.py": OldName(
+        "", "23.08 to Core 0.10", "models of images are not supported"
+    ),
+    "tools/create_doc_index.py": OldName(
+        "", "v2.0", "retrieval with a bi-encoder (ICT, REALM) is not supported"
+    ),
+    "tools/linter.py": OldName("", "v1.0 and later", "run `make lint`"),
+}
+
+
+def run_old_name(script: str) -> NoReturn:
+    """Become today's program of an old script, or exit if there is nothing to run.
+
+    Args:
+        script: The path of the script that was started.
+    """
+    name = Path(script).resolve().relative_to(ROOT).as_posix()
+    old, words = OLD_NAMES[name], sys.argv[1:]
+    if not old.now:
+        if {"-h", "--help"} & set(words):
+            print(f"usage: none: {name} ({old.era}) is gone: {old.remedy}")
+            sys.exit(0)
+        say_on_stderr(f"error: {name} ({old.era}) is gone: {old.remedy}")
+        sys.exit(ConfigError.exit_code)
+    rank = int(os.environ.get("RANK") or 0)
+    if old.once and rank > 0:
+        sys.exit(0)
+    now = translated(old, words)
+    if rank == 0:
+        shown = f" {' '.join(now)}" if now != words else ""
+        say_on_stderr(f"note: {name} is an old name ({old.era}) of {old.now}: running that{shown}")
+    before, script_words = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
+    options = before if script_words == sys.argv else []  # not of `python -m`
+    os.execv(sys.executable, [sys.executable, *options, str(ROOT / old.now), *now])
+
+
+def translated(old: OldName, words: Sequence[str]) -> list[str]:
+    """Return the words of an old command line in the flags of today's script."""
+    if not (old.drops or old.only or old.renames or old.adds):
+        return list(words)
+    now: list[str] = []
+    for flag in split(words):
+        if flag.name in old.drops or (old.only and flag.name not in (*old.only, "-h", "--help")):
+            continue
+        values = [old.renames.get(f"{flag.name} {value}", value) for value in flag.values]
+        now += [word for word in (old.renames.get(flag.name, flag.name), *values) if word]
+    for added in old.adds:
+        if added.split()[0] not in now and not {"-h", "--help"} & set(now):
+            now += added.split()
+    return now
