@@ -85,6 +85,7 @@ class GPTRecipe:
             ),
             seq_length=config.data.seq_length,
             vocab_size=tokenizer.vocab_size,
+            tokenizer=(config.tokenizer, tokenizer),
         )
         if not config.data.reset_attention_mask:
             return splits

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, NotRequired
 
-from annotated_types import Ge, Le, MaxLen
+from annotated_types import Ge, Le, Len, MaxLen
 
 # Pydantic requires this one before Python 3.12.
 from typing_extensions import TypedDict
@@ -98,6 +98,13 @@ class Origin(TypedDict, total=False):
     window: Json
 
 
+class TextPlaces(TypedDict):
+    """Where each stream of text continues (`data.text_stream.save_places`)."""
+
+    plan: str
+    places: list[list[Annotated[list[Annotated[int, Ge(-1), Le(2**62)]], Len(4, 4)]]]
+
+
 class Meta(TypedDict):
     """The metadata of a run's checkpoint. Further keys are allowed."""
 
@@ -110,6 +117,7 @@ class Meta(TypedDict):
     rng: NotRequired[RandomState | None]
     tokenizer: NotRequired[str | None]
     corpus: NotRequired[str | None]
+    text: NotRequired[TextPlaces | None]
     config: dict[str, dict[str, Json]]
     legacy_args: NotRequired[Arguments | None]
     notices: NotRequired[list[str]]

@@ -97,7 +97,12 @@ class DataOptions:
     """Data.
 
     Attributes:
-        data_path: Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ...
+        data_path: Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ... For GPT also text:
+            .jsonl (also .gz, .zst), .parquet or .txt files, or a folder of them, tokenized during
+            training.
+        text_key: The key of a document's text in JSON lines, or the column in parquet files, when
+            --data-path names text files.
+        skip_bad_lines: Leave out lines of text files that hold no document, with a warning.
         split: Relative shares of the documents in --data-path for training, validation and test.
         train_data_path: Training data, in the format of --data-path.
         valid_data_path: Validation data, in the format of --data-path.
@@ -127,6 +132,8 @@ class DataOptions:
     """
 
     data_path: tuple[str, ...] | None = flag(None, required="required unless --mock-data is given")
+    text_key: str = flag("text", only_for=("gpt",))
+    skip_bad_lines: bool = flag(False, only_for=("gpt",))
     split: str = flag("969, 30, 1", is_common=True, needs=_WHOLE_CORPUS)
     train_data_path: tuple[str, ...] | None = None
     valid_data_path: tuple[str, ...] | None = None

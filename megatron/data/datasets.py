@@ -27,6 +27,7 @@ from megatron.config.data import SPLIT_NAMES, DataConfig
 from megatron.data.cache import ArraySpec, IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
+from megatron.data.text_stream import TextCorpus, TextDataset, is_text, text_members
 from megatron.errors import ConfigError, DataError, warn
 
 _BLOCKS, _BLOCK = 64, 4096  # blocks of each file that a fingerprint reads, and bytes per block
@@ -78,6 +79,9 @@ class DatasetPart(NamedTuple):
 
 
 BuildPart = Callable[[DatasetPart], DescribedDataset]
+# Makes the samples of text, from the corpus, the bounds of the split's pieces, the number of
+# samples and the number of the dataset in its blend.
+BuildText = Callable[[TextCorpus, tuple[int, int], int, int], DescribedDataset]
 
 
 class Datasets(NamedTuple):
@@ -92,7 +96,7 @@ class _Member(NamedTuple):
     """One dataset of a split's blend; `documents` counts the whole dataset's documents."""
 
     weight: float
-    data: IndexedDataset
+    data: IndexedDataset | TextCorpus
     bounds: tuple[int, int]
     documents: int
 
@@ -103,6 +107,7 @@ def build_datasets(
     build_mock: Callable[[int, int], SampleDataset],
     *,
     count_documents: Callable[[IndexedDataset], int] = len,
+    build_text: BuildText | None = None,
 ) -> Datasets:
     """Build the training, validation and test data that the flags name.
 
@@ -115,6 +120,7 @@ def build_datasets(
             the index of the split.
         count_documents: A function that counts the documents that --split divides. By default each
             sequence is a document, as in Megatron's GPT.
+        build_text: A function that makes the samples of text. Without one, text is refused.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -124,8 +130,16 @@ def build_datasets(
         counts = enumerate(request.samples)
         return Datasets(*(build_mock(count, i) if count else None for i, count in counts))
     with builder_first(request.is_builder, request.barrier):
-        splits = enumerate(_open_members(request.data, count_documents))
-        return Datasets(*(_build_split(*split, request, build_part) for split in splits))
+        has_text = build_text is not None
+        members = _open_members(request.data, count_documents, reads_text=has_text)
+
+        def build(split: str, member: _Member, count: int, number: int) -> DescribedDataset:
+            if isinstance(member.data, IndexedDataset):
+                return build_part(DatasetPart(split, member.data, member.bounds, count))
+            assert build_text is not None, "text was refused"
+            return build_text(member.data, member.bounds, count, number)
+
+        return Datasets(*(_build_split(*split, request, build) for split in enumerate(members)))
 
 
 def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, str]]:
@@ -205,7 +219,10 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
         return None
     whole = hashlib.sha256()
     for _, prefix in parse_weighted_paths(paths, "--data-path"):
-        for path in (idx_path(prefix), bin_path(prefix)):
+        files = [str(idx_path(prefix)), str(bin_path(prefix))]
+        if is_text(prefix):
+            files = TextCorpus(prefix, data.text_key).files
+        for path in map(Path, files):
             try:
                 with path.open("rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
@@ -221,7 +238,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
 
 
 def _open_members(
-    data: DataConfig, count_documents: Callable[[IndexedDataset], int]
+    data: DataConfig, count_documents: Callable[[IndexedDataset], int], *, reads_text: bool
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
     """Open the datasets of training, validation and test, and split those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -236,12 +253,27 @@ def _open_members(
     splits: tuple[list[_Member], list[_Member], list[_Member]] = ([], [], [])
     for flag, path, takers in named:
         for weight, prefix in parse_weighted_paths(path, flag):
-            opened = IndexedDataset(prefix)
-            if data.mmap_warmup:
-                with open(bin_path(prefix), "rb") as file:
-                    while file.read(1 << 24):
-                        pass
-            documents = count_documents(opened)
+            opened: IndexedDataset | TextCorpus
+            if is_text(prefix):
+                if not reads_text:
+                    raise ConfigError(
+                        f"{flag} {prefix}: only pretrain_gpt.py trains on text files; this program "
+                        "needs sentences: run tools/preprocess_data.py --split-sentences first"
+                    )
+                if data.dataloader_type == "cyclic":
+                    raise ConfigError(
+                        f"--dataloader-type cyclic: {flag} {prefix} is text, which is read in "
+                        "streams with an order of their own: drop --dataloader-type"
+                    )
+                opened = TextCorpus(prefix, data.text_key)
+                documents = len(opened)
+            else:
+                opened = IndexedDataset(prefix)
+                documents = count_documents(opened)
+                if data.mmap_warmup:
+                    with open(bin_path(prefix), "rb") as file:
+                        while file.read(1 << 24):
+                            pass
             bounds = [(0, documents)] * 3
             if len(takers) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))
@@ -251,7 +283,10 @@ def _open_members(
 
 
 def _build_split(
-    number: int, members: Sequence[_Member], request: DataRequest, build_part: BuildPart
+    number: int,
+    members: Sequence[_Member],
+    request: DataRequest,
+    build: Callable[[str, _Member, int, int], DescribedDataset],
 ) -> SampleDataset | None:
     """Build the dataset of split `number`, as a blend if it has several members."""
     split, num_samples, flag = SPLIT_NAMES[number], request.samples[number], request.data.split
@@ -270,12 +305,12 @@ def _build_split(
         left_out = ", ".join(m.data.prefix for m in members if m not in kept)
         warn(f"--split {flag!r} leaves no {split} document in {left_out}: not part of the blend")
     if len(members) == 1:
-        return build_part(DatasetPart(split, kept[0].data, kept[0].bounds, num_samples))
+        return build(split, kept[0], num_samples, 0)
     weights = [member.weight for member in kept]
     counts = samples_of_each(weights, num_samples)
     datasets = [
-        build_part(DatasetPart(split, member.data, member.bounds, count))
-        for member, count in zip(kept, counts, strict=True)
+        build(split, member, count, index)
+        for index, (member, count) in enumerate(zip(kept, counts, strict=True))
     ]
     return blend(datasets, weights, sum(counts), request.cache())
 
@@ -403,6 +438,12 @@ class BlendedDataset:
         dataset = self.datasets[int(self.index.datasets[i])]
         sample = dataset[int(self.index.samples[i]) % len(dataset)]
         return {**sample, "id": i}
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return the members that read text: see `ReadsText`."""
+        counts = np.bincount(self.index.datasets[:samples], minlength=len(self.datasets))
+        found = zip(self.datasets, counts.tolist(), strict=True)
+        return [member for dataset, count in found for member in text_members(dataset, count)]
 
 
 def blend(

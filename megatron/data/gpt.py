@@ -25,14 +25,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.config.data import TokenizerConfig
 from megatron.data.cache import ArraySpec
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.mock import MockDataset
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset, outside_vocabulary
+from megatron.data.text_stream import TextCorpus, TextDataset, text_members
 from megatron.errors import DataError
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Axis
+from megatron.tokenizer.base import Tokenizer
 
 _INT32_MAX = np.iinfo(np.int32).max
 _CHUNK = 1 << 16  # places per step: the work fits a processor's cache, and memory stays flat
@@ -258,13 +261,20 @@ def build_gpt_part(
     return dataset
 
 
-def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
+def build_gpt_datasets(
+    request: DataRequest,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    tokenizer: tuple[TokenizerConfig, Tokenizer] | None = None,
+) -> Datasets:
     """Build the GPT datasets that the flags name. Every process calls this function.
 
     Args:
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
         vocab_size: The number of entries of the tokenizer. Ids of this value or above are refused.
+        tokenizer: The tokenizer and its flags, for text files. Without one they are refused.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -274,10 +284,23 @@ def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int
     def build_part(part: DatasetPart) -> GPTDataset:
         return build_gpt_part(part, request, seq_length=seq_length, vocab_size=vocab_size)
 
+    def build_text(
+        corpus: TextCorpus, pieces: tuple[int, int], count: int, number: int
+    ) -> TextDataset:
+        from megatron.data.preprocess import BlockEncoder, EncodingOptions  # as in text_stream
+
+        assert tokenizer is not None, "without one, text is refused"
+        options = EncodingOptions(tokenizer[0], (request.data.text_key,), append_eod=True)
+        encoder = BlockEncoder(options, tokenizer[1])
+        skip = request.data.skip_bad_lines
+        return TextDataset(corpus, pieces, count, seq_length, request.seed, encoder, skip, number)
+
     def build_mock(count: int, split: int) -> MockDataset:
         return MockDataset(count, seq_length, vocab_size, request.seed, split)
 
-    return build_datasets(request, build_part, build_mock)
+    return build_datasets(
+        request, build_part, build_mock, build_text=None if tokenizer is None else build_text
+    )
 
 
 @dataclass(eq=False)
@@ -306,6 +329,10 @@ class DocumentEnds:
         length = len(text) - 1
         ends = np.flatnonzero(text[: length - 1] == self.eod) + 1
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return the datasets that read text: see `ReadsText`."""
+        return text_members(self.dataset, samples)
 
 
 class TokenBatch(NamedTuple):

@@ -217,6 +217,7 @@ def read_blocks(
     block_bytes: int = BLOCK_BYTES,
     *,
     max_line_mb: int = MAX_LINE_MB,
+    bounds: tuple[int, int] | None = None,
 ) -> Iterator[TextBlock]:
     """Yield all lines of the files in order, in blocks of about `block_bytes`.
 
@@ -225,6 +226,8 @@ def read_blocks(
         keys: The parquet columns to read. The first is the key of a text file's document.
         block_bytes: The size of a block, which is extended to the end of a line.
         max_line_mb: The size of the longest line to read, in MiB.
+        bounds: Read only the lines that begin at these bytes, from the first to before the second.
+            `is_cut_anywhere` says which files can be read so.
 
     Raises:
         DataError: A file cannot be read or is damaged.
@@ -239,12 +242,18 @@ def read_blocks(
                 yield from _parquet_blocks(path, keys, longest, block_bytes)
             elif suffix == _TEXT:
                 yield _text_block(path, keys[0], longest)
-            elif path.lower().endswith(_PACKED_SUFFIXES) or not os.path.isfile(path):
+            elif not is_cut_anywhere(path):
                 yield from _streamed_blocks(path, longest, block_bytes)
             else:
-                yield from _plain_blocks(path, longest, block_bytes)
+                yield from _plain_blocks(path, longest, block_bytes, bounds)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"--input {path}: unreadable or truncated: {error}") from error
+
+
+def is_cut_anywhere(path: str) -> bool:
+    """Whether a file's lines can be read from any byte on: it holds plain JSON lines."""
+    is_plain = not path.lower().endswith((*_PACKED_SUFFIXES, _PARQUET, _TEXT))
+    return is_plain and os.path.isfile(path)
 
 
 def _suffix(path: str) -> str | None:
@@ -273,12 +282,19 @@ def _begins_with_an_object(path: str) -> bool:
     return start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
 
 
-def _plain_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlock]:
+def _plain_blocks(
+    path: str, longest: int, block_bytes: int, bounds: tuple[int, int] | None = None
+) -> Iterator[TextBlock]:
     total = os.path.getsize(path)
+    begin, end = bounds or (0, total)
     with open(path, "rb") as file:
         start = len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
-        while start < total:
-            file.seek(min(start + block_bytes, total) - 1)
+        if begin:
+            file.seek(begin - 1)
+            _finish_line(file, b" ")  # a line that begins before
+            start = file.tell()
+        while start < end:
+            file.seek(min(start + block_bytes, end) - 1)
             # Read the rest of the line that holds the block's last byte.
             file.readline(longest + 1)
             size = min(file.tell(), total) - start

@@ -11,6 +11,7 @@ from megatron.config import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
+from megatron.data.text_stream import take_places
 from megatron.errors import DataError
 from megatron.training.recipe import Batch, SampleCounts
 
@@ -127,13 +128,14 @@ def _load(
     config: RunConfig, dataset: SampleDataset, sampler: Iterable[list[int]], *, pin_memory: bool
 ) -> Iterator[Batch]:
     """Yield batches without a reference to the run, so that a finished run can be freed."""
-    yield from build_loader(
+    for batch in build_loader(
         dataset,
         sampler,
         num_workers=config.data.num_workers,
         seed=config.training.seed,
         pin_memory=pin_memory,
-    )
+    ):
+        yield take_places(batch, dataset)
     raise DataError(
         f"the dataset of {len(dataset)} samples is exhausted: it was built for --train-iters "
         f"{config.training.train_iters}, --train-samples {config.training.train_samples}"

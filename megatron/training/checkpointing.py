@@ -29,6 +29,7 @@ from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.yaml_file import to_dict
+from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
@@ -211,7 +212,7 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
 
 
 def meta_of(run: Run) -> dict[str, Any]:
-    """Return a checkpoint's metadata as JSON: position, scalars and configuration."""
+    """Return a checkpoint's metadata as JSON: position, scalars and configuration. Collective."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -225,6 +226,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
         "corpus": run.corpus,
+        "text": save_places(run.datasets[0], progress.consumed_samples, run.layout.world),
         "config": to_dict(run.config),
     }
 
@@ -441,6 +443,12 @@ def _restore_position(run: Run, reader: Reader) -> None:
             )
         except CheckpointError as error:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
+    is_placed = load_places(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:
+        if not is_placed:
+            say(
+                "  the checkpoint does not say where in this text it stopped: the text is read "
+                "again from its beginning, up to the next sample"
+            )
         for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
             say(line)

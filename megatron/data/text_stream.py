@@ -1,0 +1,361 @@
+"""GPT samples straight from text files: tokenized in the loading processes while a run trains.
+
+A corpus is cut into pieces that can be read by themselves: about a MiB of a plain JSON lines file,
+or a whole file of any other kind. The pieces of a split are dealt out in turn to up to 128 streams,
+in another random order each epoch. A stream reads its pieces one after the other, shuffles the
+documents within each block of text that is read at a time, lays their tokens end to end, and cuts
+rows as `gpt` does: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
+
+    sample i  =  row i // streams of stream i % streams
+
+Neighboring samples so come from many places in the corpus, and a sample depends on the seed, the
+text and its number alone, whatever the number of processes. The data-parallel processes and their
+loading processes take samples in turn, so each usually reads only its own share of the streams.
+
+Where a row begins depends on the lengths of all documents before it. Each sample therefore says
+where the next row of its stream begins. The training process remembers these places: loading
+processes that start later begin there, and so does a run that continues from a checkpoint. Without
+a place, a stream is read from its beginning, which takes longer and gives the same samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megatron.data.sample import Sample, SampleDataset
+from megatron.errors import DataError, warn
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Axis
+
+if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
+    from megatron.data.preprocess import BlockEncoder, EncodedBlock
+
+PLACE = "place"  # the part of a sample, `[6]`, that says where the next row of its stream begins
+_PIECES = 1024  # into which a small corpus is cut, so that it can be divided into splits
+_LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
+_STREAMS = 128  # each holds a block's tokens, at most a few MB
+_KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
+
+
+class RowPlace(NamedTuple):
+    """Where a row begins in a stream.
+
+    Attributes:
+        row: The number of the row.
+        visit: The number of pieces that the stream has read before, over all epochs.
+        block: The number of the block in that piece.
+        token: The number of the token in the block, after shuffling.
+    """
+
+    row: int = 0
+    visit: int = 0
+    block: int = 0
+    token: int = 0
+
+
+class TextCorpus:
+    """The pieces of the text files that one value of --data-path names.
+
+    Args:
+        name: A file, folder or glob, as `find_inputs` takes it.
+        key: The key of a document's text in a line of JSON.
+
+    Raises:
+        DataError: There is no such file, or its kind is unknown.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        """List the files and count their pieces."""
+        from megatron.data.text_input import find_inputs, is_cut_anywhere
+
+        self.prefix = name
+        self.key = key
+        self.files = find_inputs([name])
+        self.sizes = [os.path.getsize(path) for path in self.files]
+        self.piece_bytes = min(max(sum(self.sizes) // _PIECES, _LEAST), _MOST)
+        # The number of pieces in the files up to and including each.
+        self._ends = np.cumsum(
+            [
+                max(1, -(-size // self.piece_bytes)) if is_cut_anywhere(path) else 1
+                for path, size in zip(self.files, self.sizes, strict=True)
+            ]
+        )
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return int(self._ends[-1])
+
+    def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
+        """Yield the encoded blocks of a piece, from block `first` on."""
+        from megatron.data.text_input import is_cut_anywhere, read_blocks
+
+        file = int(np.searchsorted(self._ends, piece, side="right"))
+        path = self.files[file]
+        bounds = None
+        if is_cut_anywhere(path):
+            start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
+            bounds = start, min(start + self.piece_bytes, self.sizes[file])
+        blocks = read_blocks([path], encoder.options.keys, _MOST, bounds=bounds)
+        for number, block in enumerate(blocks):
+            if number >= first:
+                yield encoder(block)
+
+
+@dataclass(eq=False)
+class TextDataset:
+    """The samples of one split of a corpus: `text`, the tokens `[s + 1]`, `id`, and `PLACE`.
+
+    Attributes:
+        corpus: The text.
+        pieces: The first piece of the split, and the piece after its last.
+        num_samples: The number of samples that the run needs; the text repeats as often as needed.
+        seq_length: The number of tokens in a sample without the last label, s.
+        seed: The seed of all shuffles.
+        encoder: The encoder, which turns text into ids.
+        skip_bad_lines: Whether to leave out lines without a document, with a warning.
+        number: The number of this dataset in its blend.
+    """
+
+    corpus: TextCorpus
+    pieces: tuple[int, int]
+    num_samples: int
+    seq_length: int
+    seed: int
+    encoder: BlockEncoder
+    skip_bad_lines: bool = False
+    number: int = 0
+    _places: dict[int, deque[RowPlace]] = field(default_factory=dict)
+    _readers: dict[int, tuple[int, Iterator[tuple[NDArray[np.int64], RowPlace]]]] = field(
+        default_factory=dict
+    )
+
+    @functools.cached_property
+    def streams(self) -> int:
+        """The number of streams: the largest power of two that is not too large."""
+        return min(_STREAMS, 1 << ((self.pieces[1] - self.pieces[0]).bit_length() - 1))
+
+    @property
+    def description(self) -> str:
+        """A text that differs whenever the samples differ."""
+        names = [os.path.basename(path) for path in self.corpus.files]
+        files = "".join(
+            f"{name} {size}\n" for name, size in zip(names, self.corpus.sizes, strict=True)
+        )
+        return (
+            f"Text\n\n{files}Key {self.corpus.key}\nPieces {self.pieces} of "
+            f"{self.corpus.piece_bytes} bytes\nStreams {self.streams}\n"
+            f"Sequence length {self.seq_length}\nRandom seed {self.seed}\n"
+        )
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`. Samples in ascending order are read once; going back is slow.
+
+        Raises:
+            DataError: A line has no document, a file cannot be read, or there are no tokens.
+        """
+        row, stream = divmod(i, self.streams)
+        at, rows = self._readers.get(stream, (row + 1, None))
+        if rows is None or at > row:
+            known = [place for place in self._places.get(stream, ()) if place.row <= row]
+            begin = max(known, default=RowPlace())
+            at, rows = begin.row, self._rows(stream, begin)
+        while True:
+            text, following = next(rows)
+            at += 1
+            if at > row:
+                break
+        self._readers[stream] = at, rows
+        return {"text": text, "id": i, PLACE: np.array([self.number, stream, *following])}
+
+    def remember(self, stream: int, place: RowPlace) -> None:
+        """Remember where a row of a stream begins."""
+        kept = max(64, _KEPT // self.streams)
+        self._places.setdefault(stream, deque(maxlen=kept)).append(place)
+
+    def places_after(self, samples: int) -> list[RowPlace | None]:
+        """Return, for each stream, the place of its first row after `samples` samples, if known."""
+        places: list[RowPlace | None] = []
+        for stream in range(self.streams):
+            row = max(0, -(-(samples - stream) // self.streams))
+            known = self._places.get(stream, ())
+            places.append(next((p for p in known if p.row == row), None if row else RowPlace()))
+        return places
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return this dataset and the number of samples: see `ReadsText`."""
+        return [(self, samples)]
+
+    def _rows(self, stream: int, place: RowPlace) -> Iterator[tuple[NDArray[np.int64], RowPlace]]:
+        """Yield the rows of a stream, `[s + 1]`, each with the place of the row after it."""
+        row, begin = place.row, place
+        # The blocks that are not used up, and how many tokens of them are left.
+        held: deque[tuple[RowPlace, NDArray[Any]]] = deque()
+        left = 0
+        for at, tokens in self._blocks(stream, place.visit, place.block):
+            rest = tokens[begin.token :] if at[1:3] == begin[1:3] else tokens
+            if not len(rest):
+                continue
+            held.append((at._replace(token=len(tokens) - len(rest)), rest))
+            left += len(rest)
+            while left > self.seq_length:
+                parts, wanted = [], self.seq_length + 1
+                for _, part in held:
+                    parts.append(part[:wanted])
+                    wanted -= len(parts[-1])
+                    if not wanted:
+                        break
+                used = self.seq_length
+                while used >= len(held[0][1]):
+                    used -= len(held.popleft()[1])
+                first, part = held[0]
+                held[0] = first._replace(token=first.token + used), part[used:]
+                left -= self.seq_length
+                row += 1
+                yield np.concatenate(parts, dtype=np.int64), held[0][0]._replace(row=row)
+
+    def _blocks(
+        self, stream: int, visit: int, block: int
+    ) -> Iterator[tuple[RowPlace, NDArray[Any]]]:
+        """Yield the tokens of a stream's blocks without end, each document's together."""
+        pieces = -(-(self.pieces[1] - self.pieces[0] - stream) // self.streams)
+        empty = 0
+        while True:
+            epoch, turn = divmod(visit, pieces)
+            piece = int(self._order(epoch)[turn * self.streams + stream])
+            found = False
+            for number, encoded in enumerate(
+                self.corpus.read(piece, self.encoder, first=block), start=block
+            ):
+                if encoded.bad:
+                    self._report(encoded)
+                random = np.random.RandomState([self.seed, epoch, piece, number])
+                tokens = _shuffled(encoded, random)
+                found = found or len(tokens) > 0
+                yield RowPlace(0, visit, number, 0), tokens
+            empty = 0 if found or block else empty + 1
+            if empty > pieces:
+                raise DataError(
+                    f"--data-path {self.corpus.prefix}: one of {self.streams} equal parts of the "
+                    "text holds no tokens: give more text"
+                )
+            visit, block = visit + 1, 0
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the pieces of the split in the order of an epoch, `[pieces]`."""
+        if epoch not in self._orders:
+            if len(self._orders) > 2:  # streams are in the same epoch or in the next
+                self._orders.clear()
+            random = np.random.RandomState([self.seed, epoch])
+            self._orders[epoch] = self.pieces[0] + random.permutation(
+                self.pieces[1] - self.pieces[0]
+            )
+        return self._orders[epoch]
+
+    @functools.cached_property
+    def _orders(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
+    def _report(self, encoded: EncodedBlock) -> None:
+        """Raise, or warn, for the lines of a block that hold no document."""
+        for bad in encoded.bad:
+            at = encoded.block.offset + bad.offset
+            told = f"--data-path {encoded.block.path}: {bad.reason} (line starts at byte {at})"
+            if not self.skip_bad_lines:
+                raise DataError(
+                    f"{told}: fix the line, or leave bad lines out with --skip-bad-lines"
+                )
+            warn(f"{told}: left out")
+
+
+def _shuffled(encoded: EncodedBlock, random: np.random.RandomState) -> NDArray[Any]:
+    """Return a block's tokens, with its documents in random order."""
+    tokens, lengths, sequences = encoded.columns[0]
+    ends = np.concatenate([[0], np.cumsum(lengths)])[np.cumsum(sequences)]
+    documents = np.split(tokens, ends[:-1])
+    return np.concatenate([tokens[:0], *(documents[i] for i in random.permutation(len(documents)))])
+
+
+def is_text(name: str) -> bool:
+    """Whether a value of --data-path names text files instead of an indexed dataset."""
+    return not os.path.exists(f"{name}.idx") and os.path.exists(name)
+
+
+@runtime_checkable
+class ReadsText(Protocol):
+    """A dataset that is made of text datasets, or is one."""
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return each text dataset, and how many of its samples are among the first `samples`."""
+
+
+def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[TextDataset, int]]:
+    """Return a dataset's text datasets with their numbers of samples; none if it has no text."""
+    return dataset.text_members(samples) if isinstance(dataset, ReadsText) else []
+
+
+def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
+    """Return a batch without its places, which the text datasets remember from now on."""
+    places = batch.pop(PLACE, None)
+    if places is not None:
+        members = {member.number: member for member, _ in text_members(dataset, 0)}
+        for number, stream, *place in places.tolist():
+            members[number].remember(stream, RowPlace(*place))
+    return batch
+
+
+def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dict[str, Any] | None:
+    """Return where every stream continues after `samples` samples, as JSON. Collective.
+
+    Args:
+        dataset: The training data.
+        samples: The number of samples that all processes together have consumed.
+        world: All processes. Each knows the streams of its own samples.
+
+    Returns:
+        A digest of everything that places depend on, and for each text dataset the places of its
+        streams, `[members, streams, 4]`. `None` without text.
+    """
+    members = text_members(dataset, samples)
+    if not members:
+        return None
+    places = []
+    for member, count in members:
+        mine = [place or (-1,) * 4 for place in member.places_after(count)]
+        known = torch.tensor(mine, dtype=torch.int64)
+        if world.size > 1:
+            known = all_reduce(known, world, ReduceOp.MAX)
+        places.append(known.tolist())
+    return {"plan": _plan_digest(members), "places": places}
+
+
+def load_places(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:
+    """Remember the places of a checkpoint; return whether they are for this text."""
+    members = text_members(dataset, 0)
+    if not members or saved is None or saved["plan"] != _plan_digest(members):
+        return not members
+    for (member, _), places in zip(members, saved["places"], strict=False):
+        for stream, place in enumerate(places):
+            if min(place) >= 0:
+                member.remember(stream, RowPlace(*place))
+    return True
+
+
+def _plan_digest(members: Sequence[tuple[TextDataset, int]]) -> str:
+    text = "\n".join(member.description for member, _ in members)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,259 @@
+"""Training straight from text: each sample is a function of seed, text and number alone."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import IndexedDataset
+from megatron.data.loader import SingleSampler, build_loader
+from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
+from megatron.data.text_input import read_blocks
+from megatron.data.text_stream import (
+    PLACE,
+    TextCorpus,
+    TextDataset,
+    load_places,
+    save_places,
+    take_places,
+)
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Layout
+from tests.data.corpus import VOCABULARY, write_vocabulary
+from tests.distributed import run_distributed
+from tests.training import toy
+
+SEQUENCE = 16
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "vocab.txt"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 0 to 30 words, each of another beginning."""
+    random = np.random.RandomState(0)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with path.open("w") as file:
+        for number in range(600):
+            words = [number // 100, number // 10 % 10, number % 10]
+            words += random.randint(10, 200, random.randint(0, 28)).tolist() if number % 50 else []
+            text = " ".join(f"w{word}" for word in words) if number % 75 else ""
+            file.write(json.dumps({"text": text, "n": number}) + "\n" * (1 + number % 2))
+    return path
+
+
+def encoder_of(vocabulary: str) -> BlockEncoder:
+    options = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=vocabulary)
+    return BlockEncoder(EncodingOptions(options, append_eod=True))
+
+
+def dataset_of(name: Path | str, vocabulary: str, **changed) -> TextDataset:
+    text = TextCorpus(str(name), "text")
+    pieces = changed.pop("pieces", (0, len(text)))
+    return TextDataset(text, pieces, 10_000, SEQUENCE, 7, encoder_of(vocabulary), **changed)
+
+
+def tokens_of(dataset: TextDataset, stream: int, rows: int) -> list[int]:
+    """The tokens of a stream's first rows, laid end to end."""
+    samples = [dataset[row * dataset.streams + stream]["text"] for row in range(rows)]
+    for one, other in itertools.pairwise(samples):
+        assert one[-1] == other[0]
+    assert all(len(text) == SEQUENCE + 1 for text in samples)
+    return np.concatenate([text[:-1] for text in samples]).tolist()
+
+
+def test_an_epoch_has_the_documents_of_a_preprocessed_dataset(corpus, vocabulary, tmp_path):
+    encoder = encoder_of(vocabulary)
+    prefix = tmp_path / "corpus"
+    blocks: list = []
+    preprocess(
+        [str(corpus)],
+        [str(prefix)],
+        encoder,
+        workers=0,
+        on_block=lambda *block: blocks.append(block),
+        on_bad_line=None,
+    )
+    data = IndexedDataset(str(prefix))
+    expected = sorted(data.get(i).tolist() for i in range(len(data)) if len(data.get(i)))
+    dataset = dataset_of(corpus, vocabulary)
+    assert dataset.streams == 32
+    found = []
+    for stream in range(dataset.streams):
+        pieces = range(stream, len(dataset.corpus), dataset.streams)
+        count = sum(
+            len(encoded.columns[0].tokens)
+            for turn in pieces
+            for encoded in dataset.corpus.read(int(dataset._order(0)[turn]), encoder, first=0)
+        )
+        tokens = tokens_of(dataset, stream, count // SEQUENCE + 1)[:count]
+        end = encoder.tokenizer.eod
+        found += [
+            [*document, end]
+            for is_end, document in ((k, list(g)) for k, g in itertools.groupby(tokens, end.__eq__))
+            if not is_end
+        ]
+    assert sorted(found) == expected
+    assert found != expected
+
+
+def test_a_sample_does_not_depend_on_those_before(corpus, vocabulary):
+    dataset = dataset_of(corpus, vocabulary)
+    ascending = [dataset[i]["text"].tolist() for i in range(400)]
+    assert len({tuple(text) for text in ascending}) == 400
+    for i in (399, 7, 8, 300, 299, 0):
+        assert dataset_of(corpus, vocabulary)[i]["text"].tolist() == ascending[i]
+        assert dataset[i]["text"].tolist() == ascending[i]
+    other = dataset_of(corpus, vocabulary)
+    other.seed = 8
+    assert other[0]["text"].tolist() != ascending[0]
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 2), (2, 0), (3, 2)])
+def test_every_number_of_processes_reads_the_same(corpus, vocabulary, processes, workers):
+    expected = [dataset_of(corpus, vocabulary)[i]["text"].tolist() for i in range(24)]
+    found = {}
+    for rank in range(processes):
+        dataset = dataset_of(corpus, vocabulary)
+        sampler = SingleSampler(len(dataset), 0, 2, rank, processes)
+        for batch in itertools.islice(
+            build_loader(dataset, sampler, num_workers=workers, seed=0), 12 // processes
+        ):
+            assert batch[PLACE].shape == (2, 6)
+            found |= dict(zip(batch["id"].tolist(), batch["text"].tolist(), strict=True))
+    assert [found[i] for i in range(24)] == expected
+
+
+def test_a_run_continues_where_it_stopped_without_reading_again(corpus, vocabulary, monkeypatch):
+    dataset = dataset_of(corpus, vocabulary)
+    sampler = SingleSampler(len(dataset), 0, 4)
+    batches = build_loader(dataset, sampler, num_workers=0, seed=0)
+    samples = []
+    for _ in range(800):
+        samples += take_places(next(batches), dataset)["text"].tolist()
+    world = Layout.single().world
+    saved = save_places(dataset, 3133, world)  # in the middle of what was loaded
+    again = dataset_of(corpus, vocabulary)
+    assert load_places(again, json.loads(json.dumps(saved)))
+    read: list[int] = []
+    original = TextCorpus.read
+
+    def counted(self, piece, *arguments, **options):
+        read.append(piece)
+        return original(self, piece, *arguments, **options)
+
+    monkeypatch.setattr(TextCorpus, "read", counted)
+    assert [again[i]["text"].tolist() for i in range(3133, 3200)] == samples[3133:]
+    few = len(read)
+    fresh = dataset_of(corpus, vocabulary)
+    assert [fresh[i]["text"].tolist() for i in range(3133, 3200)] == samples[3133:]
+    assert few < (len(read) - few) / 3
+    assert save_places(again, 3133, world) == saved
+    # Places of another text, or of another shuffle, mean nothing here.
+    fresh.seed = 8
+    assert not load_places(fresh, saved)
+    assert not load_places(fresh, None)
+    assert load_places(None, None)
+
+
+def test_other_files_hold_the_same_documents(corpus, vocabulary, tmp_path):
+    lines = [line for line in corpus.read_text().splitlines() if line]
+    (tmp_path / "gz").mkdir()
+    for part in range(2):
+        text = "\n".join(lines[part::2])
+        (tmp_path / "gz" / f"{part}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    texts = [json.loads(line)["text"] for line in lines]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "corpus.parquet")
+    found = []
+    for name, streams in (("gz", 2), ("corpus.parquet", 1)):
+        dataset = dataset_of(tmp_path / name, vocabulary)
+        assert dataset.streams == streams
+        rows = [tokens_of(dataset, stream, 400 // streams) for stream in range(streams)]
+        end = dataset.encoder.tokenizer.eod
+        documents = [
+            tuple(group)
+            for tokens in rows
+            for is_end, group in itertools.groupby(tokens, end.__eq__)
+            if not is_end
+        ]
+        found.append(set(documents[1:-1]))
+    whole = {tuple(encoder_of(vocabulary).tokenizer.tokenize(text)) for text in texts}
+    assert all(len(part - whole) <= 3 and len(part) > 300 for part in found)
+
+
+def test_a_line_cut_by_two_pieces_is_read_once(corpus):
+    size = corpus.stat().st_size
+    for cut in (1, 777, size // 2, size - 1):
+        parts = [
+            b"".join(block.read() for block in read_blocks([str(corpus)], ["text"], 500, bounds=b))
+            for b in ((0, cut), (cut, size))
+        ]
+        assert b"".join(parts) == corpus.read_bytes()
+        assert all(part.endswith(b"\n") or not part for part in parts)
+
+
+def test_bad_lines_are_refused_or_left_out(vocabulary, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "w1 w2"}\n{"txt": "w3"}\n' * 20)
+    with pytest.raises(DataError, match=r"no key 'text' \(line starts at byte 18\): fix the line"):
+        dataset_of(path, vocabulary)[0]
+    text = dataset_of(path, vocabulary, skip_bad_lines=True)[0]["text"].tolist()
+    first = len(VOCABULARY) + 1
+    assert set(text) == {first, first + 1, encoder_of(vocabulary).tokenizer.eod}
+    assert "no key 'text' (line starts at byte 18): left out" in capsys.readouterr().err
+    path.write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="holds no tokens: give more text"):
+        dataset_of(path, vocabulary)[0]
+
+
+@pytest.fixture
+def _no_mock_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy, "TOY", [word for word in toy.TOY if word != "--mock-data"])
+
+
+def losses(layout: Layout, words: list[str]) -> list[float]:
+    return toy.train_toy(layout, words)[0].values("lm loss")
+
+
+@pytest.mark.usefixtures("_no_mock_data")
+@pytest.mark.parametrize("form", ["native", "legacy"])
+def test_a_run_resumes_with_another_number_of_processes(form, corpus, vocabulary, tmp_path):
+    words = ["--data-path", "1", str(corpus), "3", str(corpus.parent), "--split", "8,1,1"]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
+    words += ["--make-vocab-size-divisible-by", "8", "--reset-attention-mask"]
+    whole = losses(Layout.single(), words)
+    saving = [
+        *words,
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "3",
+        "--exit-interval",
+        "3",
+        "--ckpt-format",
+        form,
+    ]
+    ranks = run_distributed(2, losses, saving)
+    loading = [*words, "--load", str(tmp_path)]
+    assert ranks[-1] + losses(Layout.single(), loading) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.usefixtures("_no_mock_data")
+def test_what_needs_an_index_is_refused(corpus, vocabulary):
+    words = ["--data-path", str(corpus), "--vocab-file", vocabulary]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase"]
+    with pytest.raises(ConfigError, match="--dataloader-type cyclic: --data-path .* is text"):
+        toy.build_toy(Layout.single(), [*words, "--dataloader-type", "cyclic"])
+    with pytest.raises(ConfigError, match=r"only pretrain_gpt\.py trains on text files"):
+        toy.build_toy(Layout.single(), words, "bert")
