@@ -27,6 +27,7 @@ from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 
 WARM_UP = 8  # number of untimed steps, in which CUDA graphs are recorded
+_FOR_CPU = ("demo", "small", "small-moe")
 _COPY_SECONDS = 0.5  # duration of the copy whose speed sets the floor
 
 
@@ -54,10 +55,10 @@ def run(options: argparse.Namespace) -> None:
     from tools.generation_benchmark.report import Result, line, table
 
     device = Device.pick()
-    if device.type == "cpu" and options.model != "demo":
+    if device.type == "cpu" and options.model not in _FOR_CPU:
         raise ConfigError(
             f"--model {options.model} would take hours on a CPU, and this machine has no GPU: use "
-            "--model demo"
+            f"--model {' or '.join(_FOR_CPU)}"
         )
     device.activate()
     config = read_flags(
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
 def _parser() -> ToolParser:
     parser = ToolParser("benchmark_generation.py", "Time text generation.", shows_defaults=True)
     parser.add_argument(
-        "--model", choices=("S", "L", "demo"), default="L", help="model shape; L is Llama 3.1 8B"
+        "--model", choices=("S", "L", *_FOR_CPU), default="L", help="model shape; L is Llama 3.1 8B"
     )
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="number format of the weights"

@@ -285,26 +285,29 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
     library.launch(TAKE_GRADIENT, value, into, *sizes)
 
 
-def _spans(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the rows of each expert. Waits for the device."""
+def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
+    """Return the experts that have rows, each with its rows. Waits for the device.
+
+    A token being generated alone reaches 8 of perhaps 128 experts: going through the others takes
+    three times as long as the products.
+    """
     stops = ends.tolist()
-    return list(zip([0, *stops], stops, strict=False))
+    spans = enumerate(zip([0, *stops], stops, strict=False))
+    return [(expert, slice(start, stop)) for expert, (start, stop) in spans if start < stop]
 
 
 def _one_by_one(x: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows [n, a] by its factor [experts, a, b]. Waits for the device."""
     out = x.new_zeros(len(x), factors.shape[2])
-    for (start, stop), factor in zip(_spans(ends), factors, strict=True):
-        torch.mm(x[start:stop], factor, out=out[start:stop])
+    for expert, rows in _occupied(ends):
+        torch.mm(x[rows], factors[expert], out=out[rows])
     return out
 
 
 def _weight_gradient_one_by_one(
     grad: Tensor, x: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
 ) -> None:
-    for (start, stop), part in zip(_spans(ends), into, strict=True):
-        value = grad[start:stop].t() @ x[start:stop]
-        if accumulate:
-            part.add_(value)
-        else:
-            part.copy_(value)
+    if not accumulate:
+        into.zero_()
+    for expert, rows in _occupied(ends):
+        into[expert].add_(grad[rows].t() @ x[rows])

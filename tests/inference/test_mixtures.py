@@ -1,13 +1,19 @@
 """Text from a saved mixture of experts: that of plain forward passes, whatever is beside it."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.inference.build import EngineOptions
+from megatron.inference.request import Request
 from megatron.models.router import Router
 from megatron.parallel.layout import Layout
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+from tests.inference.server.live import make_settings, running, write_tokenizer
+from tests.inference.toy import drain, greedy, prompts, tokens_of, toy_engine
 from tests.parity.mixtures import SIGMOID, SOFTMAX, MixtureCase
 from tests.tools.test_checkpoint_util import convert
 from tests.training.toy import train_toy
@@ -60,6 +66,58 @@ def test_greedy_text_is_that_of_forward_passes_alone_and_in_a_batch(trained, tmp
     assert together == [_plain(model, prompt) for prompt in PROMPTS]
     alone = [_generated(folder, tmp_path, [p], f"alone{i}")[0] for i, p in enumerate(PROMPTS)]
     assert alone == together
+
+
+FAMILIES = ["mixtral", "olmoe", "qwen2 mixture", "qwen3 mixture"]
+VOCABULARY = 400  # of the tokenizer
+
+
+def _engine(name, folder):
+    """One with room for 256 sequences, over a random model."""
+    case = replace(CASES[name], config={**CASES[name].config, "vocab_size": VOCABULARY})
+    write_folder(folder, case.config, tensors_of(case))
+    options = EngineOptions(max_sequences=256, max_step_tokens=512, cache_tokens=8192)
+    return toy_engine(folder, options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_do_not_depend_on_the_batch(name, tmp_path):
+    """Alone, in batches of 32, and all 256 at once: greedy, and drawn with a seed."""
+    engine = _engine(name, tmp_path)
+    asked = [
+        Request(str(i), prompt, greedy(8, temperature=0.0 if i % 2 else 1.0, seed=i))
+        for i, prompt in enumerate(prompts(256, longest=9, vocab=VOCABULARY))
+    ]
+    together = drain(engine, asked)
+    for first in range(0, 256, 32):
+        batch = drain(engine, asked[first : first + 32])
+        assert all(tokens_of(batch[key]) == tokens_of(together[key]) for key in batch)
+    for request in asked[::11]:
+        alone = drain(engine, [request])
+        assert tokens_of(alone[request.id]) == tokens_of(together[request.id])
+
+
+def test_texts_of_a_server_do_not_depend_on_the_batch(tmp_path):
+    engine = _engine("olmoe", tmp_path / "model")
+    write_tokenizer(tmp_path)
+    words = "def main return Hello world One two three four five".split()
+    texts = [" ".join((words * 2)[i % 7 : i % 7 + 1 + i % 3]) + str(i) for i in range(256)]
+
+    def ask(batch):
+        body = {"prompts": batch, "tokens_to_generate": 8, "top_k": 1}
+        answer = server.put(body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["text"]
+
+    with running(engine, make_settings(tmp_path, engine)) as server:
+        batches = [texts[first : first + 32] for first in range(0, 256, 32)]
+        apart = [text for batch in batches for text in ask(batch)]
+        with ThreadPoolExecutor(len(batches)) as pool:
+            together = [text for answer in pool.map(ask, batches) for text in answer]
+        alone = [ask([text])[0] for text in texts[::11]]
+    assert together == apart
+    assert alone == together[::11]
+    assert len(set(together)) > 200
 
 
 @pytest.mark.parametrize("target", ["hf", "megatron"])

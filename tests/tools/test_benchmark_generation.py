@@ -13,7 +13,7 @@ def _cpu(monkeypatch) -> None:
 
 def test_large_models_are_refused_on_a_cpu(capsys) -> None:
     assert benchmark_generation.main(["--model", "L"]) == 9
-    assert "no GPU: use --model demo" in capsys.readouterr().err
+    assert "no GPU: use --model demo or small or small-moe" in capsys.readouterr().err
 
 
 def test_the_toy_that_the_help_shows_runs(capsys) -> None:

@@ -1,7 +1,8 @@
 """The workloads, as flags of pretrain_gpt.py, and the corpus they train on.
 
-Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of Qwen3-30B-A3B
-with a small vocabulary, O is OLMoE-7B, and `demo` is a toy for a CPU.
+Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of
+Qwen3-30B-A3B with a small vocabulary, and O is OLMoE-7B. For a CPU there are the toy `demo`,
+`small-moe`, and the dense `small`, which does as much work for a token as `small-moe`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ _QWEN3_MIXTURE = (
     "--moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 "
     f"--seq-length 4096 --max-position-embeddings 4096 {_LLAMA}"
 )
+_SMALL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 "
+    f"--max-position-embeddings 256 {_LLAMA}"
+)
 
 WORKLOADS = {
     "S": Workload(
@@ -98,6 +103,21 @@ WORKLOADS = {
         micro_batch=4,
         samples_per_gpu=4,
         corpus_tokens=16_000_000,
+    ),
+    "small-moe": Workload(
+        f"{_SMALL} --qk-layernorm --qk-layernorm-scope projection --ffn-hidden-size 128 "
+        "--num-experts 64 --moe-router-topk 8 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
+        vocabulary=8192,
+        micro_batch=2,
+        samples_per_gpu=2,
+        corpus_tokens=200_000,
+    ),
+    "small": Workload(
+        f"{_SMALL} --qk-layernorm --qk-layernorm-scope projection --ffn-hidden-size 1024",
+        vocabulary=8192,
+        micro_batch=2,
+        samples_per_gpu=2,
+        corpus_tokens=200_000,
     ),
     "demo": Workload(
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
