@@ -72,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.normalization,
     rules_model.experts,
     rules_model.expert_groups,
+    rules_model.gating,
     rules_parallel.experts,
     rules_model.precision,
     rules_model.fp8,

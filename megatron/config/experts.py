@@ -14,6 +14,7 @@ BALANCING_LOSSES = {
     "seq_aux_loss": "seq_load_balancing_loss",
 }
 Z_LOSS = "z_loss"
+_LAST_OF = re.compile(r"last-of-([1-9][0-9]{0,4})")
 _LIST = r"\[((?:[01](?:,[01])*)?)\]"
 _IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
 _REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
@@ -28,6 +29,10 @@ _SHARED = Need(
     lambda run: run.model.moe_shared_expert_intermediate_size,
     "--moe-shared-expert-intermediate-size",
 )
+_GATED = Need(
+    lambda run: run.model.num_experts and run.model.moe_router_gating == "deepspeed",
+    "--moe-router-gating deepspeed",
+)
 _DROPS = Need(
     lambda run: run.model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"
 )
@@ -40,13 +45,23 @@ class ExpertOptions:
     Attributes:
         num_experts: Number of experts in each mixture layer. Default: all layers are dense.
         moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, starting
-            with the first; a pattern of ones and zeros such as ([0]*1+[1]*3) names them.
+            with the first; last-of-N makes it the last of every N layers; a pattern of ones and
+            zeros such as ([0]*1+[1]*3) names them.
         moe_ffn_hidden_size: Inner width of an expert. Default: --ffn-hidden-size.
         moe_shared_expert_intermediate_size: Total inner width of the shared experts, which every
             token passes through. Default: no shared experts.
         moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
         mlp_type: standard, or residual: every token also passes through a dense MLP as wide as an
             expert, and learns how to weigh it against its experts (DeepSpeed's residual experts).
+        moe_router_gating: How tokens choose experts and find room there: core as in Megatron Core,
+            deepspeed as in DeepSpeed (docs/experts.md).
+        noisy_gate_policy: Noise of DeepSpeed's gating in training: RSample adds Gumbel noise to the
+            logits by which a token chooses its only expert, Jitter multiplies the router's input by
+            random numbers between 0.99 and 1.01. Default: none.
+        moe_top2_2nd_expert_sampling: Draw each token's second expert in training, with Gumbel noise
+            on the logits. Off: take the second best.
+        moe_use_rts: Keep random tokens of an expert that has more than its capacity. Off: the first
+            ones.
         moe_router_topk: Number of experts that each token is sent to.
         moe_router_score_function: Function that turns the router's logits into scores.
         moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
@@ -68,6 +83,10 @@ class ExpertOptions:
             from 1 by at most this. Default: no noise.
         moe_expert_capacity_factor: Drop the tokens of an expert beyond this multiple of an even
             share. Default: no token is dropped.
+        moe_eval_capacity_factor: The same in evaluation. Default: as in training.
+        moe_min_capacity: Number of tokens that an expert keeps in any case.
+        moe_token_dropping: Drop tokens beyond the capacity. Off: no limit, whatever capacity factor
+            is given.
         moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
     """
 
@@ -85,6 +104,12 @@ class ExpertOptions:
     )
     moe_shared_expert_gate: bool = flag(False, requires=_SHARED)
     mlp_type: str = flag("standard", choices=("standard", "residual"), requires=_MIXTURE)
+    moe_router_gating: str = flag("core", choices=("core", "deepspeed"), needs=_MIXTURE)
+    noisy_gate_policy: str | None = flag(None, choices=("RSample", "Jitter"), requires=_GATED)
+    moe_top2_2nd_expert_sampling: bool = flag(
+        True, off="--disable-moe-top2-2nd-expert-sampling", needs=_GATED
+    )
+    moe_use_rts: bool = flag(True, needs=_GATED)
     moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), needs=_MIXTURE)
     moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
@@ -100,6 +125,9 @@ class ExpertOptions:
     moe_z_loss_coeff: float | None = flag(None, at_least=0, requires=_MIXTURE)
     moe_input_jitter_eps: float | None = flag(None, at_least=0, below=1, requires=_MIXTURE)
     moe_expert_capacity_factor: float | None = flag(None, above=0, requires=_MIXTURE)
+    moe_eval_capacity_factor: float | None = flag(None, above=0, needs=_MIXTURE)
+    moe_min_capacity: int = flag(0, unit="tokens", at_least=0, needs=_MIXTURE)
+    moe_token_dropping: bool = flag(True, off="--disable-moe-token-dropping", needs=_MIXTURE)
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), needs=_DROPS)
 
     @property
@@ -126,13 +154,17 @@ def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
         layers: The number of layers of the model.
 
     Raises:
-        ValueError: `moe_layer_freq` is neither a number nor a pattern of as many entries as layers.
+        ValueError: `moe_layer_freq` is neither a number, nor last-of- and a number, nor a pattern
+            of as many entries as layers.
     """
     if not options.num_experts:
         return (False,) * layers
     text = "".join(options.moe_layer_freq.split())
     if re.fullmatch(r"[1-9][0-9]{0,4}", text):
         return tuple(index % int(text) == 0 for index in range(layers))
+    last = _LAST_OF.fullmatch(text)
+    if last is not None:
+        return tuple((index + 1) % int(last[1]) == 0 for index in range(layers))
     entries = _pattern_entries(text)
     if len(entries) != layers:
         raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")
@@ -158,5 +190,5 @@ def _pattern_entries(text: str) -> str:
         if text == before:
             break
     if not re.fullmatch(_LIST, text):
-        raise ValueError("expected a number, or a pattern such as ([0]*1+[1]*3)")
+        raise ValueError("expected a number, last-of-N, or a pattern such as ([0]*1+[1]*3)")
     return text[1:-1].replace(",", "")

@@ -257,7 +257,13 @@ _NOT_OF_THE_NETWORK = {
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_input_jitter_eps",
+    "noisy_gate_policy",
+    "moe_top2_2nd_expert_sampling",
+    "moe_use_rts",
     "moe_expert_capacity_factor",
+    "moe_eval_capacity_factor",
+    "moe_min_capacity",
+    "moe_token_dropping",
     "moe_token_drop_policy",
 }
 # Fields that give the weights their shape and meaning: other values mean a different network.

@@ -5,6 +5,8 @@
     refused         Megatron's flags for what is not supported, with what to do instead
     honoured        Megatron's flags that change nothing here, with the reason
     translated      flags of older versions, in today's words
+    implied         today's flags for the defaults of a program, if its flags were translated
+                    and the flag `with` is given
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  names that other programs use for what Megatron has a flag for
 
@@ -51,7 +53,8 @@ class OldFlag:
         era: The versions that had it.
         now: What it is called today, for the documentation.
         becomes: Today's flags, each with the words of its value, where `*` stands for the words of
-            the old flag. An entry with `unless` is left out if any flag listed there is given.
+            the old flag, or for the only one of them within a word. An entry with `unless` is left
+            out if any flag listed there is given.
         program: The program that takes it, identified by its file and by one of its flags. If
             empty, all programs take it.
     """
@@ -64,20 +67,27 @@ class OldFlag:
 
     def translate(self, given: Given, flags: Sequence[Given]) -> list[Given]:
         """Return today's flags for an old one that was given on a command line of `flags`."""
-        now = []
-        for entry in self.becomes:
-            text, unless = (
-                (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])
-            )
-            if any(flag.name in unless or str(flag) in unless for flag in flags):
-                continue
-            words = [
-                word for part in text.split() for word in (given.values if part == "*" else (part,))
-            ]
-            name = words.pop(0) if text.startswith("--") else ""
-            if name or words:
-                now.append(Given(name, tuple(words)))
-        return now
+        return _read(self.becomes, given.values, flags)
+
+
+def _read(
+    entries: Sequence[str | Mapping[str, Any]], values: Sequence[str], flags: Sequence[Given]
+) -> list[Given]:
+    """Return the flags of entries such as `OldFlag.becomes`, for a command line of `flags`."""
+    now = []
+    for entry in entries:
+        text, unless = (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])
+        if any(flag.name in unless or str(flag) in unless for flag in flags):
+            continue
+        words = [
+            word
+            for part in text.split()
+            for word in (values if part == "*" else (part.replace("*", " ".join(values)),))
+        ]
+        name = words.pop(0) if text.startswith("--") else ""
+        if name or words:
+            now.append(Given(name, tuple(words)))
+    return now
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ class OtherFlags:
     refused: tuple[Field, ...]
     honoured: tuple[Field, ...]
     translated: tuple[OldFlag, ...]
+    implied: Mapping[str, Mapping[str, Any]]
     gone: tuple[GoneFlag, ...]
     other_programs: Mapping[str, str]
 
@@ -123,6 +134,7 @@ def other_flags() -> OtherFlags:
         refused,
         honoured,
         translated=tuple(OldFlag(**old) for old in content["translated"]),
+        implied=content["implied"],
         gone=tuple(
             GoneFlag(name, family["era"], family["remedy"], value or None)
             for family in content["gone"]
@@ -179,7 +191,8 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
     table = other_flags()
     old = {flag.name: flag for flag in table.translated if flag.name not in own}
     gone = {(flag.name, flag.value): flag for flag in table.gone if flag.name not in own}
-    result = []
+    result: list[Given] = []
+    eras = set()
     for given in flags:
         value = given.values[0] if given.values else None
         lost = gone.get((given.name, None)) or gone.get((given.name, value))
@@ -199,6 +212,12 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
             result += now
             meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
             found.notices.append(f"{given} is an old flag ({entry.era}), read as {meaning}")
+            eras.add(entry.era)
+    for era in sorted(eras & table.implied.keys()):
+        if any(flag.name == table.implied[era]["with"] for flag in flags):
+            implied = _read(table.implied[era]["flags"], (), flags)
+            result += implied
+            found.notices.append(f"defaults of {era}: {' '.join(map(str, implied))}")
     return result
 
 

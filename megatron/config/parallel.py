@@ -88,7 +88,6 @@ class ParallelOptions:
     expert_model_parallel_size: int = flag(
         1,
         unit="processes",
-        names="--expert-model-parallel-size --moe-expert-parallel-size",
         at_least=1,
         requires=_MIXTURE,
     )

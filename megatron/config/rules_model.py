@@ -8,12 +8,20 @@ from megatron.config.experts import mixture_layers
 from megatron.config.fields import divisors
 from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
+from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at, flatten
 from megatron.config.stages import possible_plan
 
 MULTIPLE = 16  # the dimensions of 8-bit matrix products must be multiples of this
 _FEWEST_BUCKETS = 4
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+_NOT_WITH_GATING: Exclusions = {
+    "model.moe_router_score_function": (("softmax",), "its scores are a softmax"),
+    "model.moe_router_num_groups": ((None,), "it has no groups"),
+    "model.moe_router_topk_scaling_factor": ((None,), "its weights are the scores"),
+    "model.moe_router_enable_expert_bias": ((False,), "it has no biases"),
+    "model.moe_token_drop_policy": (("probs",), "full experts keep tokens in an order of its own"),
+}
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
 
 
@@ -125,6 +133,25 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     elif len(set(kinds)) < len(kinds):
         yield "--moe-router-load-balancing-type names a loss twice: name each once"
+
+
+def gating(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each router flag that DeepSpeed's gating does not take."""
+    model = config.model
+    if not model.num_experts or model.moe_router_gating != "deepspeed":
+        return
+    yield from excluded(config, "--moe-router-gating deepspeed", _NOT_WITH_GATING)
+    chosen = model.moe_router_topk
+    if model.noisy_gate_policy == "RSample" and chosen != 1:
+        yield (
+            f"--noisy-gate-policy RSample with --moe-router-topk {chosen}: it draws a token's only "
+            "expert: use --moe-router-topk 1, or drop the flag"
+        )
+    if model.noisy_gate_policy == "Jitter" and model.moe_input_jitter_eps is not None:
+        yield (
+            f"--noisy-gate-policy Jitter with --moe-input-jitter-eps {model.moe_input_jitter_eps}: "
+            "both multiply the router's input by noise: drop one of them"
+        )
 
 
 def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:

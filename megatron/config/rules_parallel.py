@@ -82,7 +82,7 @@ _NOT_WITH_EXPERTS: Exclusions = {
 }
 
 
-def _excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator[str]:
+def excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator[str]:
     """Yield an error for each value that cannot be combined with the flag `shown`."""
     values = flatten(config)
     for path, (passing, reason) in exclusions.items():
@@ -186,7 +186,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     tensor = parallel.tensor_model_parallel_size
     parts = parallel.expert_tensor_parallel_size or tensor
-    yield from _excluded(config, f"--num-experts {count}", _NOT_WITH_EXPERTS)
+    yield from excluded(config, f"--num-experts {count}", _NOT_WITH_EXPERTS)
     if count % ranks:
         yield (
             f"--num-experts {count} is not divisible by --expert-model-parallel-size {ranks}: use "
@@ -268,7 +268,7 @@ def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
 def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with --DDP-impl torch."""
     if config.parallel.ddp_impl == "torch":
-        yield from _excluded(config, "--DDP-impl torch", _NOT_WITH_TORCH_DDP)
+        yield from excluded(config, "--DDP-impl torch", _NOT_WITH_TORCH_DDP)
 
 
 def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -311,7 +311,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
         return  # a notice says so for a single process
     if not parallel.sequence_parallel:
         yield f"{shown} requires --sequence-parallel: add it, or drop {shown}"
-    yield from _excluded(config, shown, _NOT_WITH_OVERLAP)
+    yield from excluded(config, shown, _NOT_WITH_OVERLAP)
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -329,7 +329,7 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps}: libraries initialize "
             "in the first iteration: use 1 or more"
         )
-    yield from _excluded(config, shown, _NOT_RECORDED)
+    yield from excluded(config, shown, _NOT_RECORDED)
     if parallel.tensor_model_parallel_size <= 1:
         return
     dropouts = {"--attention-dropout": model.attention_dropout}

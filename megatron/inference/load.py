@@ -203,8 +203,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         use_flash_attn=False,
         masked_softmax_fusion=run.model.masked_softmax_fusion or run.model.use_flash_attn,
         perform_initialization=True,
-        moe_expert_capacity_factor=None,
-        moe_token_drop_policy="probs",
+        moe_token_dropping=False,
     )
     return ModelRun(
         model=model,

@@ -8,6 +8,7 @@ the record, so counting needs no model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -112,7 +113,7 @@ class Block(nn.Module):
                 plan.cross_attention, context, layer_number, recompute_core=recompute_core
             )
         self.mlp_norm = new_norm(plan.norm, hidden, context)
-        self.mlp = MLPS[plan.mlp.kind](plan.mlp, context)
+        self.mlp = MLPS[plan.mlp.kind](plan.mlp, replace(context, layer=layer_number))
 
     @staticmethod
     def matrix_parameters(plan: LayerPlan, split: WeightSplit) -> int:

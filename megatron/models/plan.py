@@ -273,6 +273,21 @@ class MLPPlan(SublayerPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatingPlan:
+    """DeepSpeed's way to choose experts and to drop tokens, instead of Megatron Core's.
+
+    Attributes:
+        samples: Whether Gumbel noise decides in training: on a token's only expert (RSample), or on
+            the second of two.
+        selects_randomly: Whether a full expert that is a token's only one keeps random tokens,
+            rather than the first.
+    """
+
+    samples: bool = False
+    selects_randomly: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterPlan:
     """The choice of experts for each token.
 
@@ -293,7 +308,10 @@ class RouterPlan:
         jitter: Largest relative noise of the input in training; 0 for none.
         capacity: Multiple of an even share of the tokens beyond which an expert drops them; `None`
             keeps all.
+        eval_capacity: The same in evaluation; `None` means `capacity`.
+        min_capacity: Number of tokens that an expert keeps in any case.
         drops_last: Whether the last tokens are dropped, rather than those with the lowest scores.
+        gating: DeepSpeed's gating, with softmax over all experts; `None` means Core's.
     """
 
     hidden: int
@@ -310,7 +328,10 @@ class RouterPlan:
     z_loss: float | None = None
     jitter: float = 0.0
     capacity: float | None = None
+    eval_capacity: float | None = None
+    min_capacity: int = 0
     drops_last: bool = False
+    gating: GatingPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from megatron.models.plan import (
     AttentionPlan,
     ClassifierPlan,
     EmbeddingPlan,
+    GatingPlan,
     HeadPlan,
     HeadSpec,
     InitPlan,
@@ -27,6 +28,7 @@ from megatron.models.plan import (
     RouterPlan,
 )
 
+_JITTER = 0.01  # of DeepSpeed's policy Jitter
 _SEGMENTS = 2  # segments per sample of a BERT: token types, and classes of the binary head
 
 
@@ -108,6 +110,8 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
         dense, inner=model.moe_ffn_hidden_size or model.ffn_hidden_size, defers_bias=False
     )
     is_residual = model.mlp_type == "residual"
+    gating = gating_plan(model) if model.moe_router_gating == "deepspeed" else None
+    jitter = _JITTER if model.noisy_gate_policy == "Jitter" else 0.0
     shared_size = expert.inner if is_residual else model.moe_shared_expert_intermediate_size
     return MixturePlan(
         hidden=dense.hidden,
@@ -119,7 +123,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
             experts=model.num_experts,
             chosen=model.moe_router_topk,
             score=model.moe_router_score_function,
-            scores_all=model.moe_router_pre_softmax,
+            scores_all=model.moe_router_pre_softmax or gating is not None,
             groups=model.moe_router_num_groups or 1,
             groups_chosen=model.moe_router_group_topk or 1,
             scale=model.moe_router_topk_scaling_factor or 1.0,
@@ -128,14 +132,26 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
             else None,
             balancing=model.balancing,
             z_loss=model.moe_z_loss_coeff,
-            jitter=model.moe_input_jitter_eps or 0.0,
-            capacity=model.moe_expert_capacity_factor,
+            jitter=model.moe_input_jitter_eps or jitter,
+            capacity=model.moe_expert_capacity_factor if model.moe_token_dropping else None,
+            eval_capacity=model.moe_eval_capacity_factor if model.moe_token_dropping else None,
+            min_capacity=model.moe_min_capacity,
             drops_last=model.moe_token_drop_policy == "position",
+            gating=gating,
         ),
         expert=expert,
         shared=replace(expert, inner=shared_size) if shared_size else None,
         gates_shared=model.moe_shared_expert_gate,
         weighs_shared=is_residual,
+    )
+
+
+def gating_plan(model: ModelConfig) -> GatingPlan:
+    """Return the record of DeepSpeed's gating."""
+    draws_second = model.moe_router_topk == 2 and model.moe_top2_2nd_expert_sampling
+    return GatingPlan(
+        samples=draws_second or model.noisy_gate_policy == "RSample",
+        selects_randomly=model.moe_use_rts,
     )
 
 

@@ -1,15 +1,19 @@
 """The router of a mixture of experts: which experts each token is sent to, with which weights.
 
-Scores, losses and the choice follow Megatron Core. Load-balancing losses are those of Fedus et al.,
-"Switch Transformers" (2021), over a micro-batch or over each sequence; the z-loss is that of Zoph
-et al., "ST-MoE" (2022); biases instead of losses are those of DeepSeek-V3 (2024).
+Scores, losses and the choice follow Megatron Core, or DeepSpeed (`GatingPlan`). Load-balancing
+losses are those of Fedus et al., "Switch Transformers" (2021), over a micro-batch or over each
+sequence; the z-loss is that of Zoph et al., "ST-MoE" (2022); biases instead of losses are those of
+DeepSeek-V3 (2024).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +21,8 @@ from torch import Tensor, nn
 from megatron.models.plan import RouterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.random import split_region
+from megatron.parallel.context.split import split_sequence
+from megatron.parallel.random import split_region, uniform
 from megatron.parallel.routing import attach
 
 _TINY = 1e-20  # added to sums of scores, as in Megatron Core
@@ -46,7 +51,7 @@ class Router(nn.Module):
     def __init__(self, plan: RouterPlan, context: BuildContext) -> None:
         """Allocate the weight, and announce the router's losses and counts."""
         super().__init__()
-        self.plan, self.layout = plan, context.layout
+        self.plan, self.layout, self._layer = plan, context.layout, context.layer
         self.weight = context.new_parameter(
             (plan.experts, plan.hidden),
             init=plan.init.weight(plan.hidden, plan.experts),
@@ -71,31 +76,58 @@ class Router(nn.Module):
         # on its batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
         logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
-        sequences, logits = logits.shape[1], logits.flatten(0, 1)
+        length, sequences = logits.shape[:2]
+        logits = logits.flatten(0, 1)
         counts_losses = self.training and torch.is_grad_enabled()
         if counts_losses and plan.z_loss is not None:
             share = 1 / (self.layout.context.size * self.layout.sequence.size)
             z_loss = torch.logsumexp(logits, dim=-1).square().mean() * share
             logits = self._with_loss(logits, "z_loss", plan.z_loss, z_loss)
-        routing, scores = self._choose(logits)
+        draw = partial(self._draw, length, sequences, x.device)
+        routing, scores = self._choose(logits, draw)
         if counts_losses and plan.balancing:
             if plan.score == "softmax":
                 scores = torch.softmax(logits, dim=-1)
             else:
                 scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
             weights = routing.weights
+            best = balanced_choices(routing.choices, scores, plan)
             for kind, coefficient in plan.balancing:
-                loss = self._balancing_loss(scores, 1 if kind == "aux_loss" else sequences)
+                loss = self._balancing_loss(scores, best, 1 if kind == "aux_loss" else sequences)
                 weights = self._with_loss(weights, kind, coefficient, loss)
             routing = routing._replace(weights=weights)
-        if plan.capacity is not None:
-            routing = drop(routing, plan)
+        limit = capacity(len(logits), plan, training=self.training)
+        if limit is not None:
+            random = draw("selection") if selects_randomly(plan) else None
+            routing = drop(routing, waiting(routing, plan, random), limit, plan.experts)
+        if plan.gating is not None and plan.chosen > 1:
+            sums = routing.weights.sum(-1, keepdim=True)
+            sums = sums.clamp(min=torch.finfo(sums.dtype).eps)  # all of a token's may be dropped
+            routing = routing._replace(weights=routing.weights / sums)
         if counts_losses:
             self.state.count(routing.choices)
         return routing
 
-    def _choose(self, logits: Tensor) -> tuple[Routing, Tensor]:
-        """Return the chosen experts, and the scores [T, experts] before any choice."""
+    def _draw(self, length: int, sequences: int, device: torch.device, purpose: str) -> Tensor:
+        """Return numbers from 0 to 1 for this rank's tokens and all experts, [T, experts].
+
+        A token gets the same numbers in every layout: each rank draws those of all ranks that share
+        its sequences. In evaluation all micro-batches get the same.
+        """
+        context, sequence = self.layout.context, self.layout.sequence
+        shape = (length * context.size * sequence.size, sequences, self.plan.experts)
+        seed = self.state.seed if self.training else 0
+        numbers = uniform(shape, device, seed, "router", self._layer, purpose)
+        mine = split_sequence(numbers, context, dim=0).chunk(sequence.size)[sequence.rank]
+        return mine.flatten(0, 1)
+
+    def _choose(self, logits: Tensor, draw: Callable[[str], Tensor]) -> tuple[Routing, Tensor]:
+        """Return the chosen experts, and the scores [T, experts] before any choice.
+
+        Args:
+            logits: [T, experts].
+            draw: Draws random numbers [T, experts] for a purpose.
+        """
         plan = self.plan
         if plan.score == "sigmoid":
             scores = torch.sigmoid(logits)
@@ -106,7 +138,10 @@ class Router(nn.Module):
             ranking = ranking + self.state.bias
         if plan.groups > 1:
             ranking = within_best_groups(ranking, plan)
-        choices = ranking.topk(plan.chosen, dim=-1).indices
+        if plan.gating is not None and plan.gating.samples and self.training:
+            choices = sample(logits.detach(), plan.chosen, draw("choice"))
+        else:
+            choices = ranking.topk(plan.chosen, dim=-1).indices
         weights = scores.gather(1, choices)
         if plan.score == "sigmoid" and plan.chosen > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
@@ -116,7 +151,7 @@ class Router(nn.Module):
             weights = weights * plan.scale
         return Routing(choices, weights), scores
 
-    def _balancing_loss(self, scores: Tensor, sequences: int) -> Tensor:
+    def _balancing_loss(self, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
         """Return this rank's part of experts x sum over experts of (share x mean score).
 
         It is 1 if all experts get equally many tokens. The parts of all ranks that share the
@@ -125,16 +160,16 @@ class Router(nn.Module):
 
         Args:
             scores: Scores of each token, [s b, experts].
+            best: The experts of each token that count, int64 [s b, n].
             sequences: Number of sequences b that have a loss of their own, or 1.
         """
         plan, layout = self.plan, self.layout
-        best = scores.detach().topk(plan.chosen, dim=-1).indices
         hits = torch.zeros_like(scores).scatter_(1, best, 1.0)
         hits = hits.unflatten(0, (-1, sequences)).sum(0)  # [sequences, experts]
         hits = all_reduce(all_reduce(hits, layout.context), layout.sequence)
         sums = scores.unflatten(0, (-1, sequences)).sum(0)
         tokens = len(scores) // sequences * layout.context.size * layout.sequence.size
-        factor = plan.experts / (plan.chosen * tokens * tokens * sequences)
+        factor = plan.experts / (best.shape[1] * tokens * tokens * sequences)
         return (sums * hits).sum() * factor
 
     def _with_loss(self, x: Tensor, kind: str, coefficient: float, part: Tensor) -> Tensor:
@@ -159,25 +194,108 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
     return groups.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(1)
 
 
-def capacity(tokens: int, plan: RouterPlan) -> int:
-    """Return how many tokens of a rank's micro-batch an expert keeps."""
-    assert plan.capacity is not None
-    return math.ceil(tokens * plan.chosen / plan.experts * plan.capacity)
+def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
+    """Return choices that Gumbel noise decides, as in DeepSpeed: int64 [T, chosen].
+
+    A token's only expert is drawn with the probabilities of a softmax, and the second of two is
+    drawn so from those that are not the best.
+
+    Args:
+        logits: [T, experts].
+        chosen: 1 or 2.
+        uniform: Random numbers from 0 to 1, [T, experts].
+    """
+    tiny = torch.finfo(uniform.dtype).tiny
+    noisy = logits - torch.log(-torch.log(uniform.clamp(min=tiny)))
+    if chosen == 1:
+        return noisy.argmax(-1, keepdim=True)
+    best = logits.argmax(-1, keepdim=True)
+    second = noisy.scatter(1, best, -math.inf).argmax(-1, keepdim=True)
+    return torch.cat((best, second), dim=1)
 
 
-def drop(routing: Routing, plan: RouterPlan) -> Routing:
-    """Drop the choices of full experts: those with the lowest weights, or those that come last."""
+def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tensor:
+    """Return the experts of each token that count in a balancing loss, int64 [T, n].
+
+    Megatron Core counts those with the best scores, whatever biases or groups make of them.
+    DeepSpeed counts the chosen ones, but only the first of two.
+
+    Args:
+        choices: The chosen experts, [T, k].
+        scores: Their scores without biases, [T, experts].
+        plan: The record of the router.
+    """
+    if plan.gating is None:
+        return scores.detach().topk(plan.chosen, dim=-1).indices
+    return choices[:, :1] if plan.chosen == 2 else choices
+
+
+def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | None:
+    """Return the number of tokens that an expert keeps of a micro-batch on one rank.
+
+    Args:
+        tokens: Tokens of the micro-batch on this rank.
+        plan: The record of the router.
+        training: Whether the pass is part of training.
+
+    Returns:
+        The number, or `None` if no token is dropped.
+    """
+    factor = plan.capacity
+    if not training and plan.eval_capacity is not None:
+        factor = plan.eval_capacity
+    if factor is None:
+        return None
+    if plan.gating is None:
+        limit = math.ceil(tokens * plan.chosen / plan.experts * factor)
+    else:  # DeepSpeed multiplies in fp32, where 10 x 1.1 is 11 and not a little more
+        limit = math.ceil(np.float32(tokens / plan.experts) * np.float32(factor * plan.chosen))
+    return min(max(limit, plan.min_capacity), tokens)
+
+
+def selects_randomly(plan: RouterPlan) -> bool:
+    """Return whether full experts keep random tokens."""
+    return plan.gating is not None and plan.gating.selects_randomly and plan.chosen == 1
+
+
+def waiting(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
+    """Return the place of each choice in its expert's queue: fp32 [T, k], lower ones are kept.
+
+    Megatron Core keeps the choices with the highest weights, or the first tokens. DeepSpeed keeps
+    random tokens if they choose one expert, the first tokens' best experts and then the first
+    tokens' second ones if they choose two, and the highest weights if they choose more.
+
+    Args:
+        routing: The choices.
+        plan: The record of the router.
+        random: Random numbers [T, experts], if full experts keep random tokens.
+    """
     choices, weights = routing
     tokens, chosen = choices.shape
-    limit = min(capacity(tokens, plan), tokens)
+    if random is not None:
+        return -random.gather(1, choices)
+    if not plan.drops_last and (plan.gating is None or chosen > 2):
+        return -weights.detach()
+    order = torch.arange(tokens, device=choices.device, dtype=torch.float32).unsqueeze(1)
+    if plan.gating is None:
+        return order.expand(-1, chosen)
+    return order + tokens * torch.arange(chosen, device=choices.device)
+
+
+def drop(routing: Routing, places: Tensor, limit: int, experts: int) -> Routing:
+    """Drop the choices of full experts.
+
+    Args:
+        routing: The choices.
+        places: The place of each choice in its expert's queue, fp32 [T, k].
+        limit: The number of tokens that an expert keeps.
+        experts: Number of experts.
+    """
+    choices, weights = routing
     # Each expert's queue [T, experts]: lower numbers are served first, and absent tokens last.
-    waits = torch.full((tokens, plan.experts), math.inf, device=choices.device)
-    if plan.drops_last:
-        order = torch.arange(tokens, device=choices.device, dtype=waits.dtype)
-        waits.scatter_(1, choices, order.unsqueeze(1).expand(-1, chosen))
-    else:
-        waits.scatter_(1, choices, -weights.detach())
-    served = waits.argsort(dim=0, stable=True)[:limit]  # [limit, experts]
-    kept = torch.zeros_like(waits, dtype=torch.bool).scatter_(0, served, True)
+    queues = torch.full((len(choices), experts), math.inf, device=choices.device)
+    queues.scatter_(1, choices, places)
+    served = queues.argsort(dim=0, stable=True)[:limit]  # [limit, experts]
+    kept = torch.zeros_like(queues, dtype=torch.bool).scatter_(0, served, True)
     kept = kept.gather(1, choices)
     return Routing(torch.where(kept, choices, -1), torch.where(kept, weights, 0.0))

@@ -85,6 +85,7 @@ class BuildContext:
         parameter_device: The device on which parameters are allocated; "meta" leaves them without
             memory. `None` means `device`.
         dtype: The data type of the parameters.
+        layer: The number of the layer that is being built, from 1; 0 outside of layers.
         precision: The number formats of everything else.
         kernels: The implementation of each operation.
         overlap: Whether to communicate while computing. The results are the same without it.
@@ -99,6 +100,7 @@ class BuildContext:
     device: torch.device = _ON_CPU
     parameter_device: torch.device | None = None
     dtype: torch.dtype = torch.float32
+    layer: int = 0
     precision: PrecisionConfig = PrecisionConfig()
     kernels: Kernels = Kernels()
     overlap: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,19 @@ def derive_key(*parts: int | str) -> tuple[int, int]:
     """Return two 32-bit words that depend on every part: a key for a counter-based generator."""
     digest = _digest(*parts)
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
+
+
+def uniform(shape: Sequence[int], device: torch.device, *purpose: int | str) -> torch.Tensor:
+    """Return numbers from 0 to 1 that depend only on their purpose and place, fp32.
+
+    Args:
+        shape: The shape of the result.
+        device: The device that draws. Devices of different kinds draw different numbers.
+        purpose: What the numbers are for, as for `derive_seed`.
+    """
+    generator = torch.Generator(device)
+    generator.manual_seed(derive_seed(*purpose))
+    return torch.rand(tuple(shape), generator=generator, device=device)
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:

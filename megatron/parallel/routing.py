@@ -8,7 +8,7 @@ the model's loss is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +79,11 @@ class RouterState:
         self.losses = loss_scale.new_zeros(len(losses))
         self.bias = None if bias_rate is None else loss_scale.new_zeros(experts)
 
+    @property
+    def seed(self) -> int:
+        """The seed of the micro-batch that is being computed, the same on all of its ranks."""
+        return self._routers.seed
+
     def add_loss(self, kind: str, value: Tensor) -> None:
         """Add a micro-batch's loss, without its coefficient."""
         if self._routers.is_paused:
@@ -116,6 +121,7 @@ class Routers:
         states: The states.
         loss_scale: The factor of their losses in the backward pass, fp32 []; 1 until it is set.
         is_paused: Whether nothing is recorded, because layers are computed a second time.
+        seed: The seed of the micro-batch that is being computed.
     """
 
     def __init__(self) -> None:
@@ -123,15 +129,22 @@ class Routers:
         self.states: list[RouterState] = []
         self.loss_scale: Tensor | None = None
         self.is_paused = False
+        self.seed = 0
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which layers of the present micro-batch are recomputed.
+
+        Nothing is recorded in it.
+        """
+        return self._again(self.seed)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing while layers are recomputed."""
-        self.is_paused = True
+    def _again(self, seed: int) -> Iterator[None]:
+        before, self.seed, self.is_paused = self.seed, seed, True
         try:
             yield
         finally:
-            self.is_paused = False
+            self.seed, self.is_paused = before, False
 
     def add(
         self,

@@ -181,6 +181,7 @@ class Passes:
         first = self._first_sample + micro_batch * run.batches.samples_per_pass
         first += run.layout.data.rank * run.batches.micro_batch
         seed = micro_batch_seed(run.progress.dropout_seed, first)
+        run.layers.routers.seed = seed
         part = chunk * run.layout.pipeline.size + run.layout.pipeline.rank
         place = (part, run.layout.context.rank)
         run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)

@@ -8,6 +8,7 @@ from megatron.config.experts import ExpertOptions, mixture_layers
 from tests.config.command import parse, problems
 
 MIXTURE = "--num-experts 8"
+GATED = f"{MIXTURE} --moe-router-gating deepspeed --moe-expert-capacity-factor 1"
 SIGMOID = f"{MIXTURE} --moe-router-score-function sigmoid"
 
 
@@ -20,6 +21,10 @@ def _layers(text, layers):
     [
         ("1", "111111"),
         ("2", "101010"),
+        ("last-of-1", "111111"),
+        ("last-of-2", "010101"),
+        ("last-of-4", "000100"),
+        ("last-of-7", "000000"),
         ("3", "100100"),
         ("7", "100000"),
         ("[0,1,1,0,1,1]", "011011"),
@@ -39,7 +44,7 @@ def _layers(text, layers):
 )
 def test_frequency_and_pattern_as_megatron_core_reads_them(text, expected):
     assert "".join("01"[is_mixture] for is_mixture in _layers(text, 6)) == expected
-    if text[0] != " " and not text.isdigit():
+    if text[0] in "[(":
         assert [bool(bit) for bit in eval(text)] == list(_layers(text, 6))  # noqa: S307
 
 
@@ -56,6 +61,9 @@ _HOSTILE = [
     "0x2",
     "1e1",
     "1_0",
+    "last-of-0",
+    "last-of-",
+    "last-of-2-of-3",
     "\u0662",  # a digit of another script
     "[2]*4",
     "[-1]*4",
@@ -111,7 +119,11 @@ def test_the_pattern_must_name_every_layer():
 
 RULES = [
     (f"{MIXTURE} --moe-layer-freq [1]*3", 1, ["--moe-layer-freq [1]*3: it names 3 layers"]),
-    (f"{MIXTURE} --moe-layer-freq x", 1, ["--moe-layer-freq x: expected a number, or a pattern"]),
+    (
+        f"{MIXTURE} --moe-layer-freq x",
+        1,
+        ["--moe-layer-freq x: expected a number, last-of-N, or a pattern"],
+    ),
     (
         f"{MIXTURE} --moe-router-topk 9",
         1,
@@ -213,6 +225,35 @@ RULES = [
     ("--expert-model-parallel-size 2", 2, ["--num-experts"]),
     (f"{MIXTURE} --moe-shared-expert-gate", 1, ["--moe-shared-expert-intermediate-size"]),
     ("--mlp-type residual", 1, ["--num-experts"]),
+    (f"{GATED} --moe-router-score-function sigmoid", 1, ["its scores are a softmax: drop one"]),
+    (f"{GATED} --moe-token-drop-policy position", 1, ["in an order of its own: drop one"]),
+    (f"{GATED} --moe-router-topk-scaling-factor 2", 1, ["its weights are the scores: drop one"]),
+    (
+        f"{GATED} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+        1,
+        ["its scores are a softmax", "it has no biases: drop one"],
+    ),
+    (
+        f"{GATED} --moe-router-num-groups 4 --moe-router-group-topk 2",
+        1,
+        ["cannot be combined with --moe-router-num-groups 4: it has no groups: drop one"],
+    ),
+    (
+        f"{GATED} --noisy-gate-policy RSample",
+        1,
+        ["--noisy-gate-policy RSample with --moe-router-topk 2: it draws a token's only expert"],
+    ),
+    (
+        f"{GATED} --noisy-gate-policy Jitter --moe-input-jitter-eps 0.1",
+        1,
+        ["both multiply the router's input by noise: drop one"],
+    ),
+    (
+        f"{MIXTURE} --noisy-gate-policy Jitter",
+        1,
+        ["--noisy-gate-policy Jitter requires --moe-router-gating deepspeed: add it, or drop"],
+    ),
+    (f"{GATED} --noisy-gate-policy loud", 1, ["--noisy-gate-policy"]),
     (
         f"{MIXTURE} --mlp-type residual --moe-shared-expert-intermediate-size 32",
         1,
@@ -258,6 +299,9 @@ def test_all_mistakes_are_told_at_once():
             4,
         ),
         (f"{MIXTURE} --moe-layer-freq ([0]*1+[1]*3)", 1),
+        (f"{GATED} --moe-router-topk 1 --noisy-gate-policy RSample --no-moe-use-rts", 1),
+        (f"{GATED} --disable-moe-top2-2nd-expert-sampling --noisy-gate-policy Jitter", 1),
+        (f"{GATED} --moe-eval-capacity-factor 2 --moe-min-capacity 4", 1),
     ],
 )
 def test_what_fits_is_taken(words, processes):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from megatron.config.experts import mixture_layers
 from megatron.config.other_flags import other_flags
 from megatron.config.run import flatten
 from tests.config.command import parse, problems
@@ -40,11 +42,13 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--fp8-e4m3": {"precision.fp8_format": "e4m3"},
     "--fp8-hybrid": {"precision.fp8_format": "hybrid"},
     "--enable-cuda-graph": {"training.cuda_graph_impl": "local"},
-    "--topk 1": {"model.moe_router_topk": 1},
-    "--moe-loss-coeff 0.1": {"model.moe_aux_loss_coeff": (0.1,)},
+    "--topk 2": {"model.moe_router_topk": 2},
+    "--moe-loss-coeff 0.2": {"model.moe_aux_loss_coeff": (0.2,)},
     "--moe-train-capacity-factor 1.5": {"model.moe_expert_capacity_factor": 1.5},
+    "--moe-expert-parallel-size 1": {"parallel.expert_model_parallel_size": 1},
+    "--expert-interval 4": {"model.moe_layer_freq": "last-of-4"},
 }
-_OF_MIXTURES = ("--topk 1", "--moe-loss-coeff 0.1", "--moe-train-capacity-factor 1.5")
+_OF_MIXTURES = {words for words in _TRANSLATED if re.match("--topk|--moe|--expert", words)}
 # Old words whose translation is refused by today's name.
 _REFUSED = {
     "--distribute-checkpointed-activations": "--distribute-saved-activations requires ",
@@ -67,7 +71,7 @@ def test_translated_with_one_notice(words: str) -> None:
     run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
-    assert len(run.notices) == 1
+    assert len(run.notices) == 1 + (words in _OF_MIXTURES)  # and the defaults beside it
     assert run.notices[0].startswith(words + " is an old flag")
 
 
@@ -166,24 +170,48 @@ def test_a_mixture_of_megatron_deepspeed() -> None:
     model = run.config.model
     assert (model.num_experts, model.moe_router_topk) == (4, 2)
     assert model.moe_aux_loss_coeff == (0.01,)
-    assert model.moe_expert_capacity_factor is None
+    assert (model.moe_expert_capacity_factor, model.moe_token_dropping) == (1.0, False)
     assert run.config.parallel.expert_model_parallel_size == 2
-    assert len(run.notices) == 5
+    assert len(run.notices) == 6
     assert any(line.startswith("--create-moe-param-group: ") for line in run.notices)
-    assert any(line.endswith("--disable-moe-token-dropping") for line in run.notices)
+    assert (
+        "defaults of Megatron-DeepSpeed: --moe-router-gating deepspeed "
+        "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --moe-layer-freq last-of-2"
+    ) in run.notices
+
+
+def test_a_line_of_megatron_deepspeed_has_its_defaults() -> None:
+    words = "--num-experts 4 --moe-expert-parallel-size 1 --num-layers 6"
+    model = parse(words, without=["--num-layers"]).config.model
+    assert model.moe_router_gating == "deepspeed"
+    assert (model.moe_router_topk, model.moe_aux_loss_coeff) == (1, (0.1,))
+    assert (model.moe_expert_capacity_factor, model.moe_eval_capacity_factor) == (1.0, 1.0)
+    assert (model.moe_min_capacity, model.moe_top2_2nd_expert_sampling) == (4, True)
+    assert mixture_layers(model, 6) == (False, True) * 3
+    given = parse(
+        words,
+        "--expert-interval 3 --topk 2 --moe-min-capacity 1 --moe-eval-capacity-factor 2",
+        "--moe-train-capacity-factor 3 --moe-loss-coeff 0.5 --disable-moe-top2-2nd-expert-sampling",
+        without=["--num-layers"],
+    ).config.model
+    assert (given.moe_router_topk, given.moe_aux_loss_coeff) == (2, (0.5,))
+    assert (given.moe_expert_capacity_factor, given.moe_eval_capacity_factor) == (3.0, 2.0)
+    assert (given.moe_min_capacity, given.moe_top2_2nd_expert_sampling) == (1, False)
+    assert mixture_layers(given, 6) == (False, False, True) * 2
+    core = parse("--num-experts 4").config.model
+    assert core.moe_router_gating == "core"
+    dense = parse("--topk 1").config.model  # says nothing of experts
+    assert dense.moe_router_gating == "core"
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
         ("--use-tutel", "--use-tutel: Tutel is not used"),
-        ("--moe-eval-capacity-factor 1.0", "--moe-eval-capacity-factor 1: evaluation has "),
-        ("--moe-min-capacity 4", "--moe-min-capacity 4: the capacity of an expert has no "),
-        ("--expert-interval 2", "--expert-interval 2: mixture layers are named by "),
         ("--num-experts 4 8", "--num-experts 4 8: all mixture layers have the same number"),
     ],
 )
 def test_what_megatron_deepspeed_has_and_mixtures_here_have_not(words: str, answer: str) -> None:
     (line,) = problems("--num-experts 4" if words[2:5] != "num" else "", words)
     assert line.startswith(answer)
-    assert "drop the flag" in line or ": give one" in line or ": use --moe-layer-freq" in line
+    assert "drop the flag" in line or ": give one" in line

@@ -29,7 +29,9 @@ _REMEDY = re.compile(r"\b(use|drop|give|save memory with|record passes with|name
 
 
 def test_the_file_has_its_parts() -> None:
-    assert list(_CONTENT) == ["refused", "honoured", "translated", "gone", "other_programs"]
+    assert list(_CONTENT) == [
+        *("refused", "honoured", "translated", "implied", "gone", "other_programs")
+    ]
     for part in ("refused", "honoured"):
         assert all(set(family) == {"reason", "flags"} for family in _CONTENT[part])
     for old in _CONTENT["translated"]:

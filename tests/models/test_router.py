@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.models.plan import InitPlan, RouterPlan
-from megatron.models.router import Router, Routing, capacity, drop, within_best_groups
+from megatron.models.router import Router, Routing, capacity, drop, waiting, within_best_groups
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from tests.models import naive_mixture as naive
@@ -220,12 +220,17 @@ def test_full_experts_drop_tokens(drops_last, factor):
     assert torch.equal(router.state.counts.long(), counts)  # as Core counts: what is left
 
 
+def dropped(choices, weights, plan):
+    routing, limit = Routing(choices, weights), capacity(len(choices), plan)
+    return drop(routing, waiting(routing, plan, None), limit, plan.experts)
+
+
 @pytest.mark.parametrize("drops_last", [False, True], ids=["probability", "position"])
 def test_of_equal_probabilities_the_first_stay(drops_last):
     plan = replace(BASE, experts=2, chosen=1, capacity=0.5, drops_last=drops_last)
     choices = torch.tensor([[1], [1], [0], [1], [1], [0], [1], [1]])
     weights = torch.full((8, 1), 0.5)
-    kept = drop(Routing(choices, weights), plan)  # room for 2
+    kept = dropped(choices, weights, plan)  # room for 2
     assert kept.choices.flatten().tolist() == [1, 1, 0, -1, -1, 0, -1, -1]
     assert kept.weights.flatten().tolist() == [0.5, 0.5, 0.5, 0, 0, 0.5, 0, 0]
 
@@ -233,15 +238,27 @@ def test_of_equal_probabilities_the_first_stay(drops_last):
 def test_the_most_probable_stay():
     plan = replace(BASE, experts=2, chosen=1, capacity=0.5)
     weights = torch.tensor([[0.1], [0.9], [0.0], [0.8]])
-    kept = drop(Routing(torch.zeros(4, 1, dtype=torch.int64), weights), plan)  # room for 1
+    kept = dropped(torch.zeros(4, 1, dtype=torch.int64), weights, plan)  # room for 1
     assert kept.choices.flatten().tolist() == [-1, 0, -1, -1]
-    ends = drop(Routing(torch.zeros(4, 1, dtype=torch.int64), weights), replace(plan, capacity=2.0))
+    ends = dropped(torch.zeros(4, 1, dtype=torch.int64), weights, replace(plan, capacity=2.0))
     assert ends.choices.flatten().tolist() == [
         0,
         0,
         0,
         0,
     ]  # a factor of 0 is an expert all the same
+
+
+def test_evaluation_may_have_a_capacity_of_its_own():
+    plan = replace(BASE, capacity=0.5, eval_capacity=1.0, min_capacity=5)
+    assert [capacity(tokens, plan) for tokens in (64, 32, 8, 4)] == [8, 5, 5, 4]
+    assert capacity(64, plan, training=False) == 16
+    assert capacity(64, replace(plan, eval_capacity=None), training=False) == 8
+    assert capacity(64, replace(plan, capacity=None)) is None
+    assert capacity(64, replace(plan, capacity=None), training=False) == 16
+    router = build(replace(BASE, capacity=0.25, eval_capacity=100.0))
+    assert (router(tokens()).choices < 0).any()
+    assert not (router.eval()(tokens()).choices < 0).any()
 
 
 def test_noise_is_of_training_only():

@@ -22,6 +22,12 @@ _BASE = """
 _CHOICE = "--moe-router-topk 2"
 _SHARED = "--moe-shared-expert-intermediate-size 16"
 SOFTMAX = f"{_CHOICE} {_SHARED} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+_GATING = "--moe-router-gating deepspeed --moe-aux-loss-coeff 1e-2 --moe-min-capacity 4"
+_LIMIT = "--moe-expert-capacity-factor 1.0"
+TOP1 = f"{_GATING} {_LIMIT} --moe-router-topk 1 --noisy-gate-policy RSample --mlp-type residual"
+TOP2 = f"{_GATING} {_LIMIT} {_CHOICE}"
+DRAWN_FIRST = f"{_GATING} --moe-router-topk 1 --noisy-gate-policy RSample"
+DRAWN = f"{_GATING} {_CHOICE}"
 RESIDUAL = f"{_CHOICE} --mlp-type residual --moe-aux-loss-coeff 1e-2"
 SIGMOID = (
     f"{_SHARED} --moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 "
@@ -212,11 +218,21 @@ MIXTURES: tuple[MixtureCase, ...] = (
         iterations=4,
     ),
     # A dense MLP beside the experts, as DeepSpeed has it.
-    MixtureCase(2, expert=2, network=RESIDUAL),
-    MixtureCase(4, expert=4, network=RESIDUAL),
     MixtureCase(4, tensor=2, expert=2, flags=_SP, network=RESIDUAL),
-    MixtureCase(4, pipeline=2, expert=2, network=RESIDUAL),
     MixtureCase(2, context=2, network=RESIDUAL),
+    # DeepSpeed's gating: all layouts draw the same noise. With drops: the same tokens.
+    MixtureCase(2, expert=2, network=TOP1),
+    MixtureCase(4, expert=4, network=TOP1),
+    MixtureCase(4, tensor=2, expert=2, network=TOP1),
+    MixtureCase(4, pipeline=2, expert=2, network=TOP1),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"{_VIRTUAL} {_FULL}", network=TOP2),
+    MixtureCase(4, expert=4, flags=_FULL, network=TOP2),
+    MixtureCase(4, tensor=2, expert=2, network=TOP2),
+    MixtureCase(4, tensor=2, expert=2, flags=_SP, network=DRAWN),
+    MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=DRAWN_FIRST),
+    MixtureCase(2, context=2, network=DRAWN),
+    MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP, network=DRAWN_FIRST),
+    MixtureCase(4, pipeline=2, expert=2, network=f"{TOP2} --moe-router-topk 3"),
     # Biases in place of losses.
     MixtureCase(4, expert=4, network=SIGMOID),
     MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}", network=SIGMOID),
