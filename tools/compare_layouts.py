@@ -153,7 +153,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0 success, 7 a layout differs, 8 bad storage, 9 bad flags."""
+    """Run the command. Exit codes: 0 success, 7 a layout differs, 8 storage error, 9 bad flags."""
     return run_command(lambda: run(words))
 
 

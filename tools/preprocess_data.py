@@ -329,7 +329,7 @@ class _Progress:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code.
 
-    0 success, 6 bad data, 8 bad storage, 9 bad flags, 130 or 143 interrupted.
+    0 success, 6 bad data, 8 storage error, 9 bad flags, 130 or 143 interrupted.
     """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -308,7 +308,7 @@ def _write(files: Files, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 bad storage, 9 bad flags."""
+    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

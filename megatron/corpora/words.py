@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
-_STRIDE = 0xD6E8FEB86659FD93  # of the words of an n-gram
+_STRIDE = 0xD6E8FEB86659FD93  # between the words of an n-gram
 _MASK = (1 << 64) - 1
-_BATCH_BYTES = 1 << 18  # 8 bytes a byte of text: as much as a core's cache holds
+_BATCH_BYTES = 1 << 18  # each takes 8 bytes in an array; the array fits in a core's cache
 
 _PUNCTUATION, _WIDE, _REST = 1, 2, 4
 
@@ -41,7 +41,7 @@ def _classes() -> NDArray[np.uint8]:
 def _lower() -> U64:
     table = np.arange(256, dtype=np.uint64)
     table[0x41:0x5B] += 0x20
-    return table + np.uint64(1)  # so that no byte is worth nothing
+    return table + np.uint64(1)  # so that no byte counts as 0
 
 
 def _powers(base: int, count: int) -> U64:

@@ -44,7 +44,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _CACHED_HEADER = struct.Struct("<8sQQQQQ")  # the oldest; D follows in the others
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
 _LONGEST = np.iinfo(np.int32).max  # tokens in a sequence
-_DOCUMENTS = 1 << 16  # at most so many are read at a time
+_DOCUMENTS = 1 << 16  # largest number read at a time
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
@@ -307,7 +307,7 @@ def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
     """Return the content of an .idx file of the format TNTIDX.
 
     Raises:
-        DataError: It is damaged, or has sequences of several dimensions.
+        DataError: The file is damaged, or has sequences of several dimensions.
     """
     first = _CACHED_HEADER.size
     if len(raw) < first + 8:
@@ -350,7 +350,7 @@ def _bounds_by_empty_sequences(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         start + 1 + np.flatnonzero(lengths[start : start + _CHUNK] == 0)
         for start in range(0, len(lengths), _CHUNK)
     ]
-    # Sequences after the last empty one are a document, too.
+    # Sequences after the last empty one are a document too.
     end = [len(lengths)] if len(lengths) and lengths[-1] else []
     return np.concatenate([[0], *empty, end]).astype(np.int64)
 

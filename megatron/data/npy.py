@@ -29,8 +29,8 @@ class Shard(NamedTuple):
         """Yield the documents, each `[tokens]`.
 
         Args:
-            eod: The id that ends a document in a `[tokens]` array. It stays in the document. If it
-                is `None`, the file is a single document.
+            eod: The id that ends a document in a `[tokens]` array. It stays in the document. If
+                `None`, the file is a single document.
         """
         if self.ids.ndim == 2:
             yield from self.ids
@@ -59,14 +59,14 @@ def open_shard(path: Path) -> Shard:
     """Map a shard. Nothing in it is unpickled.
 
     Raises:
-        DataError: It is not a sound `.npy` file of token ids in one or two dimensions.
+        DataError: The file is not a sound `.npy` file of token ids in one or two dimensions.
     """
     try:
         # A view as a plain array, because slicing np.memmap's subclass costs ten times as much.
         ids = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror or error}: copy it again") from error
-    except Exception as error:  # numpy parses the header as Python; a damaged one can raise any
+    except Exception as error:  # numpy parses the header as Python, which may raise anything
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"--input {path}: not a .npy file of numbers, or truncated ({said}): copy or write it "

@@ -228,7 +228,8 @@ class LayerStack(nn.ModuleDict):
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
         self.saved_by = layout.tensor if splits else Axis()
         self.routers = context.registry.routers
-        # Experts gather their weights by themselves, and must not be left in their forward.
+        # Experts gather their own weights, so recomputation must not stop inside their forward
+        # pass.
         self.stops_early = not (context.gathers_weights and self.routers.states)
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:

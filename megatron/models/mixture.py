@@ -146,7 +146,7 @@ class Coefficient(nn.Module):
         self.bias = context.new_parameter((2,), init=ZEROS, partial_gradient=is_partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, h] to weights [s, b, 2] that add up to 1: of the experts, of the MLP."""
+        """Map [s, b, h] to the weights of the experts and of the MLP, [s, b, 2], whose sum is 1."""
         scores = F.linear(x, self.weight, self.bias)
         return torch.softmax(scores.float(), dim=-1).to(x.dtype)
 

@@ -197,7 +197,7 @@ class _Sharding:
         specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
         for layer in _layers(part):
             experts = [self._shard(each, self._expert_replicas) for each in _experts(layer)]
-            # In backward PyTorch itself gathers next what comes next.
+            # In the backward pass, PyTorch prefetches on its own.
             self._shard(layer, self._replicas).set_modules_to_forward_prefetch(experts)
         root = self._shard(part, self._replicas, reshard_after_forward=False)
         # This does the same as `to_empty`, but buffers keep their values.
@@ -210,7 +210,7 @@ class _Sharding:
         """Shard the parameters of a module that no module inside it has sharded already."""
         if axis.ranks not in self._meshes:
             group = axis.group
-            if group is None:  # a process alone keeps everything, by the same path
+            if group is None:  # a single process keeps everything, by the same path
                 group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
             self._meshes[axis.ranks] = DeviceMesh.from_group(group, self._device.type)
         mesh = self._meshes[axis.ranks]

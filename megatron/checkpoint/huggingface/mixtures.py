@@ -83,10 +83,9 @@ class Mixtral(LlamaLike):
 
 @dataclass(frozen=True)
 class Olmoe(Mixtral):
-    """OLMoE, which normalizes the queries of all heads together, and the keys.
+    """OLMoE, which normalizes the queries of all heads together, and likewise the keys.
 
-    Those normalizations have the width of the hidden size, so a head has hidden size / heads
-    channels.
+    The normalizations are as wide as the hidden size, so a head has hidden size / heads channels.
     """
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _OLMOE)
