@@ -359,7 +359,7 @@ class FlashPackage(NamedTuple):
 
 
 def find_flash_package(device: torch.device) -> FlashPackage | None:
-    """Return the package if it is installed and has kernels for the device.
+    """Return the package, or `None` if it is not installed or has no kernels for the device.
 
     With --deterministic-mode, its kernels must be deterministic.
     """

@@ -88,7 +88,7 @@ def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
 def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 
-    Every rank holds all weights, even if they normalize all heads at once: the weights are few, and
+    Every rank holds all weights, even if all heads are normalized at once: the weights are few, and
     ranks that share a key need the same ones.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
@@ -109,8 +109,8 @@ def normalize_projections(
             norm(Stream(part.flatten(2)))[1].view_as(part)
             for part, norm in zip(parts, norms, strict=True)
         ]
-    # After sums in fp64, their order hardly ever changes the fp32 result: text does not depend on
-    # its batch.
+    # A sum in fp64 that is rounded to fp32 hardly ever depends on its order, so text does not
+    # depend on its batch.
     dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
 
     def mean(values: list[Tensor]) -> Tensor:

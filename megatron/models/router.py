@@ -72,8 +72,8 @@ class Router(nn.Module):
             with split_region(self.layout.sequence, x.device, self.state.number, "router"):
                 noise = torch.empty_like(x).uniform_(1 - plan.jitter, 1 + plan.jitter)
             x = x * noise
-        # After sums in fp64, their order hardly ever changes the fp32 result: text does not depend
-        # on its batch.
+        # A sum in fp64 that is rounded to fp32 hardly ever depends on its order, so text does not
+        # depend on its batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
         logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
         length, sequences = logits.shape[:2]

@@ -56,7 +56,8 @@ def gather_rows_to(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results and keep this rank's part of dimension 0.
 
-    The forward pass is a reduce-scatter, [s, ...] -> [s/t, ...], the backward pass an all-gather.
+    The forward pass is a reduce-scatter, [s, ...] -> [s/t, ...]; the backward pass is an
+    all-gather.
     """
     return x if axis.size == 1 else _Communicate.apply(x, axis, reduce_scatter, all_gather)
 

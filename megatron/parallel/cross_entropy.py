@@ -215,7 +215,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # The factor on gradients until the backward pass; without it the small ones would be lost in 16
-# bits (fp16's smallest is 6e-8, less than many a probability). A power of two changes no digit.
+# bits (fp16's smallest number is 6e-8, and many probabilities are smaller). A power of two changes
+# no digits.
 _UNIT = 1024.0
 
 

@@ -96,7 +96,7 @@ class WeightProduct:
         """Start gathering the input if only a part was kept; in that case this is collective."""
 
     def whole_input(self) -> Tensor | None:
-        """Return all of the input, if the format keeps it."""
+        """Return all of the input, or `None` if the format does not keep it."""
         return self._x
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:

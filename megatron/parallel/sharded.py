@@ -163,7 +163,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add partial gradients over the tensor axis. The replicas have already averaged theirs."""
+        """Add partial gradients over the tensor axis, after backward passes have averaged them."""
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)

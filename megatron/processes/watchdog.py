@@ -426,7 +426,7 @@ class Watchdog:
         )
 
     def _wait(self) -> Wait | None:
-        """Return the communication that the main thread is waiting for.
+        """Return the communication that the main thread is waiting for, if any.
 
         Some calls wait before the journal knows of a communication: the first one of a group, and
         those that form groups. They are recognized by where the thread is.

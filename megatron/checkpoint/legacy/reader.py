@@ -147,7 +147,7 @@ class LegacyReader(Reader):
     def _add_file(
         self, file: RankFile, first: Mapping[tuple[int, int], Counter[str]]
     ) -> OptimizerState | None:
-        """Add the tensors of a file, and return its optimizer state if it can be read."""
+        """Add a file's tensors, and return its optimizer state, or `None` if it cannot be read."""
         try:
             list_parameters = partial(
                 legacy.list_parameters,

@@ -21,8 +21,8 @@ from megatron.training.timers import Bubble, OperationClock, compare_with_predic
 def profile_folder(config: RunConfig) -> Path:
     """Return the folder of traces.
 
-    It is `--profile-dir`, or "profile" in the first of these folders that is given: TensorBoard's,
-    the checkpoints', the current one.
+    It is `--profile-dir`, or by default "profile" in --tensorboard-dir, in --save or in the current
+    folder.
     """
     if config.profiling.profile_dir:
         return Path(config.profiling.profile_dir)
