@@ -1,4 +1,4 @@
-"""Labelled texts: reading the files of GLUE and RACE, and making samples of them."""
+"""Labeled texts: reading the files of GLUE and RACE, and making samples of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LETTERS = "ABCD"
 
 @dataclass(frozen=True)
 class Example:
-    """A labelled text, pair of texts, or question with choices.
+    """A labeled text, pair of texts, or question with choices.
 
     Attributes:
         texts: One pair of texts, or one pair for each choice. The second of a pair is `None` if

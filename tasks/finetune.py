@@ -1,4 +1,4 @@
-"""Finetuning of a pretrained BERT on labelled texts: recipe, evaluation and best weights."""
+"""Finetuning of a pretrained BERT on labeled texts: recipe, evaluation and best weights."""
 
 from __future__ import annotations
 

@@ -352,4 +352,4 @@ def _own_order(config: RunOptions, world_size: int) -> Iterator[str]:
             "perplexity: drop it"
         )
     if config.data.mock_data:
-        yield "--mock-data: give labelled texts as --train-data"
+        yield "--mock-data: give labeled texts as --train-data"

@@ -119,7 +119,7 @@ class ToolParser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line, by default this process's, and exit if it has mistakes.
 
-        Unknown flags are reported first, so that a misspelt required flag is not reported as
+        Unknown flags are reported first, so that a misspelled required flag is not reported as
         missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)

@@ -226,7 +226,7 @@ def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:
 
 
 def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
-    """Return the known word that a misspelt or shortened word stands for, or None.
+    """Return the known word that a misspelled or shortened word stands for, or None.
 
     Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
     that differs in a whole part means something else: `--train-tokens` is not `--train-iters`.

@@ -339,7 +339,7 @@ def _samples(iterations: int | None, samples: int | None, global_batch: int) -> 
 def _decoupled(
     common: LearningRateSchedule, peak: float | None, minimum: float | None
 ) -> LearningRateSchedule | None:
-    """Return the decoupled schedule; `None` without a peak. The default minimum is the common one."""
+    """Return the decoupled schedule, or `None` without a peak. `minimum` may be the common one."""
     if peak is None:
         return None
     return replace(common, peak=peak, minimum=common.minimum if minimum is None else minimum)
