@@ -303,7 +303,7 @@ def _drop_unknown(
     elsewhere: Mapping[str, str],
     found: Findings,
 ) -> list[Given]:
-    """Return the known flags, and mark as spoilt the fields that misspelled flags probably meant."""
+    """Return the known flags. Mark as spoilt the fields that misspelled flags probably meant."""
     for flag in flags:
         if flag.name in elsewhere:
             found.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
