@@ -26,5 +26,6 @@ Reading:
 Other formats:
     legacy         Megatron-LM's own files
     core           Megatron Core's torch_dist folders
+    deepspeed      DeepSpeed's folders, as Megatron-DeepSpeed saves them
     huggingface    Hugging Face folders
 """

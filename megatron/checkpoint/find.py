@@ -1,8 +1,8 @@
 """Find the checkpoints of a folder and the order in which to try them.
 
 Folders follow Megatron's layout: `latest_checkpointed_iteration.txt` names an iteration (or
-"release"), and `iter_0000100/` holds it. In addition, we write the following, and a killed run may
-leave them behind:
+"release"), and `iter_0000100/` holds it. DeepSpeed's `latest` names `global_step100`. In addition,
+we write the following, and a killed run may leave them behind:
 
     iter_0000100/manifest.json          marks a complete checkpoint: written before the rename
     iter_0000100/complete               the list of Megatron-LM's files that we have written
@@ -27,21 +27,32 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMPLETE = "complete"
 REPLACED = ".old-"
+DEEPSPEED = "global_step"  # begins the names of DeepSpeed's folders
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
+_DEEPSPEED_FOLDER = re.compile(rf"{DEEPSPEED}(\d{{1,12}})")
 _NAMED = 8  # a message lists at most this many iterations
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
-_TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
+_TRACKERS = {
+    TRACKER: re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*"),
+    "latest": re.compile(rf"\s*({DEEPSPEED}\d{{1,12}})\s*"),
+}
+_STATES = "_states.pt"  # ends the names of DeepSpeed's files
 _TWO_FORMATS = "holds both "  # how the message about two formats begins
-_MARKS = {"native": MANIFEST, "legacy": "mp_rank folders", "core": ".metadata"}
+_MARKS = {
+    "native": MANIFEST,
+    "legacy": "mp_rank folders",
+    "core": ".metadata",
+    "deepspeed": "DeepSpeed's *_states.pt",
+}
 
 
 class FoundCheckpoint(NamedTuple):
     """A checkpoint that looks complete. Only opening it shows whether it is sound.
 
     Attributes:
-        format: "native", "legacy" (Megatron-LM's torch files) or "core" (Megatron Core's
-            torch_dist).
+        format: "native", "legacy" (Megatron-LM's torch files), "core" (Megatron Core's
+            torch_dist) or "deepspeed".
         iteration: The iteration in the folder's name; 0 for `release`.
         path: The checkpoint's folder.
     """
@@ -63,13 +74,13 @@ def iteration_folder(iteration: int) -> str:
 
 def iteration_of(folder: str) -> int:
     """Return the iteration in a folder's name; 0 for `release`."""
-    match = _FOLDER.fullmatch(folder)
+    match = _FOLDER.fullmatch(folder) or _DEEPSPEED_FOLDER.fullmatch(folder)
     return int(match.group(1)) if match else 0
 
 
 def tracker_text(folder: str) -> bytes:
     """Return the tracker's content for a folder: "100" for "iter_0000100", or "release"."""
-    return (str(iteration_of(folder)) if _FOLDER.fullmatch(folder) else folder).encode()
+    return (folder if folder == RELEASE else str(iteration_of(folder))).encode()
 
 
 def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint]:
@@ -99,6 +110,9 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
             )
         return []
     current = next((one for one in found if one.name == named), None)
+    if current is None and named is not None:  # Megatron-DeepSpeed writes both trackers
+        twin = f"{DEEPSPEED}{iteration_of(named)}"
+        current = next((one for one in found if one.name == twin), None)
     if current is None:
         if not quiet:
             why = problems.get(named or "", "is missing or incomplete")
@@ -115,22 +129,24 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
 
     At least one of the two is None. Both are None if there is no tracker.
     """
-    path = root / TRACKER
-    try:
-        with open_plain(path, follows=True) as file:
-            data = file.read(_TRACKER_BYTES + 1)
-    except FileNotFoundError:
-        return None, None
-    except CheckpointError:
-        return None, f"{TRACKER} is not a regular file"
-    except OSError as error:
-        return None, f"cannot be read ({error.strerror})"
-    text = data.decode("ascii", errors="replace")
-    match = _TRACKER_TEXT.fullmatch(text)
-    if len(data) > _TRACKER_BYTES or match is None:
-        return None, f"{TRACKER} is damaged: it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
-    word = match.group(1)
-    return (RELEASE if word == RELEASE else iteration_folder(int(word))), None
+    for name, pattern in _TRACKERS.items():
+        try:
+            with open_plain(root / name, follows=True) as file:
+                data = file.read(_TRACKER_BYTES + 1)
+        except FileNotFoundError:
+            continue
+        except CheckpointError:
+            return None, f"{name} is not a regular file"
+        except OSError as error:
+            return None, f"cannot be read ({error.strerror})"
+        text = data.decode("ascii", errors="replace")
+        match = pattern.fullmatch(text)
+        if len(data) > _TRACKER_BYTES or match is None:
+            shown = f"it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
+            return None, f"{name} is damaged: {shown}"
+        word = match.group(1)
+        return (iteration_folder(int(word)) if word.isdigit() else word), None
+    return None, None
 
 
 def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
@@ -146,7 +162,8 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
     for path in children:
         if path.name.startswith(("iter_", RELEASE)) and UNVERIFIED in path.name:
             problems[path.name] = "was not verified when it was converted"
-        if not (path.name == RELEASE or _FOLDER.fullmatch(path.name)) or not path.is_dir():
+        is_known = path.name == RELEASE or _FOLDER.fullmatch(path.name)
+        if not (is_known or _DEEPSPEED_FOLDER.fullmatch(path.name)) or not path.is_dir():
             continue
         kind, problem = _classify(path)
         if kind is None:
@@ -200,8 +217,9 @@ def _classify(path: Path) -> tuple[str | None, str]:
     """Return a checkpoint folder's format and "", or None and the reason why we do not read it."""
     is_kind = {
         "native": (path / MANIFEST).is_file(),
-        "legacy": any(path.glob("mp_rank_*")),
+        "legacy": any(not one.name.endswith(_STATES) for one in path.glob("mp_rank_*")),
         "core": (path / ".metadata").exists(),
+        "deepspeed": any(path.glob(f"*{_STATES}")),
     }
     kinds = [kind for kind, is_it in is_kind.items() if is_it]
     if len(kinds) == 1:
@@ -213,4 +231,4 @@ def _classify(path: Path) -> tuple[str | None, str]:
             "move one of them elsewhere"
         )
     neither = f"has neither {MANIFEST} nor Megatron-LM's mp_rank folders"
-    return None, f"{neither} nor Megatron Core's .metadata"
+    return None, f"{neither} nor Megatron Core's .metadata nor DeepSpeed's files"

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format: ours, Megatron-LM's, Megatron Core's or Hugging Face's."""
+"""Open a checkpoint of any format: ours or of another program."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def open_found(
     # Most of that time is pydantic's import.
     from megatron.checkpoint.meta import check_meta
 
-    kinds = {"native": "native", "legacy": "Megatron-LM", "core": "Megatron Core"}
-    with _damaged(f"not a {kinds[found.format]} checkpoint"):
+    kinds = {"legacy": "Megatron-LM", "core": "Megatron Core", "deepspeed": "DeepSpeed"}
+    with _damaged(f"not a {kinds.get(found.format, found.format)} checkpoint"):
         reader = _open(found, verify, world or Layout.single().world, allow_foreign)
         check_meta(reader)
         return reader
@@ -155,6 +155,10 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign:
         core = CoreReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
         _check_iteration(found, core, COMMON)
         return core
+    if found.format == "deepspeed":
+        from megatron.checkpoint.deepspeed.reader import DeepSpeedReader
+
+        return DeepSpeedReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
     reader = NativeReader(found.path, allow_foreign=allow_foreign)
     _check_iteration(found, reader, MANIFEST)
     if verify:

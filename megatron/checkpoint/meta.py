@@ -135,7 +135,7 @@ def check_meta(reader: Reader) -> None:
         text = json.dumps({"meta": reader.meta}).encode()  # messages begin with "meta."
         meta: Meta = validate(dict[str, Meta], text)["meta"]
         # In a checkpoint of another program, we use only the network's settings.
-        is_other = reader.format in ("legacy", "core")
+        is_other = reader.format in ("legacy", "core", "deepspeed")
         known = {"model": meta["config"]["model"]} if is_other else meta["config"]
         from_dict(known, "meta.config")
     except (ManifestError, ConfigError) as error:

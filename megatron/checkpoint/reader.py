@@ -44,7 +44,7 @@ class Reader(ABC):
     """An opened checkpoint, as training and tools read it, whatever its format on disk.
 
     Attributes:
-        format: "native", "legacy", "core" or "hf".
+        format: "native", "legacy", "core", "deepspeed" or "hf".
         path: The checkpoint's folder.
         iteration: Training steps taken.
         meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document

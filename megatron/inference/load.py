@@ -186,7 +186,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         CheckpointError: The checkpoint holds another kind of network.
     """
     sections = reader.meta["config"]
-    if reader.format in ("legacy", "core"):
+    if reader.format in ("legacy", "core", "deepspeed"):
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
     kind = run.model.architecture

@@ -73,7 +73,7 @@ def test_a_named_iteration_is_the_only_one_that_is_tried(tmp_path, capsys):
         (
             5,
             " (iter_0000005 has neither manifest.json nor Megatron-LM's mp_rank folders nor "
-            "Megatron Core's .metadata)",
+            "Megatron Core's .metadata nor DeepSpeed's files)",
         ),
     ):
         with pytest.raises(CheckpointError) as caught:

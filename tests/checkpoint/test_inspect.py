@@ -48,7 +48,7 @@ def test_sound_and_damaged_ones_are_told_apart(tmp_path, inspect):
     assert code == 4
     assert (
         "iter_0000003 has neither manifest.json nor Megatron-LM's mp_rank folders nor Megatron "
-        "Core's .metadata: never loaded" in text
+        "Core's .metadata nor DeepSpeed's files: never loaded" in text
     )
     assert "iter_0000002  native  cannot be used: rank_00000.safetensors: damaged" in text
     code, text = inspect("--no-verify", tmp_path)

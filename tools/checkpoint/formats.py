@@ -45,7 +45,8 @@ _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
-_LOADERS = {"native": "native", "legacy": "megatron", "core": "megatron"}  # by `Reader.format`
+# By `Reader.format`.
+_LOADERS = {"native": "native"} | dict.fromkeys(("legacy", "core", "deepspeed"), "megatron")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -139,7 +140,7 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 
 
 def load_own(options: argparse.Namespace) -> Source:
-    """Open the newest checkpoint that this program, Megatron-LM or Megatron Core wrote."""
+    """Open the newest checkpoint that this program, a Megatron or DeepSpeed wrote."""
     folder = options.load_dir
     reader = None
     if not folder.is_file():
@@ -152,7 +153,7 @@ def load_own(options: argparse.Namespace) -> Source:
     if _LOADERS[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
     sections = reader.meta["config"]
-    is_other = reader.format in ("legacy", "core")
+    is_other = reader.format in ("legacy", "core", "deepspeed")
     if is_other:
         sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)

@@ -172,7 +172,7 @@ def list_parameters(
             if tied and path == "output_layer.weight":
                 known = ".".join(TIED_COPY)
         try:
-            name = _our_name(known, first, has_decoder=architecture == "t5", is_first=is_first)
+            name = our_name(known, first, has_decoder=architecture == "t5", is_first=is_first)
         except KeyError:
             what = f"parameter {path} does not exist in our {architecture}"
             raise CheckpointError(what) from None
@@ -212,7 +212,7 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _our_name(
+def our_name(
     path: str, first: Mapping[str, int], *, has_decoder: bool, is_first: bool
 ) -> str | None:
     """Return our name for a parameter, or None for a copy that a later stage holds.

@@ -324,18 +324,14 @@ def _find(module: str, name: str, names: Mapping[tuple[str, str], Any] | None) -
     # Use vars(): getattr on torch would import some modules.
     if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
         return f"torch.{name}"
-    if names is not None:
-        if (module, name) in names:
-            return names[module, name]
-        raise RefusedError(f"it names {f'{module}.{name}'[:200]}, which no such file needs")
-    if module in ("torch", "torch.cuda") and name in STORAGES:
-        return StorageType(STORAGES[name])
+    known = NAMES if names is None else names
+    if (module, name) in known:
+        return known[module, name]
     # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
-    if module.partition(".")[0] == "megatron" and name.isidentifier():
+    if names is None and module.partition(".")[0] == "megatron" and name.isidentifier():
         return Factory(name, lambda *args: Opaque(name, args))
-    if (module, name) in _STAND_INS:
-        return _STAND_INS[module, name]
-    raise RefusedError(f"it names {f'{module}.{name}'[:200]}, which no checkpoint needs")
+    kind = "checkpoint" if names is None else "such file"
+    raise RefusedError(f"it names {f'{module}.{name}'[:200]}, which no {kind} needs")
 
 
 def _storage(reference: Any) -> StorageRef:
@@ -444,7 +440,13 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 _ARRAY = Factory("ndarray", lambda *_: Array())
 SIZE = Factory("size", _tuple)
-_STAND_INS: dict[tuple[str, str], Any] = {
+# Our stand-ins for the names that files of torch.save use.
+NAMES: dict[tuple[str, str], Any] = {
+    **{
+        (module, name): StorageType(dtype)
+        for module in ("torch", "torch.cuda")
+        for name, dtype in STORAGES.items()
+    },
     ("torch._utils", "_rebuild_tensor"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_parameter"): Factory("parameter", _parameter),

@@ -1,0 +1,19 @@
+"""Read DeepSpeed's checkpoints, as Megatron-DeepSpeed saves them, without executing their content.
+
+A folder `global_step100` holds files of torch.save. T is the model-parallel rank (stage x
+tensor-parallel size + tensor rank), D the data-parallel rank:
+
+    mp_rank_TT_model_states.pt                     weights, command line, schedule, counters
+    zero_pp_rank_D_mp_rank_TT_model_states.pt      the same with ZeRO 3, without weights
+    layer_NN-model_TT-model_states.pt              weights of a layer of a PipelineModule
+    layer_L_expert_E_mp_rank_TT_model_states.pt    weights of an expert
+    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   a process's part of the optimizer states
+    expp_rank_D_mp_rank_TT_optim_states.pt         optimizer states of a mixture without ZeRO
+
+Modules:
+    files      the files of a folder, opened and sorted
+    names      DeepSpeed's parameter names and ours
+    states     which elements of which flat partition belong to which parameter
+    arguments  Megatron-DeepSpeed's command line as settings of ours
+    reader     such a folder through the interface `Reader`
+"""

@@ -1,0 +1,96 @@
+"""Megatron-DeepSpeed's command line as settings of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.checkpoint.entries import Json
+from megatron.checkpoint.legacy.arguments import legacy_config
+from megatron.config.fields import MAX_LAYERS
+from megatron.errors import CheckpointError
+
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+# Fields that give the weights another meaning, with the values that leave our networks as they are.
+_NEUTRAL: dict[str, tuple[Json, ...]] = {
+    "mlp_type": ("standard",),
+    "num_experts_switch": (None,),
+    "position_embedding_type": ("PositionEmbeddingType(2)",),  # BigScience: a learned table
+    "retro_add_retriever": (False,),
+    "embed_layernorm": (False,),
+}
+# Names of Megatron-DeepSpeed, with those of Megatron Core.
+_RENAMED = {
+    "rope_theta": "rotary_base",
+    "topk": "moe_router_topk",
+    "moe_loss_coeff": "moe_aux_loss_coeff",
+}
+
+
+def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a command line of Megatron-DeepSpeed under the names of Megatron-LM.
+
+    Raises:
+        CheckpointError: The network has a part that ours lack.
+    """
+    for name, neutral in _NEUTRAL.items():
+        if name in args and args[name] not in neutral:
+            value = f"{args[name]!r:.80}"
+            raise CheckpointError(f"{name} is {value}: such networks are not supported")
+    result = {_RENAMED.get(name, name): value for name, value in args.items()}
+    result.pop("position_embedding_type", None)
+    norm = result.get("normalization")
+    if isinstance(norm, str):
+        result["normalization"] = _NORMS.get(norm, norm)
+    groups, heads = args.get("num_key_value_heads"), args.get("num_attention_heads")
+    if groups is not None and groups != heads:
+        result |= {"group_query_attention": True, "num_query_groups": groups}
+    return result | _mixture(args)
+
+
+def has_kinds_apart(args: Mapping[str, Json]) -> bool:
+    """Return whether the rows of query, key and value are three blocks, each of all heads.
+
+    Megatron-DeepSpeed has split them so since December 2024 (its commit 676a482c), and by head or
+    group before, under the same `checkpoint_version`. The flags of FPDT came with that commit.
+    """
+    return "ds_sequence_parallel_fpdt" in args and not args.get("group_query_attention")
+
+
+def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the settings of a mixture of experts."""
+    listed = args.get("num_experts")
+    counts = set(listed if isinstance(listed, list) else [listed]) - {None, 1}
+    if not counts:
+        return {"num_experts": None}
+    if len(counts) > 1 or 1 in (listed if isinstance(listed, list) else ()):
+        raise CheckpointError(
+            f"num_experts is {listed!r:.80}: all mixture layers must have equally many experts"
+        )
+    layers, interval = args.get("num_layers"), args.get("expert_interval", 1)
+    is_valid = type(layers) is int and 0 < layers <= MAX_LAYERS
+    if not is_valid or type(interval) is not int or interval <= 0 or type(layers) is not int:
+        raise CheckpointError(f"expert_interval is {interval!r:.80} of {layers!r:.80} layers")
+    mixtures = [int((layer + 1) % interval == 0) for layer in range(layers)]
+    drops = args.get("moe_token_dropping", True)
+    return {
+        "num_experts": counts.pop(),
+        "moe_layer_freq": f"[{','.join(map(str, mixtures))}]",
+        # A single expert's output is weighted by its probability among all; more than one by their
+        # shares among the chosen ones.
+        "moe_router_pre_softmax": args.get("topk", 1) == 1,
+        "moe_expert_capacity_factor": args.get("moe_train_capacity_factor") if drops else None,
+    }
+
+
+def deepspeed_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """Return the settings of the network and the optimizer, by section of `RunOptions`.
+
+    Args:
+        args: A command line under the names of Megatron-LM (`megatron_arguments`).
+    """
+    config = legacy_config(args, "gpt")
+    if not args.get("num_experts"):
+        mixtures = [name for name in config["model"] if name.startswith("moe_")]
+        for name in mixtures:
+            del config["model"][name]
+    return config

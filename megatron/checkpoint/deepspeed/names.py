@@ -1,0 +1,157 @@
+"""DeepSpeed's parameter names and ours.
+
+All forms are brought to the names of a whole model, "language_model.encoder.layers.3.mlp...":
+
+    nested dicts         joined by dots
+    a PipelineModule     "5.mlp..." for the layer in layer_05-*.pt, "tied_modules.embed..." for
+                         embeddings that the output shares
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from megatron.checkpoint.legacy.names import our_name
+from megatron.errors import CheckpointError
+
+_MODEL, _ENCODER = "language_model.", "language_model.encoder."
+_TIED = "tied_modules.embed."
+_IN_PIPELINE = re.compile(r"(\d{1,6})\.(.+)")
+_FIRST_OF_LAYER = "input_layernorm.weight"
+_EXPERT = re.compile(
+    r"(language_model\.encoder\.layers\.\d{1,6}\.mlp\.)"
+    r"deepspeed_moe\.experts\.deepspeed_experts\.(\d{1,6})\.(.+)"
+)
+_GATE = re.compile(
+    r"language_model\.encoder\.(layers\.\d{1,6})\.mlp\.deepspeed_moe\.gate\.wg\.weight"
+)
+_EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
+_MAX_DEPTH = 4
+_MAX_NAMES = 200_000
+
+
+class Destination(NamedTuple):
+    """Where a parameter belongs.
+
+    Attributes:
+        name: Our name.
+        dense: Our name if the layer were dense, which says how rows are ordered and split.
+        expert: The index in our tensor's first dimension, which counts experts; `None` outside.
+    """
+
+    name: str
+    dense: str
+    expert: int | None = None
+
+
+def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts by their joined names.
+
+    Raises:
+        CheckpointError: It is deeper or larger than any model.
+    """
+    if not isinstance(tree, dict):
+        yield prefix, tree
+        return
+    if depth > _MAX_DEPTH or len(tree) > _MAX_NAMES:
+        raise CheckpointError(f"{prefix or 'module'} has more entries than any model")
+    for key, value in tree.items():
+        if type(key) is not str:
+            raise CheckpointError(f"{prefix or 'module'} holds a name that is not a string")
+        yield from flatten(value, f"{prefix}.{key}" if prefix else key, depth + 1)
+
+
+def first_layer(names: Iterable[str]) -> int:
+    """Return the number of the first transformer layer in a PipelineModule."""
+    matches = (_IN_PIPELINE.fullmatch(name) for name in names)
+    layers = (int(one[1]) for one in matches if one and one[2] == _FIRST_OF_LAYER)
+    return min(layers, default=0)
+
+
+def whole_name(name: str, first: int) -> str:
+    """Return the name that a parameter has in a model without a PipelineModule.
+
+    Args:
+        name: The name in the file.
+        first: The number of the first transformer layer of the PipelineModule.
+    """
+    if name.startswith(_TIED):
+        return f"{_MODEL}embedding.{name.removeprefix(_TIED)}"
+    match = _IN_PIPELINE.fullmatch(name)
+    if match is None:
+        return name
+    layer, inner = int(match[1]), match[2]
+    if inner in ("weight", "bias"):
+        return f"{_ENCODER}final_layernorm.{inner}"
+    if inner == "lm_head.weight":
+        return f"{_MODEL}output_layer.weight"
+    if inner.startswith(("word_embeddings.", "position_embeddings.", "tokentype_embeddings.")):
+        return f"{_MODEL}embedding.{inner}"
+    return f"{_ENCODER}layers.{layer - first}.{inner}"
+
+
+def local_expert(name: str) -> int | None:
+    """Return the number of the expert in a parameter's name, or `None` for other parameters."""
+    match = _EXPERT.fullmatch(name)
+    return int(match[2]) if match else None
+
+
+def shift_expert(name: str, by: int) -> str:
+    """Return a parameter's name with the number of its expert, if any, raised.
+
+    Args:
+        name: A name with the number of the expert in its process.
+        by: The number of the process's first expert.
+    """
+    match = _EXPERT.fullmatch(name)
+    return f"{match[1]}{_EXPERTS}{int(match[2]) + by}.{match[3]}" if match else name
+
+
+def is_gate(name: str) -> bool:
+    """Return whether a parameter is the gate of experts."""
+    return _GATE.fullmatch(name) is not None
+
+
+def is_copy(name: str) -> bool:
+    """Return whether a parameter in a file of all weights is that of an expert.
+
+    Megatron-DeepSpeed leaves them there, beside their own files, as "encoderlayers.3.mlp...".
+    """
+    return name.startswith("encoderlayers.") and f".{_EXPERTS}" in name
+
+
+def is_derived(name: str) -> bool:
+    """Return whether an entry of the tree follows from the flags and is not a parameter."""
+    return name.endswith(("_extra_state", "inv_freq"))
+
+
+def place_of(name: str) -> Destination:
+    """Return where a parameter with a name of a whole model belongs.
+
+    Raises:
+        CheckpointError: Our networks have no such parameter.
+    """
+    gate = _GATE.fullmatch(name)
+    if gate:
+        router = f"{gate[1]}.mlp.router.weight"
+        return Destination(router, router)
+    expert, dense = None, name
+    match = _EXPERT.fullmatch(name)
+    if match:
+        expert, dense = int(match[2]), f"{match[1]}{match[3]}"
+    try:
+        if not dense.startswith(_MODEL):
+            raise KeyError(dense)
+        path = dense.removeprefix(_MODEL)
+        ours = our_name(path, {"encoder": 0}, has_decoder=False, is_first=True)
+    except KeyError:
+        raise CheckpointError(f"parameter {name[:200]} does not exist in our networks") from None
+    if ours is None:
+        raise CheckpointError(f"parameter {name[:200]} is a copy of another")
+    if expert is None:
+        return Destination(ours, ours)
+    if ".mlp." not in ours:
+        raise CheckpointError(f"parameter {name[:200]} does not exist in our networks")
+    return Destination(ours.replace(".mlp.", ".mlp.experts."), ours, expert)

@@ -1,0 +1,499 @@
+"""Read a checkpoint of DeepSpeed through the interface of our own checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.deepspeed import names
+from megatron.checkpoint.deepspeed.arguments import (
+    deepspeed_config,
+    has_kinds_apart,
+    megatron_arguments,
+)
+from megatron.checkpoint.deepspeed.files import StateFile, open_files
+from megatron.checkpoint.deepspeed.states import (
+    MASTER,
+    States,
+    Value,
+    read_divided,
+    read_partitions,
+    read_plain,
+)
+from megatron.checkpoint.entries import Box, Json, is_tiled
+from megatron.checkpoint.legacy.arguments import consumed_samples, plain_arguments
+from megatron.checkpoint.legacy.names import Arrangement
+from megatron.checkpoint.legacy.torch_file import TorchZip
+from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
+from megatron.checkpoint.reader import HeldTensor, Reader
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Axis
+
+_LARGEST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A part of a tensor of ours.
+
+    Attributes:
+        value: The elements as the file has them.
+        dense: Our name of the parameter if its layer were dense.
+        box: The part of the whole tensor.
+    """
+
+    value: Value
+    dense: str
+    box: Box
+
+
+class DeepSpeedReader(Reader):
+    """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under our names.
+
+    `meta` holds what that of `LegacyReader` holds, and a line in `notices` for everything that is
+    not taken over.
+    """
+
+    format = "deepspeed"
+
+    def __init__(
+        self, path: Path, world: Axis, *, verify: bool, allow_foreign: bool = False
+    ) -> None:
+        """Open all files.
+
+        Args:
+            path: The checkpoint's folder.
+            world: The ranks that open it, each of which verifies its share.
+            verify: Check the CRCs of this rank's share of the files.
+            allow_foreign: Accept files of other users.
+
+        Raises:
+            CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
+        """
+        self.path, self.allow_foreign = path, allow_foreign
+        self._files = open_files(path, allow_foreign=allow_foreign)
+        self._main = self._files.models[0]
+        tree = self._main.tree
+        self._notices: list[str] = []
+        try:
+            self._args = megatron_arguments(plain_arguments(tree.get("args")))
+            self._tensor_size = self._find_split()
+            self._arrangement = self._find_arrangement(tree)
+            self._first = self._first_layer()
+            self._own = [self._weights_of(rank) for rank in range(len(self._files.models))]
+            states = self._read_states()
+            self._pieces = dict(self._place_all(states))
+        except CheckpointError as error:
+            where = "" if str(error).startswith(str(path)) else f"{path}: "
+            raise CheckpointError(f"{where}{error}") from None
+        if verify:
+            for file in self._files.all()[world.rank :: world.size]:
+                file.zip.verify()
+        self.held = {
+            name: HeldTensor(pieces[-1].box.end, pieces[0].value.dtype)
+            for name, pieces in self._pieces.items()
+        }
+        iteration = tree.get("iteration", tree.get("global_steps"))
+        if type(iteration) is not int or iteration < 0:
+            raise CheckpointError(f"{self._main.zip.path}: iteration {show(iteration)}")
+        self.iteration: int = iteration
+        self.meta: Json = {
+            "iteration": iteration,
+            "consumed_train_samples": consumed_samples(self._args, iteration),
+            "skipped_train_samples": self._args.get("skipped_train_samples", 0),
+            "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
+            "optimizer": None if states is None else self._counters(states),
+            "schedule": _scalars(tree.get("lr_scheduler")),
+            "config": deepspeed_config(self._args),
+            "legacy_args": self._args,
+        }
+        if "rng_state" in tree:
+            self._notices.append("random states are not taken over: dropout follows from --seed")
+        self.meta["notices"] = self._notices
+
+    def _find_split(self) -> int:
+        """Return the tensor-parallel size, once it is known that all ranks' files are there."""
+        sizes = [
+            self._args.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline")
+        ]
+        for size in sizes:
+            if type(size) is not int or not 0 < size <= _LARGEST_RANKS:
+                raise CheckpointError(f"`args` say a model-parallel size of {show(size)}")
+        tensor, pipeline = sizes
+        found = len(self._files.models)
+        if tensor * pipeline != found:
+            raise CheckpointError(
+                f"model states of {found} ranks, and `args` say {tensor} tensor ranks x {pipeline} "
+                "stages: are files missing, or do they come from different saves?"
+            )
+        return int(tensor)
+
+    def _find_arrangement(self, tree: Mapping[str, Any]) -> Arrangement:
+        version, heads = tree.get("checkpoint_version", 3.0), self._args.get("num_attention_heads")
+        if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
+            raise CheckpointError(f"checkpoint_version {show(version)}, {show(heads)} heads")
+        gated = bool(self._args.get("swiglu", False))
+        if has_kinds_apart(self._args):
+            version = 0
+        return Arrangement(float(version), heads // self._tensor_size, gated)
+
+    def _first_layer(self) -> int:
+        layers = (
+            f"{layer}.{name}"
+            for (layer, _), file in self._files.layers.items()
+            for name in file.tree
+        )
+        modules = (name for file in self._files.models.values() for name in _module(file))
+        return names.first_layer([*layers, *modules])
+
+    def _weights_of(self, rank: int) -> dict[str, Value]:
+        """Return a model-parallel rank's own weights by their names in a whole model.
+
+        The layers of a PipelineModule all belong to the first stage: their files do not say to
+        which one they belonged.
+        """
+        file, found = self._files.models[rank], dict[str, Value]()
+        if self._files.partitioned:
+            dtype = _dtype(self._args.get("params_dtype"))
+            for name, shape in _shapes(file).items():
+                found[self._whole(name)] = Value(shape, dtype, ())
+            return found
+        # A process's experts under their numbers there: each expert has a file of its own.
+        sources = [(file, {n: ref for n, ref in _module(file).items() if not names.is_copy(n)})]
+        for (layer, tensor_rank), held in sorted(self._files.layers.items()):
+            if tensor_rank == rank:
+                listed = names.flatten(held.tree)
+                sources.append((held, {f"{layer}.{name}": ref for name, ref in listed}))
+        for (_, expert, expert_rank), held in sorted(self._files.experts.items()):
+            if expert_rank == rank:
+                module = dict(names.flatten(held.tree))
+                if any(names.local_expert(self._whole(name)) != expert for name in module):
+                    raise CheckpointError(f"{held.zip.path}: parameters of another expert")
+                sources.append((held, module))
+        for held, module in sources:
+            for name, ref in module.items():
+                whole = self._whole(name)
+                if names.is_derived(name):
+                    continue
+                if not isinstance(ref, TensorRef):
+                    raise CheckpointError(f"{held.zip.path}: {name[:200]} is not a tensor")
+                if whole in found:
+                    raise CheckpointError(f"{held.zip.path}: {name[:200]} is in another file, too")
+                held.zip.find(ref)
+                found[whole] = Value(ref.shape, ref.storage.dtype, ((held.zip, ref),))
+        return found
+
+    def _whole(self, name: str) -> str:
+        return names.whole_name(name, self._first)
+
+    def _read_states(self) -> list[States] | None:
+        """Return the optimizer states of each model-parallel rank, if all of them are there.
+
+        With ZeRO 3 they are the weights, too.
+        """
+        files = self._files
+        ranks = [
+            [files.states[key] for key in sorted(files.states) if key[0] == rank]
+            for rank in range(len(files.models))
+        ]
+        why = self._why_no_states(ranks)
+        if not why:
+            if files.partitioned:
+                return [self._divided(rank, own) for rank, own in enumerate(ranks)]
+            if files.states:
+                return [self._partitions(rank, own) for rank, own in enumerate(ranks)]
+            plain = [self._plain(rank) for rank in range(len(files.models))]
+            known = [one for one in plain if one is not None]
+            if len(known) == len(plain):
+                return known
+            why = "the optimizer's states have a form that is not supported"
+        if files.partitioned:
+            raise CheckpointError(f"{why}, and with ZeRO 3 they hold the weights")
+        self._notices.append(f"{why}: only the weights are read")
+        return None
+
+    def _why_no_states(self, ranks: list[list[StateFile]]) -> str:
+        """Return why the optimizer's states cannot be read, or ""."""
+        files = self._files
+        if not files.states:
+            if files.layers and len(files.models) > self._tensor_size:
+                return "without ZeRO, the states of pipeline stages do not name their parameters"
+            return ""
+        for rank, own in enumerate(ranks):
+            indices = [key[1] for key in sorted(files.states) if key[0] == rank]
+            tree = own[0].tree.get("optimizer_state_dict") if own else None
+            count = tree.get("partition_count") if isinstance(tree, dict) else None
+            largest = max(map(_number, count), default=0) if isinstance(count, list) else count
+            if type(largest) is not int or indices != list(range(largest)):
+                return f"of {show(largest)} partitions of the optimizer, {len(own)} are there"
+            mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
+            if not files.partitioned and not isinstance(mappings, list):
+                return "the optimizer's states were written by DeepSpeed before 0.7"
+        if files.experts and self._tensor_size > 1:
+            return "the optimizer's states of experts beside tensor parallelism are not supported"
+        return ""
+
+    def _divided(self, rank: int, files: list[StateFile]) -> States:
+        """Return the states of ZeRO 3, and fill the weights from the masters."""
+        shapes = _shapes(self._files.models[rank])
+        states = read_divided(files, shapes)
+        own = self._own[rank]
+        for name in shapes:
+            value = own[self._whole(name)]
+            own[self._whole(name)] = value._replace(parts=states.values[MASTER, name].parts)
+        return self._renamed(states)
+
+    def _partitions(self, rank: int, files: list[StateFile]) -> States:
+        """Return the states of ZeRO 1 and 2, or of the bf16 optimizer."""
+        shapes = {}
+        for name, value in self._held_by(rank).items():
+            shapes[name] = value.shape
+        return self._renamed(read_partitions(files, shapes))
+
+    def _held_by(self, rank: int) -> dict[str, Value]:
+        """Return the weights of which a model-parallel rank's optimizer has states, by its names.
+
+        A stage of a PipelineModule names them, and they are in the files of layers.
+        """
+        if not self._files.layers:
+            return self._own[rank]
+        listed = set[str]()
+        for (model_rank, _), file in self._files.states.items():
+            tree = file.tree.get("optimizer_state_dict")
+            mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
+            if model_rank == rank and isinstance(mappings, list):
+                listed |= {name for one in mappings if isinstance(one, dict) for name in one}
+        weights = self._own[rank % self._tensor_size]
+        return {
+            name: weights[self._whole(name)]
+            for name in sorted(filter(_is_text, listed))
+            if self._whole(name) in weights
+        }
+
+    def _plain(self, rank: int) -> States | None:
+        """Return the states of an optimizer without ZeRO."""
+        own = self._own[rank]
+        if not self._files.experts:
+            file = self._files.models[rank]
+            shapes = {name: value.shape for name, value in own.items()}
+            states = read_plain(file, file.tree.get("optimizer"), shapes)
+            return None if states is None else self._renamed(states)
+        result = States()
+        files = {key[1]: file for key, file in self._files.expert_states.items() if key[0] == rank}
+        count = 1 + max(names.local_expert(name) or 0 for name in own)
+        if sorted(files) != list(range(len(files))) or not files or count % len(files):
+            return None
+        each = count // len(files)
+        for index, file in sorted(files.items()):
+            shapes = self._shapes_with_experts(own, each)
+            states = read_plain(file, file.tree.get("optimizer"), shapes)
+            if states is None:
+                return None
+            result.steps += states.steps
+            for (kind, name), value in states.values.items():
+                whole = names.shift_expert(name, index * each)
+                result.values[kind, whole] = value
+        return self._renamed(result)
+
+    def _shapes_with_experts(
+        self, own: Mapping[str, Value], each: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a process's parameters, in the order of the model.
+
+        Its experts, which have files of their own, come after the gate of their layer.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        experts = [name for name in own if names.local_expert(name) is not None]
+        for name, value in own.items():
+            if names.local_expert(name) is not None:
+                continue
+            shapes[name] = value.shape
+            for index in range(each) if names.is_gate(name) else ():
+                layer = name.partition("deepspeed_moe.")[0]
+                for one in experts:
+                    if one.startswith(layer) and names.local_expert(one) == index:
+                        shapes[one] = own[one].shape
+        return shapes
+
+    def _renamed(self, states: States) -> States:
+        """Return states by the names of a whole model. Two stages may hold those of embeddings."""
+        values = {(kind, self._whole(name)): one for (kind, name), one in states.values.items()}
+        return States(values, states.steps)
+
+    def _place_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
+        """Yield each tensor of ours with its pieces."""
+        found = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
+
+        def add(name: str, rank: int, place: names.Destination, value: Value) -> None:
+            key = (place.expert if place.expert is not None else -1, rank % self._tensor_size)
+            # A later stage holds a copy of tied embeddings.
+            found[name].setdefault(key, (value, place.dense))
+
+        for rank, own in enumerate(self._own):
+            for whole, value in own.items():
+                place = names.place_of(whole)
+                add(f"model.{place.name}", rank, place, value)
+        has_masters = self._main_dtype() != torch.float32
+        for rank, each in enumerate(states or ()):
+            for (kind, whole), value in each.values.items():
+                if kind == MASTER and not has_masters:
+                    continue  # an fp32 weight is its own master
+                place = names.place_of(whole)
+                add(f"optimizer.{place.name}.{kind}", rank, place, value)
+        for name, values in found.items():
+            yield name, self._place(name, values)
+
+    def _main_dtype(self) -> torch.dtype:
+        """Return the type of the weights."""
+        types = {value.dtype for own in self._own for value in own.values()}
+        types.discard(torch.float32)  # gates of experts may stay in 32 bits
+        if len(types) > 1:
+            raise CheckpointError(f"weights of several types: {sorted(map(str, types))}")
+        return next(iter(types), torch.float32)
+
+    def _place(
+        self, name: str, values: Mapping[tuple[int, int], tuple[Value, str]]
+    ) -> list[TensorPart]:
+        """Return a tensor's pieces with the box of each in the whole tensor."""
+        pieces, starts = list[TensorPart](), defaultdict[int, int](int)
+        done = set[int]()
+        for (expert, rank), (value, dense) in sorted(values.items(), key=lambda pair: pair[0]):
+            dim = self._split_dim(dense, is_expert=expert >= 0)
+            if dim is None and expert in done:
+                continue  # another tensor rank's copy
+            done.add(expert)
+            own = torch.empty(value.shape, device="meta")
+            shape = list(self._arrange(dense, own).shape)
+            offset = [0] * len(shape)
+            if dim is not None:
+                if dim >= len(shape):
+                    raise CheckpointError(f"{name} has {len(shape)} dimensions")
+                offset[dim] = starts[expert]
+                starts[expert] += shape[dim]
+            if expert >= 0:
+                offset, shape = [expert, *offset], [1, *shape]
+            pieces.append(TensorPart(value, dense, Box(tuple(offset), tuple(shape))))
+            if dim is not None and rank >= self._tensor_size:
+                raise CheckpointError(f"{name} is in too many files")
+        if not is_tiled(pieces[-1].box.end, [piece.box for piece in pieces]):
+            raise CheckpointError(f"{name}: parts are missing or differ in shape")
+        ranks = {rank for _, rank in values}
+        is_split = self._split_dim(pieces[0].dense, is_expert=-1 not in done) is not None
+        if is_split and ranks != set(range(self._tensor_size)):
+            raise CheckpointError(
+                f"{name} is in the files of {len(ranks)} tensor ranks, not in all"
+            )
+        if len({piece.value.dtype for piece in pieces}) != 1:
+            raise CheckpointError(f"the parts of {name} differ in type")
+        return pieces
+
+    def _split_dim(self, dense: str, *, is_expert: bool) -> int | None:
+        """Return the dimension of a file's part that tensor ranks split."""
+        if is_expert and not self._args.get("enable_expert_tensor_parallelism"):
+            return None
+        return self._arrangement.split_dim(dense)
+
+    def _arrange(self, dense: str, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._arrangement.arrange(f".{dense}", tensor)
+        except RuntimeError as error:
+            raise CheckpointError(f"{dense}: {error}") from None
+
+    def _counters(self, states: list[States]) -> Json:
+        """Return the step count and the loss scale of the optimizer."""
+        steps = {self._number(*step) for each in states for step in each.steps}
+        if len(steps) > 1:
+            raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
+        return {
+            "step": int(steps.pop()) if steps else self.iteration,
+            "loss_scale": self._loss_scale(),
+        }
+
+    def _loss_scale(self) -> dict[str, Json]:
+        """Return the state of a dynamic loss scale, or {} if there is none."""
+        if not self._args.get("fp16"):
+            return {}
+        tree = next(iter(self._files.states.values()), self._main).tree
+        inner = tree.get("optimizer_state_dict")
+        scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
+        known = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
+        values = scaler.state if isinstance(scaler, Record) else None
+        found = {key: values.get(key) for key in known} if isinstance(values, dict) else {}
+        if not found or not all(type(one) in (int, float) for one in found.values()):
+            self._notices.append("the loss scale is of another kind and begins anew")
+            return {}
+        counts = {key: int(value or 0) for key, value in found.items()}
+        good = max(0, counts["cur_iter"] - counts["last_overflow_iter"] - 1)
+        return {
+            "scale": found["cur_scale"],
+            "growth_tracker": good % max(1, counts["scale_window"]),
+            "hysteresis_tracker": counts["cur_hysteresis"],
+        }
+
+    def _number(self, archive: TorchZip, value: Any) -> int | float:
+        """Return a counter that was saved as a number or as a one-element tensor."""
+        if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
+            value = archive.load(value).item()
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise CheckpointError(f"{archive.path}: {show(value)} is not a counter")
+        return value
+
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        result = torch.empty(wanted.shape, dtype=self.held[name].dtype)
+        for piece in self._pieces[name]:
+            common = piece.box.intersect(wanted)
+            if common is not None:
+                whole = self._arrange(piece.dense, piece.value.load()).view(piece.box.shape)
+                result[common.within(wanted)] = whole[common.within(piece.box)]
+        return result
+
+
+def _module(file: StateFile) -> dict[str, Any]:
+    """Return the weights in a file by their joined names."""
+    module = file.tree.get("module")
+    return {} if module is None else dict(names.flatten(module))
+
+
+def _shapes(file: StateFile) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in `param_shapes`, in their order."""
+    listed, shapes = file.tree.get("param_shapes"), dict[str, tuple[int, ...]]()
+    frozen = file.tree.get("frozen_param_shapes")
+    if frozen:
+        raise CheckpointError(f"{file.zip.path}: frozen parameters are not supported")
+    for group in listed if isinstance(listed, list) else ():
+        if not isinstance(group, dict):
+            raise CheckpointError(f"{file.zip.path}: param_shapes holds {show(group)}")
+        for name, shape in group.items():
+            is_shape = type(shape) is tuple and all(type(one) is int and one > 0 for one in shape)
+            if type(name) is not str or not is_shape or len(shape) > 2 or name in shapes:
+                raise CheckpointError(f"{file.zip.path}: {show(name)} has the shape {show(shape)}")
+            shapes[name] = shape
+    return shapes
+
+
+def _dtype(told: Json) -> torch.dtype:
+    known = {str(one): one for one in (torch.float32, torch.float16, torch.bfloat16)}
+    if told not in known:
+        raise CheckpointError(f"params_dtype is {show(told)}")
+    return known[told]
+
+
+def _scalars(schedule: Any) -> dict[str, Json]:
+    scalar = (type(None), str, int, float, bool)
+    if not isinstance(schedule, dict):
+        return {}
+    return {str(key): value for key, value in schedule.items() if type(value) in scalar}
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int else 0

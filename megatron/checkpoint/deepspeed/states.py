@@ -1,0 +1,292 @@
+"""Find which elements of an optimizer's flat partitions belong to which parameter.
+
+ZeRO lays the parameters of a group one after the other, and divides the row among data-parallel
+ranks. `param_slice_mappings` says where in its partition each rank has which parameter. The parts
+of a parameter follow each other in the order of ranks. The ranks that hold the same experts divide
+those.
+
+ZeRO 3 divides each parameter: every rank has ceil(n / ranks) elements of it, in the order of
+`param_shapes`, in one flat tensor or several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.deepspeed.files import StateFile
+from megatron.checkpoint.deepspeed.names import local_expert, shift_expert
+from megatron.checkpoint.legacy.optimizer import STATE_KINDS
+from megatron.checkpoint.legacy.torch_file import TorchZip
+from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
+from megatron.errors import CheckpointError
+
+MASTER = "master"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Value(NamedTuple):
+    """A parameter or a state of one model-parallel rank, as windows into files.
+
+    Attributes:
+        shape: Its shape.
+        dtype: The type in which it is read.
+        parts: The windows that hold its elements, in their order. More elements are padding; none
+            at all stand for zeros.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[TorchZip, TensorRef], ...]
+
+    def load(self) -> Tensor:
+        """Return its elements."""
+        if not self.parts:
+            return torch.zeros(self.shape, dtype=self.dtype)
+        flat = [archive.load(ref).reshape(-1) for archive, ref in self.parts]
+        whole = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return whole[: math.prod(self.shape)].view(self.shape).to(self.dtype)
+
+
+@dataclass
+class States:
+    """The optimizer states of one model-parallel rank.
+
+    Attributes:
+        values: The states by kind and the parameter's name in the file.
+        steps: All step counts, as numbers or scalar tensors with their files.
+    """
+
+    values: dict[tuple[str, str], Value] = field(default_factory=dict)
+    steps: list[tuple[TorchZip, Any]] = field(default_factory=list)
+
+
+def read_partitions(files: Sequence[StateFile], shapes: Shapes) -> States:
+    """Return the states in the files of ZeRO 1 and 2, or of the bf16 optimizer.
+
+    Args:
+        files: A model-parallel rank's files, by data-parallel rank.
+        shapes: The shapes of its parameters by name, with the numbers of all experts.
+
+    Raises:
+        CheckpointError: Parts are missing or contradict each other.
+    """
+    result = States()
+    parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
+    experts = 1 + max((local_expert(name) or 0 for name in shapes), default=0)
+    for rank, file in enumerate(files):
+        own = _count_experts(file)
+        first = rank % max(1, experts // own) * own
+        for kind, name, ref in _slices(file, result.steps):
+            parts[kind, shift_expert(name, first)].append((file.zip, ref))
+    for (kind, name), windows in parts.items():
+        if name not in shapes:
+            raise CheckpointError(f"{kind} of {name[:200]}: there is no such parameter")
+        found = sum(ref.shape[0] for _, ref in windows)
+        if found != math.prod(shapes[name]):
+            raise CheckpointError(
+                f"{kind} of {name} has {found:,} elements, and the parameter "
+                f"{math.prod(shapes[name]):,}"
+            )
+        result.values[kind, name] = Value(shapes[name], torch.float32, tuple(windows))
+    _check_complete(result, shapes)
+    return result
+
+
+def _slices(
+    file: StateFile, steps: list[tuple[TorchZip, Any]]
+) -> Iterator[tuple[str, str, TensorRef]]:
+    """Yield kind, name and elements of each state in a file, and collect its step counts."""
+    tree = _optimizer(file)
+    mappings, masters = (
+        tree.get("param_slice_mappings"),
+        tree.get("single_partition_of_fp32_groups"),
+    )
+    base = tree.get("base_optimizer_state")
+    for value in (mappings, masters):
+        if not isinstance(value, list) or len(value) != len(mappings or ()):
+            raise CheckpointError(f"{file.zip.path}: its groups contradict each other")
+    states = _states_of(file, base, len(masters or ()))
+    for mapping, master, state in zip(mappings or (), masters or (), states, strict=True):
+        flats = {MASTER: master} | _known(file, state, steps)
+        if not isinstance(mapping, dict):
+            raise CheckpointError(f"{file.zip.path}: a mapping is {show(mapping)}")
+        for name, address in mapping.items():
+            where = address.state if isinstance(address, Record) else None
+            if not isinstance(where, dict) or type(name) is not str:
+                raise CheckpointError(f"{file.zip.path}: {show(name)} has no address")
+            start, count = where.get("start"), where.get("numel")
+            for kind, flat in flats.items():
+                yield kind, name, _window(file, flat, start, count)
+
+
+def _states_of(file: StateFile, base: Any, groups: int) -> list[Any]:
+    """Return the state of each group's flat partition."""
+    if isinstance(base, list):  # of an elastic checkpoint
+        return base
+    state = base.get("state") if isinstance(base, dict) else None
+    listed = base.get("param_groups") if isinstance(base, dict) else None
+    if not isinstance(state, dict) or not isinstance(listed, list):
+        raise CheckpointError(f"{file.zip.path}: the base optimizer's state is missing")
+    members = [one.get("params") if isinstance(one, dict) else None for one in listed]
+    if not all(isinstance(one, list) for one in members):
+        raise CheckpointError(f"{file.zip.path}: a group of the base optimizer has no parameters")
+    numbers = list(itertools.chain.from_iterable(one or () for one in members))
+    if len(numbers) != groups or not all(type(one) is int for one in numbers):
+        raise CheckpointError(f"{file.zip.path}: the base optimizer has other groups")
+    return [state.get(number) for number in numbers]
+
+
+def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> dict[str, Any]:
+    """Return the tensors of a flat partition's state by our kinds, and collect its step count."""
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file.zip.path}: the state of a partition is missing")
+    found = {}
+    for key, value in state.items():
+        if key == "step":
+            steps.append((file.zip, value))
+        elif key in STATE_KINDS:
+            found[STATE_KINDS[key]] = value
+        else:
+            raise CheckpointError(f"{file.zip.path}: optimizer state {show(key)} is not supported")
+    return found
+
+
+def _count_experts(file: StateFile) -> int:
+    """Return the number of experts in each layer that a file's process held."""
+    mappings = _optimizer(file).get("param_slice_mappings") or ()
+    names = (name for one in mappings if isinstance(one, dict) for name in one)
+    return 1 + max((local_expert(str(name)) or 0 for name in names), default=0)
+
+
+def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
+    """Return the states in the files of ZeRO 3. The masters are the weights in fp32.
+
+    Args:
+        files: A model-parallel rank's files, by data-parallel rank.
+        shapes: The shapes of its parameters by name, in the order of `param_shapes`.
+
+    Raises:
+        CheckpointError: Parts are missing or contradict each other.
+    """
+    result = States()
+    parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
+    for file in files:
+        tree = _optimizer(file)
+        masters = tree.get("fp32_flat_groups")
+        if not isinstance(masters, list):
+            raise CheckpointError(f"{file.zip.path}: fp32_flat_groups is missing")
+        states = _states_of(file, tree.get("optimizer_state_dict"), len(masters))
+        known = [
+            {MASTER: master} | _known(file, state, result.steps)
+            for master, state in zip(masters, states, strict=True)
+        ]
+        group, start = 0, 0
+        for name, shape in shapes.items():
+            left = -(-math.prod(shape) // len(files))
+            while left:
+                if group == len(masters):
+                    raise CheckpointError(f"{file.zip.path}: too short for its parameters")
+                size = _flat(file, masters[group]).shape[0]
+                count = min(left, size - start)
+                for kind, flat in known[group].items():
+                    if count:
+                        window = _window(file, flat, start, count)
+                        parts[kind, name].append((file.zip, window))
+                left, start = left - count, start + count
+                if start == size:
+                    group, start = group + 1, 0
+        if group != len(masters):
+            raise CheckpointError(f"{file.zip.path}: longer than its parameters")
+    for (kind, name), windows in parts.items():
+        result.values[kind, name] = Value(shapes[name], torch.float32, tuple(windows))
+    _check_complete(result, shapes)
+    return result
+
+
+def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
+    """Return the states of an optimizer without ZeRO, in fp32.
+
+    Megatron-DeepSpeed numbers parameters by group: those with weight decay, then the others; with
+    `--create-moe-param-group` the experts of each follow in groups of their own.
+
+    Args:
+        file: The file.
+        tree: The optimizer's state in it.
+        shapes: The shapes of the parameters that this process held, in the model's order.
+
+    Returns:
+        The states, or `None` if they have another form.
+
+    Raises:
+        CheckpointError: The states do not match the parameters.
+    """
+    state = tree.get("state") if isinstance(tree, dict) else None
+    groups = tree.get("param_groups") if isinstance(tree, dict) else None
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return None
+    apart = any(isinstance(one, dict) and one.get("moe") is True for one in groups)
+
+    def group_of(name: str) -> tuple[bool, bool]:
+        is_decayed = not name.endswith("bias") and len(shapes[name]) > 1
+        return apart and local_expert(name) is not None, not is_decayed
+
+    order = sorted(shapes, key=group_of)  # stable: the model's order in each group
+    expected = [len(list(names)) for _, names in itertools.groupby(order, group_of)]
+    members = [one.get("params") if isinstance(one, dict) else None for one in groups]
+    sizes = [len(one) if isinstance(one, list) else None for one in members]
+    if sizes != expected:
+        raise CheckpointError(f"{file.zip.path}: the optimizer's groups do not match the model's")
+    numbers = itertools.chain.from_iterable(one or () for one in members)
+    result = States()
+    for number, name in zip(numbers, order, strict=True):
+        own = state.get(number) if type(number) is int else None
+        # A parameter that no token has used has no state yet.
+        known = {} if own is None else _known(file, own, result.steps)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            ref = known.get(kind)
+            if ref is not None and (not isinstance(ref, TensorRef) or ref.shape != shapes[name]):
+                raise CheckpointError(f"{file.zip.path}: {kind} of {name} has another shape")
+            parts = () if ref is None else ((file.zip, ref),)
+            result.values[kind, name] = Value(shapes[name], torch.float32, parts)
+    return result
+
+
+def _check_complete(states: States, shapes: Shapes) -> None:
+    """Check that each parameter has each kind of state that another one has."""
+    kinds = {kind for kind, _ in states.values}
+    for name in shapes:
+        for kind in sorted(kinds):
+            if (kind, name) not in states.values:
+                raise CheckpointError(f"{kind} of {name} is missing")
+
+
+def _optimizer(file: StateFile) -> Mapping[str, Any]:
+    tree = file.tree.get("optimizer_state_dict")
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{file.zip.path}: optimizer_state_dict is missing")
+    return tree
+
+
+def _flat(file: StateFile, flat: Any) -> TensorRef:
+    if not isinstance(flat, TensorRef) or len(flat.shape) != 1 or flat.stride != (1,):
+        raise CheckpointError(f"{file.zip.path}: a partition is not a flat tensor")
+    return flat
+
+
+def _window(file: StateFile, flat: Any, start: Any, count: Any) -> TensorRef:
+    """Return some elements of a flat tensor."""
+    whole = _flat(file, flat)
+    is_inside = type(start) is int and type(count) is int and start >= 0 and count > 0
+    if not is_inside or start + count > whole.shape[0]:
+        where = f"{show(start)} + {show(count)}"
+        raise CheckpointError(f"{file.zip.path}: elements {where} of {whole.shape[0]:,}")
+    return TensorRef(whole.storage, whole.offset + start, (count,), (1,))
