@@ -1,9 +1,9 @@
 """Decide which checkpoints may be deleted, and keep those that are being read.
 
-A reader holds a shared lock on the manifest (for Megatron-LM's files, on the file `complete`) for
-as long as it exists. A checkpoint is deleted only under an exclusive lock; if another process holds
-the lock, the checkpoint stays. It is renamed first, so that nobody finds half a checkpoint under
-its name. On a file system without locks, readers cannot be detected.
+A reader holds a shared lock on the manifest (for files of Megatron-LM and Megatron Core, on the
+file `complete`) for as long as it exists. A checkpoint is deleted only under an exclusive lock; if
+another process holds the lock, the checkpoint stays. It is renamed first, so that nobody finds half
+a checkpoint under its name. On a file system without locks, readers cannot be detected.
 
 Megatron-LM overwrites the files of an iteration one by one, in place, and does not look at
 `complete`. That file therefore names every file that we wrote, with a digest of its zip directory,
@@ -17,9 +17,11 @@ import errno
 import fcntl
 import json
 import os
+import weakref
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from megatron.checkpoint.find import COMPLETE, FoundCheckpoint, iteration_folder, scan
 from megatron.checkpoint.manifest import MANIFEST
@@ -28,8 +30,13 @@ from megatron.checkpoint.trust import open_descriptor, open_plain
 from megatron.durable import TEMPORARY, beside, remove_tree, sync_folder
 from megatron.errors import CheckpointError
 
-_LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # the file to lock, by format
+if TYPE_CHECKING:
+    from megatron.checkpoint.reader import Reader
+
+_LOCKED = {"native": MANIFEST, "legacy": COMPLETE, "core": COMPLETE}  # the file to lock, by format
 _IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_INDEX = ".metadata"  # of Megatron Core's files, which end in a zip file each but for this one
+_FILES = ("mp_rank_*/*.pt", "*.pt", "__*.distcp", _INDEX)
 _NOTE = (
     "All files are here, as listed. --keep-latest may delete them while they are as listed; who "
     "reads them locks this file."
@@ -84,6 +91,25 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
         flags = "--keep-latest or --save-retain-interval"
         raise CheckpointError(f"it is being deleted by another job's {flags}")
     return descriptor
+
+
+def hold_if_listed(reader: Reader, kind: str) -> None:
+    """Keep files that we wrote for Megatron-LM or Megatron Core while a reader of them exists.
+
+    Args:
+        reader: The reader.
+        kind: The format, as in `FoundCheckpoint`.
+
+    Raises:
+        CheckpointError: The checkpoint is being deleted, belongs to two saves, or cannot be read.
+    """
+    path = reader.path
+    try:
+        if is_as_listed(path):
+            weakref.finalize(reader, os.close, hold_for_reading(path, kind))
+    except OSError as error:
+        message = f"{error.filename or path}: cannot be read: {error.strerror}"
+        raise CheckpointError(message) from error
 
 
 def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> list[Path]:
@@ -201,14 +227,19 @@ def _digests(folder: Path) -> dict[str, str]:
     Links and half-written files have none.
     """
     digests = {}
-    for path in folder.glob("mp_rank_*/*.pt"):
+    for path in (path for pattern in _FILES for path in folder.glob(pattern)):
         digest = ""
         if not path.is_symlink():
-            try:
-                with open_plain(path) as file, zipfile.ZipFile(file) as archive:
-                    records = [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
-                digest = digest_of(json.dumps(records).encode())
-            except zipfile.BadZipFile:
-                pass
+            with open_plain(path) as file:
+                digest = digest_of(file.read()) if path.name == _INDEX else _zip_digest(file)
         digests[str(path.relative_to(folder))] = digest
     return digests
+
+
+def _zip_digest(file: IO[bytes]) -> str:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
+    except zipfile.BadZipFile:
+        return ""
+    return digest_of(json.dumps(records).encode())

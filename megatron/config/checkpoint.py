@@ -18,7 +18,7 @@ def _written_format(text: str) -> str:
     if text in _OF_CORE:
         raise ValueError(
             "this is a Megatron Core format, which cannot be written: drop the flag (native "
-            "checkpoints load in any layout), or use legacy for Megatron-LM 23.08"
+            "checkpoints load in any layout), or use torch_dist for Megatron Core"
         )
     return text
 
@@ -26,6 +26,7 @@ def _written_format(text: str) -> str:
 # Conditions that the flags below need or require.
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
+_FOR_CORE = Need(lambda run: run.checkpoint.ckpt_format == "torch_dist", "--ckpt-format torch_dist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,10 @@ class CheckpointConfig:
     Attributes:
         save: Folder to write checkpoints to. By default none are written.
         save_interval: Iterations between checkpoints.
-        ckpt_format: Format of written checkpoints: native, or legacy for files that Megatron-LM
-            23.08 can load. Both formats can be read, and so can Megatron Core's torch_dist, which
-            cannot be written.
+        ckpt_format: Format of written checkpoints: native, legacy for files that Megatron-LM 23.08
+            can load, or torch_dist for files that Megatron Core can load. All of them can be read.
+        transformer_impl: The layers with which Megatron Core is to load a checkpoint, which name a
+            few parameters differently. Here all of them are the same.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
         async_save: Write checkpoints in the background. Training waits only while its state is
@@ -74,6 +76,11 @@ class CheckpointConfig:
     )
     ckpt_format: str = flag(
         "native", choices=("native", "legacy", "torch_dist"), convert=_written_format, needs=_SAVES
+    )
+    transformer_impl: str = flag(
+        "transformer_engine",
+        choices=("local", "transformer_engine", "inference_optimized"),
+        needs=_FOR_CORE,
     )
     save_interval_in_mins: float | None = flag(None, unit="minutes", above=0, needs=_SAVES)
     async_save: bool = flag(False, needs=_SAVES)

@@ -148,9 +148,10 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
             lines.append(f"{field.spell(value)} changes nothing without {needs.what}")
         elif value is not None and field.name in unread:
             lines.append(f"{field.spell(value)} changes nothing with --tokenizer-type {kind}")
-    if config.checkpoint.save is not None and config.checkpoint.ckpt_format == "legacy":
-        style = config.schedule.lr_decay_style
-        lines += rules_legacy.not_kept(config.precision, style, "--ckpt-format legacy")
+    kind = config.checkpoint.ckpt_format
+    if config.checkpoint.save is not None and kind != "native":
+        style = config.schedule.lr_decay_style if kind == "legacy" else None
+        lines += rules_legacy.not_kept(config.precision, style, f"--ckpt-format {kind}")
     return lines
 
 

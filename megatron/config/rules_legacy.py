@@ -12,12 +12,24 @@ from megatron.config.stages import megatron_misfit, possible_plan
 
 
 def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if a run is to save in Megatron Core's format."""
-    if config.checkpoint.ckpt_format == "torch_dist" and config.checkpoint.save is not None:
+    """Yield an error for each setting that --ckpt-format torch_dist cannot store."""
+    checkpoint, model = config.checkpoint, config.model
+    if checkpoint.ckpt_format != "torch_dist" or checkpoint.save is None:
+        return
+    remedy = "use --ckpt-format native"
+    if model.architecture != "gpt":
+        yield f"--ckpt-format torch_dist: only GPTs are written for Megatron Core: {remedy}"
+    for name in not_computed(model):
+        yield f"--ckpt-format torch_dist with {name}: Megatron Core does not support it: {remedy}"
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
-            "--ckpt-format torch_dist with --save: this is a Megatron Core format, which is read "
-            "but cannot be written: drop the flag (native checkpoints load in any layout), or use "
-            "legacy for Megatron-LM 23.08"
+            "--ckpt-format torch_dist with --use-distributed-optimizer: Megatron Core's stores "
+            "Adam's states, not those of --optimizer sgd: drop one of the three"
+        )
+    if config.schedule.decoupled_lr is not None and not checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format torch_dist with --decoupled-lr {config.schedule.decoupled_lr:g}: such "
+            f"optimizer states are not written for Megatron Core: {remedy}"
         )
 
 

@@ -70,9 +70,14 @@ def writer_of(run: Run) -> Callable[..., Path]:
 
     It is called like `store.write_checkpoint`.
     """
+    # Few runs need the other modules: see `open_found`.
     if run.config.checkpoint.ckpt_format == "native":
         return write_checkpoint
-    from megatron.checkpoint.legacy.writer import LegacySaver  # few runs need it: see `open_found`
+    if run.config.checkpoint.ckpt_format == "torch_dist":
+        from megatron.checkpoint.core.writer import CoreSaver
+
+        return CoreSaver(run.config).write
+    from megatron.checkpoint.legacy.writer import LegacySaver
 
     return LegacySaver(run.config, run.tokenizer.vocab_size).write
 

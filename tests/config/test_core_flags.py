@@ -163,11 +163,27 @@ def test_a_later_name_of_what_is_here_is_taken(words: str, path: str, value: Any
     assert getattr(getattr(parse(words).config, section), name) == value
 
 
-def test_torch_dist_is_read_but_not_written() -> None:
-    assert parse("--ckpt-format torch_dist").config.checkpoint.ckpt_format == "torch_dist"
-    (line,) = problems("--ckpt-format torch_dist --save here --save-interval 5")
-    assert line.startswith("--ckpt-format torch_dist with --save: this is a Megatron Core format")
-    assert "drop the flag" in line
+def test_torch_dist_is_written() -> None:
+    words = "--ckpt-format torch_dist --save here --save-interval 5"
+    assert parse(words).config.checkpoint.transformer_impl == "transformer_engine"
+    assert parse(f"{words} --transformer-impl local").config.checkpoint.transformer_impl == "local"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--relu", "--ckpt-format torch_dist with --relu: Megatron Core does not support it"),
+        ("--decoupled-lr 0.5", "--ckpt-format torch_dist with --decoupled-lr 0.5: such optimizer"),
+        (
+            "--optimizer sgd --use-distributed-optimizer",
+            "--ckpt-format torch_dist with --use-distributed-optimizer: Megatron Core's stores",
+        ),
+    ],
+)
+def test_what_torch_dist_cannot_hold_is_refused(words: str, line: str) -> None:
+    words += " --ckpt-format torch_dist --save here --save-interval 5"
+    (found,) = problems(words)
+    assert found.startswith(line)
 
 
 @pytest.mark.parametrize("value", ["torch", "torch_dcp", "zarr", "fsdp_dtensor"])

@@ -30,6 +30,7 @@ _OLD = {flag.name: flag for flag in OLD_FLAGS}
 
 # Defaults that differ from Megatron's on purpose, with the reason.
 _DEVIATIONS = {
+    "--transformer-impl": "as in Megatron Core: it matters only to files for Megatron Core",
     "--exit-signal-handler": "SIGTERM and SIGINT save and leave unless told not to",
     "--no-save-optim": "off instead of unset: the same meaning",
     "--no-save-rng": "off instead of unset: the same meaning",

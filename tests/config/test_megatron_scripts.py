@@ -194,7 +194,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
     [
         (_CORE_GPT_175B, "gpt", 1024, []),
         (_CORE_BERT + " --pipeline-model-parallel-size 8", "bert", 128, []),
-        (_CORE_T5, "t5", 8, ["--transformer-impl"]),
+        (_CORE_T5, "t5", 8, []),
         (
             _CORE_MIXTRAL,
             *("gpt", 32),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.core.writer import convert_to_core
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
@@ -245,6 +246,26 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check) -> 
         PaddedReader(PaddedReader(source.reader, rows=kept, entries=kept), rows=rows, entries=held),
         options.save_dir,
         config,
+        keep_optimizer=options.keep_optimizer,
+        check=check,
+    )
+
+
+def save_core(source: Source, options: argparse.Namespace, check: Check) -> Path:
+    """Write a checkpoint in Megatron Core's format, with the optimizer as the source's run had it.
+
+    Its grid is that of the source's run.
+    """
+    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
+    sizes = ("tensor", "pipeline", "expert")
+    names = [f"{size}_model_parallel_size" for size in sizes] + ["use_distributed_optimizer"]
+    known = {name: old[name] for name in names if old.get(name)}
+    parallel = replace(ParallelConfig(), **known)
+    rows = options.true_vocab_size or source.rows
+    return convert_to_core(
+        PaddedReader(source.reader, rows=rows, entries=rows),
+        options.save_dir,
+        replace(source.config, parallel=parallel),
         keep_optimizer=options.keep_optimizer,
         check=check,
     )
@@ -511,5 +532,6 @@ LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
 SAVERS: Mapping[str, Callable[[Source, argparse.Namespace, Check], Path]] = {
     "native": save_native,
     "megatron": save_megatron,
+    "torch_dist": save_core,
     "hf": save_hf,
 }

@@ -1,4 +1,4 @@
-"""Read Megatron Core's checkpoints in its format `torch_dist`, without executing their content.
+"""Megatron Core's checkpoints in its format `torch_dist`, read without executing their content.
 
 A folder holds `.metadata` (a pickle: which box of which tensor is where), `__<rank>_<n>.distcp`
 (files of torch.save, one after the other), `common.pt` (the command line, the schedule, counters)
@@ -8,4 +8,5 @@ Modules:
     index   `.metadata` as plain records, checked against the files
     names   Megatron Core's parameter names and ours
     reader  such a folder through the interface `Reader`
+    writer  write any checkpoint, or a run's state, as such a folder
 """

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 
+import torch
+
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.legacy.arguments import legacy_config
+from megatron.checkpoint.legacy.arguments import legacy_config, megatron_arguments
+from megatron.config.experts import mixture_layers
+from megatron.config.run import ModelRun
 from megatron.errors import CheckpointError
 
 # Fields that change what the weights mean, each with the values that our networks support.
@@ -43,6 +48,8 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
             raise CheckpointError(f"{name} is {value}: such networks are not supported")
     config = legacy_config(args, "gpt")
     model = config["model"]
+    if args.get("transformer_impl") is not None:  # a conversion writes the same names
+        config["checkpoint"] = {"transformer_impl": args["transformer_impl"]}
     if args.get("layernorm_zero_centered_gamma"):
         model["apply_layernorm_1p"] = True
     if not args.get("num_experts"):
@@ -55,3 +62,32 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     elif pattern is not None:
         model["moe_layer_freq"] = str(pattern)
     return config
+
+
+def core_arguments(
+    config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
+) -> argparse.Namespace:
+    """Return the command line as Megatron Core would have had it.
+
+    Args:
+        config: The configuration of the run that wrote the checkpoint, or for which it was made.
+        meta: The checkpoint's metadata.
+        rows: Rows of the vocabulary tables in the files.
+        dtype: The number format of the weights.
+        data_parallel: The number of processes that hold the same weights.
+    """
+    args = megatron_arguments(config, meta, rows=rows, dtype=dtype, data_parallel=data_parallel)
+    for name in ("attention_backend", "exit_signal"):  # enums, which we would write as texts
+        vars(args).pop(name, None)
+    model, pattern = config.model, config.model.moe_layer_freq.strip()
+    layers = mixture_layers(model, model.num_layers)
+    vars(args).update(
+        transformer_impl=config.checkpoint.transformer_impl,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        norm_epsilon=model.norm_epsilon,
+        moe_layer_freq=int(pattern) if pattern.isdigit() else [int(one) for one in layers],
+        ckpt_format="torch_dist",
+        use_dist_ckpt=True,
+        dist_ckpt_optim_fully_reshardable=config.parallel.use_distributed_optimizer,
+    )
+    return args

@@ -9,8 +9,11 @@ of linear_fc1 hold the gate projection, then the up projection.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from megatron.checkpoint.entries import Box
 from megatron.errors import CheckpointError
 
 _MODULES = {
@@ -49,12 +52,21 @@ _OUTSIDE = {
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
+# The distributed optimizer says "param", the others "fp32_param".
 _KINDS = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
     "momentum_buffer": "momentum",
+    "param": "master",
     "fp32_param": "master",
 }
+MASTER = "master"
+# The other direction, in which the last of several names counts.
+_THEIR_LAYERS = {ours: theirs for theirs, ours in _LAYERS.items()}
+_THEIR_OUTSIDE = {ours: theirs for theirs, ours in _OUTSIDE.items()}
+_THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
+_OURS = re.compile(r"layers\.(\d+)\.(.+)")
+_NORM = {f"mlp_norm.{kind}": f"pre_mlp_layernorm.{kind}" for kind in ("weight", "bias")}
 
 
 class OurName(NamedTuple):
@@ -108,3 +120,90 @@ def place_of(name: str) -> OurName | None:
         raise CheckpointError(f"parameter {name[:200]}: {what} not a part of our networks")
     gate_dim = _GATED.get(ours.rpartition(".")[0])
     return OurName(prefix, ours, suffix, int(match[1] or 0), match[1] is None, gate_dim)
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where one of our tensors is stored in Megatron Core's files.
+
+    Attributes:
+        name: Megatron Core's name of the tensor that holds it.
+        layer: The index in that tensor's first dimension, or `None` if it does not stack layers.
+        gate_dim: The dimension of our tensor that tells gate and up apart; `None` without gates.
+        shape: The shape of our tensor.
+    """
+
+    name: str
+    layer: int | None
+    gate_dim: int | None
+    shape: tuple[int, ...]
+
+    def boxes(self, wanted: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
+        """Yield boxes of Megatron Core's tensor, each with the index of `wanted` that it fills."""
+        first = () if self.layer is None else (self.layer,)
+        one, new = (1,) * len(first), (None,) * len(first)
+        if self.gate_dim is None:
+            yield Box((*first, *wanted.offset), (*one, *wanted.shape)), (*new, ...)
+            return
+        dim = self.gate_dim
+        offset, shape = list(wanted.offset), list(wanted.shape)
+        part, rows = offset.pop(dim), offset[dim]
+        parts = shape.pop(dim)
+        for index in range(parts):
+            offset[dim] = (part + index) * self.shape[dim + 1] + rows
+            place = (*new, *(slice(None),) * dim, index)
+            yield Box((*first, *offset), (*one, *shape)), place
+
+    def whole(self, layers: int) -> tuple[int, ...]:
+        """Return the shape of Megatron Core's tensor in a network of this many layers."""
+        shape = self.shape
+        if self.gate_dim is not None:
+            before, (parts, rows, *after) = shape[: self.gate_dim], shape[self.gate_dim :]
+            shape = (*before, parts * rows, *after)
+        return shape if self.layer is None else (layers, *shape)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How files hold a network.
+
+    Attributes:
+        is_stacked: Whether layers share tensors, because they are all alike.
+        gated: Whether up projections hold gate and up.
+        own_norms: The layers whose normalization before the MLP has a name of its own.
+        shards_states: Whether the states are named as the distributed optimizer's.
+    """
+
+    is_stacked: bool
+    gated: bool
+    own_norms: frozenset[int]
+    shards_states: bool
+
+    def place(self, name: str, shape: tuple[int, ...]) -> Location:
+        """Return where a tensor of ours goes: the inverse of `place_of`.
+
+        Raises:
+            CheckpointError: Megatron Core has no such tensor.
+        """
+        kind, _, parameter = name.partition(".")
+        prefix = ""
+        if kind == "optimizer":
+            parameter, _, state = parameter.rpartition(".")
+            theirs = _THEIR_KINDS.get(state)
+            if theirs is None:
+                raise CheckpointError(f"{name}: Megatron Core has no such optimizer state")
+            if state == MASTER and self.shards_states:
+                theirs = "param"
+            prefix = f"optimizer.state.{theirs}."
+        if parameter in _THEIR_OUTSIDE:
+            return Location(prefix + _THEIR_OUTSIDE[parameter], None, None, shape)
+        match = _OURS.fullmatch(parameter)
+        if match is None or match[2] not in _THEIR_LAYERS:
+            raise CheckpointError(f"{name}: Megatron Core's GPT has no such parameter")
+        layer, inside = int(match[1]), match[2]
+        last = _THEIR_LAYERS[inside]
+        if layer in self.own_norms:
+            last = _NORM.get(inside, last)
+        stack = "decoder.layers." if self.is_stacked else f"decoder.layers.{layer}."
+        gate_dim = _GATED.get(inside.rpartition(".")[0]) if self.gated else None
+        return Location(prefix + stack + last, layer if self.is_stacked else None, gate_dim, shape)

@@ -22,48 +22,27 @@ from megatron.checkpoint.legacy.arguments import consumed_samples, plain_argumen
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
 from megatron.checkpoint.reader import HeldTensor, Reader
+from megatron.checkpoint.retention import hold_if_listed
 from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis
 
 COMMON = "common.pt"
 FORMAT = "metadata.json"
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _MAX_FORMAT = 1 << 16  # bytes of metadata.json
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where one of our tensors is stored.
+class Source(names.Location):
+    """Where one of our tensors is stored, with the chunks that hold parts of it."""
 
-    Attributes:
-        name: Megatron Core's name of the tensor that holds it.
-        layer: The index in that tensor's first dimension, or `None` if it does not stack layers.
-        gate_dim: The dimension of our tensor that tells gate and up apart; `None` without gates.
-        shape: The shape of our tensor.
-        chunks: The chunks that hold parts of it.
-    """
-
-    name: str
-    layer: int | None
-    gate_dim: int | None
-    shape: tuple[int, ...]
     chunks: Sequence[Chunk]
-
-    def boxes(self, wanted: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
-        """Yield boxes of Megatron Core's tensor, each with the index of `wanted` that it fills."""
-        first = () if self.layer is None else (self.layer,)
-        one, new = (1,) * len(first), (None,) * len(first)
-        if self.gate_dim is None:
-            yield Box((*first, *wanted.offset), (*one, *wanted.shape)), (*new, ...)
-            return
-        dim = self.gate_dim
-        offset, shape = list(wanted.offset), list(wanted.shape)
-        part, rows = offset.pop(dim), offset[dim]
-        parts = shape.pop(dim)
-        for index in range(parts):
-            offset[dim] = (part + index) * self.shape[dim + 1] + rows
-            place = (*new, *(slice(None),) * dim, index)
-            yield Box((*first, *offset), (*one, *shape)), place
 
 
 class CoreReader(Reader):
@@ -90,6 +69,7 @@ class CoreReader(Reader):
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
+        hold_if_listed(self, "core")
         self._check_format()
         self._index = Index(path, allow_foreign=allow_foreign)
         self._common = TorchZip(path / COMMON, allow_foreign=allow_foreign)
@@ -155,7 +135,7 @@ class CoreReader(Reader):
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
-        known = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        known = {key: value for key, value in BACKEND.items() if key.startswith("sharded")}
         for key, value in known.items():
             if not isinstance(told, dict) or told.get(key) != value:
                 shown = show(told.get(key)) if isinstance(told, dict) else "nothing"
@@ -181,7 +161,7 @@ class CoreReader(Reader):
 
     def _is_own_master(self, name: str) -> bool:
         """Return whether the weight is fp32, in which case we keep no separate master copy."""
-        weight = self._index.tensors.get(name.partition("fp32_param.")[2])
+        weight = self._index.tensors.get(name.partition("param.")[2])
         return weight is not None and weight.dtype == torch.float32
 
     def _sources_in(

@@ -11,7 +11,6 @@ import torch
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.unpickler import Namespace, Opaque
-from megatron.checkpoint.reader import Reader
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
@@ -117,7 +116,9 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     raise CheckpointError("`args` does not say how many samples were seen: use --finetune")
 
 
-def megatron_arguments(config: ModelRun, reader: Reader, data_parallel: int) -> argparse.Namespace:
+def megatron_arguments(
+    config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
+) -> argparse.Namespace:
     """Return the command line as Megatron 23.08 would have had it.
 
     It starts with our values, most of which have Megatron's names. The fields that the checkpoint
@@ -125,11 +126,11 @@ def megatron_arguments(config: ModelRun, reader: Reader, data_parallel: int) -> 
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.
-        reader: The checkpoint, whose vocabulary tables have the rows of the files.
+        meta: The checkpoint's metadata.
+        rows: Rows of the vocabulary tables in the files.
+        dtype: The number format of the weights.
         data_parallel: The number of processes that hold the same weights.
     """
-    meta, words = reader.meta, "model.embedding.word.weight"
-    dtype = reader.dtype(words)
     values = {name: value for part in to_dict(config).values() for name, value in part.items()}
     model, parallel, evaluation = config.model, config.parallel, config.evaluation
     layers, stages = model.num_layers, parallel.pipeline_model_parallel_size
@@ -164,7 +165,7 @@ def megatron_arguments(config: ModelRun, reader: Reader, data_parallel: int) -> 
         "world_size": data_parallel * parallel.tensor_model_parallel_size * stages,
         "rank": 0,
         "use_distributed_optimizer": parallel.use_distributed_optimizer,
-        "padded_vocab_size": reader.global_shape(words)[0],
+        "padded_vocab_size": rows,
         "consumed_train_samples": meta.get("consumed_train_samples") or 0,
         "skipped_train_samples": meta.get("skipped_train_samples") or 0,  # Megatron Core reads it
         "params_dtype": dtype,

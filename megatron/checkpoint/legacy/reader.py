@@ -7,8 +7,6 @@ reads only the small pickled trees. Reading a tensor joins the tensor ranks' par
 from __future__ import annotations
 
 import math
-import os
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distribute
 from megatron.checkpoint.legacy.torch_file import RankFile
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.checkpoint.reader import HeldTensor, Reader
-from megatron.checkpoint.retention import hold_for_reading, is_as_listed
+from megatron.checkpoint.retention import hold_if_listed
 from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis
 
@@ -71,13 +69,7 @@ class LegacyReader(Reader):
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
-        try:
-            # While this reader exists, another job's `--keep-latest` keeps the checkpoint.
-            if is_as_listed(path):
-                weakref.finalize(self, os.close, hold_for_reading(path, "legacy"))
-        except OSError as error:
-            message = f"{error.filename or path}: cannot be read: {error.strerror}"
-            raise CheckpointError(message) from error
+        hold_if_listed(self, "legacy")
         self._files = torch_file.open_files(path, allow_foreign=allow_foreign)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))

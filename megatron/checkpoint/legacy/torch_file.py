@@ -235,15 +235,59 @@ def write_torch_file(path: Path, tree: Any) -> None:
     Raises:
         OSError: The file cannot be written.
     """
+    with new_file(path) as file:
+        append_torch_file(file, tree, path.stem)
+
+
+def append_torch_file(file: IO[bytes], tree: Any, stem: str = "archive") -> None:
+    """Append what `torch.load` reads to a file, which may hold others before it.
+
+    Args:
+        file: The file.
+        tree: As for `write_torch_file`.
+        stem: The beginning of the records' names.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    data, tensors = write_pickle(tree)
+    with zipfile.ZipFile(_Tail(file), "w", zipfile.ZIP_STORED) as archive:
+        _add_record(archive, f"{stem}/data.pkl", data)
+        _add_record(archive, f"{stem}/byteorder", memoryview(b"little"))
+        for key, tensor in enumerate(tensors):
+            _add_record(archive, f"{stem}/data/{key}", memory_of(tensor))
+        _add_record(archive, f"{stem}/version", memoryview(_VERSION))
+
+
+def write_pickle(tree: Any) -> tuple[memoryview, list[Tensor]]:
+    """Return the pickle of a tree, and the tensors to which it refers by their position."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(tree)
-    with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _add_record(archive, f"{path.stem}/data.pkl", buffer.getbuffer())
-        _add_record(archive, f"{path.stem}/byteorder", memoryview(b"little"))
-        for key, tensor in enumerate(pickler.tensors):
-            _add_record(archive, f"{path.stem}/data/{key}", memory_of(tensor))
-        _add_record(archive, f"{path.stem}/version", memoryview(_VERSION))
+    return buffer.getbuffer(), pickler.tensors
+
+
+class _Tail(io.RawIOBase):
+    """A file object that begins where another file ends now."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._start = file, file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_SET
+        return self._file.seek(self._start + offset) - self._start
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import store
-from megatron.checkpoint.entries import LazyTensor, flatten
+from megatron.checkpoint.entries import Json, LazyTensor, flatten
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.arguments import megatron_arguments
@@ -47,6 +47,7 @@ from megatron.parallel.layout import Layout
 _STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
 _TENSOR_OFFSET = 2718
 _NUMBERS_PER_ITERATION = 1 << 32  # numbers drawn from a device's generator; a multiple of 4
+_WORDS = "model.embedding.word.weight"
 _MASTER = "master"
 _STAGING = "native"
 _LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
@@ -216,7 +217,13 @@ class LegacyWriter:
         """Return the content of a rank's `model_optim_rng.pt`."""
         meta = self.reader.meta
         tree: dict[str, Any] = {
-            "args": megatron_arguments(self.config, self.reader, self.data_parallel),
+            "args": megatron_arguments(
+                self.config,
+                meta,
+                rows=self.reader.global_shape(_WORDS)[0],
+                dtype=self.reader.dtype(_WORDS),
+                data_parallel=self.data_parallel,
+            ),
             "checkpoint_version": VERSION,
             "iteration": self.reader.iteration,
         }
@@ -228,7 +235,9 @@ class LegacyWriter:
         if not self.config.checkpoint.no_save_rng:
             kept = (meta.get("rng") or {}).get("seed")
             seed = self.config.training.seed if kept is None else kept
-            tree["rng_state"] = [_random_states(seed, self.reader.iteration, plan)]
+            tree["rng_state"] = [
+                random_states(seed, self.reader.iteration, plan.stage, plan.tensor_rank)
+            ]
         return tree
 
     def _model(self, parameters: tuple[FileParameter, ...]) -> dict[str, Any]:
@@ -245,7 +254,11 @@ class LegacyWriter:
         # Number the parameters with weight decay first, then the others. Omit an empty group.
         decayed = sum(one.is_decayed for one in parameters)
         groups = [group for group in (range(decayed), range(decayed, len(parameters))) if group]
-        settings = [self._group(group, parameters[group.start].is_decayed) for group in groups]
+        settings = [
+            group_settings(self.config, self.reader.meta, decays=parameters[group.start].is_decayed)
+            | {"params": list(group)}
+            for group in groups
+        ]
         scaler = {}
         if scale:
             scaler["grad_scaler"] = {**scale, "scale": torch.tensor([float(scale["scale"])])}
@@ -259,25 +272,6 @@ class LegacyWriter:
             return tree
         masters = [[self._value(parameters[i], _MASTER) for i in group] for group in groups]
         return {"optimizer": tree, **scaler, "fp32_from_fp16_params": masters}
-
-    def _group(self, members: range, decays: bool) -> dict[str, Any]:
-        """Return a parameter group's settings, with the keys of Apex's optimizer and PyTorch's."""
-        optimizer, schedule = self.config.optimizer, self.config.schedule
-        settings: dict[str, Any] = {
-            "wd_mult": float(decays),
-            "lr_mult": 1.0,
-            # Megatron sets the learning rate from its schedule before using it.
-            "lr": self.reader.meta["schedule"].get("max_lr", schedule.lr),
-            "weight_decay": optimizer.weight_decay if decays else 0.0,
-            **_GROUP,
-        }
-        if optimizer.optimizer == "sgd":
-            settings |= {"momentum": optimizer.sgd_momentum, "dampening": 0, "nesterov": False}
-        else:
-            betas = (optimizer.adam_beta1, optimizer.adam_beta2)
-            settings |= {"betas": betas, "eps": optimizer.adam_eps, "bias_correction": True}
-            settings |= {**_ADAM, "step": self.reader.meta["optimizer"]["step"]}
-        return settings | {"params": list(members)}
 
     def _state(self, parameter: FileParameter) -> dict[str, Any]:
         found = {
@@ -318,27 +312,55 @@ class LegacyWriter:
         return LazyTensor(tuple(shape), self.reader.dtype(name), read)
 
 
+def group_settings(config: ModelRun, meta: Json, *, decays: bool) -> dict[str, Any]:
+    """Return a parameter group's settings, with the keys of Apex's optimizer and PyTorch's.
+
+    Args:
+        config: The run's configuration.
+        meta: The checkpoint's metadata.
+        decays: Whether weight decay applies to the group.
+    """
+    optimizer, schedule = config.optimizer, config.schedule
+    settings: dict[str, Any] = {
+        "wd_mult": float(decays),
+        "lr_mult": 1.0,
+        # Megatron sets the learning rate from its schedule before using it.
+        "lr": meta["schedule"].get("max_lr", schedule.lr),
+        "weight_decay": optimizer.weight_decay if decays else 0.0,
+        **_GROUP,
+    }
+    if optimizer.optimizer == "sgd":
+        return settings | {
+            "momentum": optimizer.sgd_momentum,
+            "dampening": 0,
+            "nesterov": False,
+        }
+    betas = (optimizer.adam_beta1, optimizer.adam_beta2)
+    settings |= {"betas": betas, "eps": optimizer.adam_eps, "bias_correction": True}
+    return settings | {**_ADAM, "step": meta["optimizer"]["step"]}
+
+
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
     """Return our name for a parameter, or for its optimizer state of this kind."""
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
 
 
-def _random_states(seed: int, iteration: int, plan: FilePlan) -> dict[str, Any]:
-    """Return a file's entry of `rng_state` for a run's seed."""
-    base = seed + _STAGE_STRIDE * plan.stage
+def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> dict[str, Any]:
+    """Return the entry of `rng_state` of a stage's tensor-parallel rank for a run's seed."""
+    base = seed + _STAGE_STRIDE * stage
     kind, keys, *rest = np.random.RandomState(base).get_state(legacy=True)
-    model_parallel = base + _TENSOR_OFFSET + plan.tensor_rank
+    model_parallel = base + _TENSOR_OFFSET + tensor_rank
     return {
         "random_rng_state": random.Random(base).getstate(),
         # Use a list of numbers, not an array: every version of numpy reads it.
         "np_rng_state": (kind, tuple(map(int, keys)), *rest),
         "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
-        "cuda_rng_state": _device_state(base, iteration),
-        "rng_tracker_states": {"model-parallel-rng": _device_state(model_parallel, iteration)},
+        "cuda_rng_state": device_state(base, iteration),
+        "rng_tracker_states": {"model-parallel-rng": device_state(model_parallel, iteration)},
     }
 
 
-def _device_state(seed: int, iteration: int) -> torch.Tensor:
+def device_state(seed: int, iteration: int) -> torch.Tensor:
     """Return a GPU generator's state: the seed and the count of numbers drawn, 8 bytes each."""
     drawn = iteration * _NUMBERS_PER_ITERATION
     data = seed.to_bytes(8, "little") + (drawn % (1 << 63)).to_bytes(8, "little")

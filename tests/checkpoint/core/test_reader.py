@@ -11,53 +11,10 @@ from megatron.checkpoint.entries import Box, flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.training.checkpointing import network_of, state_of
-from tests.checkpoint.core.core_files import to_core
+from tests.checkpoint.core.conftest import NETWORKS, SAVE
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
-from tests.training.toy import TOY, build_toy, train_toy
-
-_SAVE = "--save-interval 2 --exit-interval 2 --eval-iters 0 --num-layers 4".split()
-_LLAMA = """
-    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
-    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
-    --qk-layernorm
-""".split()
-_MIXTURE = """
-    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12 --moe-layer-freq 1
-    --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate
-    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
-""".split()
-NETWORKS = {
-    "GPT-2": [],
-    "Llama": _LLAMA,
-    "mixture": [*_LLAMA, *_MIXTURE],
-    "mixture with biases": _MIXTURE,
-    "mixture in every second layer": [*_LLAMA, *_MIXTURE, "--moe-layer-freq", "2"],
-    "bf16": [*_LLAMA, *_MIXTURE, "--bf16"],
-}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Of a network: our folder, and the folders that Megatron Core would have written."""
-    made = {}
-
-    def make(network):
-        if network not in made:
-            root = tmp_path_factory.mktemp("core")
-            words = [*_SAVE, *NETWORKS[network], "--save", str(root / "native")]
-            run_distributed(1, _train, words)
-            reader = open_checkpoint(root / "native")
-            for form in ("stacked", "by layer"):
-                to_core(reader, root / form, stacked=form == "stacked")
-            made[network] = root
-        return made[network]
-
-    return make
-
-
-def _train(layout, words):
-    train_toy(layout, words)
+from tests.training.toy import TOY, build_toy
 
 
 @pytest.mark.parametrize("form", ["stacked", "by layer"])
@@ -119,12 +76,12 @@ _LAYOUTS = {
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_every_layout_loads_it(folders, layout):
     sizes, flags = _LAYOUTS[layout]
-    words = [*_SAVE, *NETWORKS["mixture"], *flags.split()]
+    words = [*SAVE, *NETWORKS["mixture"], *flags.split()]
     assert run_distributed(2, _load, folders("mixture"), words, **sizes) == [True, True]
 
 
 def test_shards_of_weights_are_filled(folders):
-    words = [*_SAVE, *NETWORKS["GPT-2"], "--zero-stage", "3"]
+    words = [*SAVE, *NETWORKS["GPT-2"], "--zero-stage", "3"]
     assert run_distributed(2, _load, folders("GPT-2"), words) == [True, True]
 
 
@@ -139,7 +96,7 @@ def _load(layout, root, words):
 
 def test_its_network_is_taken_over_and_served(folders):
     root = folders("mixture in every second layer") / "by layer"
-    words = [*_SAVE[:-2], "--load", str(root), "--use-checkpoint-args"]
+    words = [*SAVE[:-2], "--load", str(root), "--use-checkpoint-args"]
     parsed = parse_config(
         [*TOY, "--train-iters", "6", *words], world_size=1, read_checkpoint=network_of
     )

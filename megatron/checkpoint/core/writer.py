@@ -1,0 +1,358 @@
+"""Write a run's state, or any checkpoint, in Megatron Core's format `torch_dist`.
+
+Every rank writes its own parts of tensors, as the plan of a native checkpoint deals them out, into
+files `__<rank>_<n>.distcp`. Rank 0 adds what is not a tensor of the network, and the index. All of
+it is published following the protocol of `store`.
+
+Megatron Core asks for objects besides tensors: the extra state of each linear layer, which is
+`None` without Transformer Engine's delayed scaling, and its generators' states, which are those
+after seeding (see `legacy.writer`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint import store
+from megatron.checkpoint.core.arguments import core_arguments
+from megatron.checkpoint.core.index import INDEX
+from megatron.checkpoint.core.names import MASTER, Form
+from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
+from megatron.checkpoint.entries import DTYPES, Json
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
+from megatron.checkpoint.legacy.file_plan import VERSION
+from megatron.checkpoint.legacy.torch_file import append_torch_file, write_pickle, write_torch_file
+from megatron.checkpoint.legacy.writer import device_state, group_settings, random_states
+from megatron.checkpoint.lock import save_lock
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.retention import Keep, list_files
+from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
+from megatron.config.experts import mixture_layers
+from megatron.config.run import ModelRun
+from megatron.durable import Check, new_file, storage_errors, sync_folder
+from megatron.parallel.layout import Layout
+
+_LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
+_OVERHEAD = 2048  # bytes of a chunk's container and of its place in the index, at most
+_EXPERT_SEED = 1024  # as in Megatron Core
+_SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
+# Modules with an extra state: with any layers, and further ones with Transformer Engine's.
+_LINEAR = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2))\.weight")
+_OF_ENGINE = re.compile(r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm))\.weight")
+
+
+@dataclass(frozen=True)
+class CoreSaver:
+    """A saver of a run's state as Megatron Core's files.
+
+    Attributes:
+        config: The run's configuration.
+    """
+
+    config: ModelRun
+
+    def write(
+        self,
+        root: Path | str,
+        snapshot: Snapshot,
+        *,
+        keep: Keep | None = None,
+        check: Check = None,
+        folder: str | None = None,
+    ) -> Path:
+        """Save a state, as `store.write_checkpoint` does, and return the checkpoint's folder.
+
+        Collective over all ranks of the snapshot's layout.
+
+        Args:
+            root: Folder of checkpoints, created if it is missing.
+            snapshot: This rank's share of the checkpoint.
+            keep: Which older checkpoints to keep. None keeps all of them.
+            check: A check that rank 0 runs on the checkpoint before publishing it.
+            folder: The checkpoint's name. Default: that of its iteration.
+
+        Raises:
+            StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
+                tracker stays, and temporary files are removed.
+            CheckpointError: Megatron Core's model lacks one of the parameters.
+        """
+        files = CoreFiles(self.config, snapshot)
+        exchange = JsonExchange(snapshot.layout.world)
+
+        def fill(temporary: Path) -> None:
+            reports = exchange.together(lambda: files.write_tensors(temporary))
+            exchange.on_main(lambda: files.write_rest(temporary, reports))
+
+        chunks = sum(map(len, snapshot.plan.parts.values()))
+        need = snapshot.plan.total_bytes + _OVERHEAD * (chunks + len(files.objects))
+        folder = folder or iteration_folder(snapshot.iteration)
+        return store.write_folder(root, folder, exchange, need, fill, _LAST, keep, check)
+
+
+def convert_to_core(
+    reader: Reader, root: Path, config: ModelRun, *, keep_optimizer: bool, check: Check
+) -> Path:
+    """Save an opened checkpoint in Megatron Core's format and return the new checkpoint's folder.
+
+    A checkpoint without training steps, such as a Hugging Face model, becomes a `release`.
+
+    Args:
+        reader: The checkpoint.
+        root: Folder of checkpoints, created if it is missing.
+        config: The configuration of the checkpoint's run.
+        keep_optimizer: Also write the optimizer states.
+        check: A check to run on the checkpoint before it is published.
+
+    Raises:
+        StorageError: The checkpoint cannot be written. Nothing is left behind.
+        CheckpointError: Megatron Core's model lacks one of the parameters, another job is saving
+            into the folder, or the source is damaged.
+    """
+    state = store.state_of(reader, keep_optimizer=keep_optimizer)
+    meta = reader.meta if keep_optimizer else {**reader.meta, "optimizer": None}
+    snapshot = Snapshot.take(reader.iteration, state, meta, Layout.single())
+    folder = None if reader.iteration else RELEASE
+    with save_lock(root):
+        return CoreSaver(config).write(root, snapshot, check=check, folder=folder)
+
+
+class CoreFiles:
+    """What a checkpoint's files hold."""
+
+    def __init__(self, config: ModelRun, snapshot: Snapshot) -> None:
+        """Plan where each tensor goes.
+
+        Args:
+            config: The configuration of the checkpoint's run.
+            snapshot: This rank's share of the checkpoint.
+
+        Raises:
+            CheckpointError: Megatron Core's model lacks one of the parameters.
+        """
+        self.config, self.snapshot = config, snapshot
+        model, plan = config.model, snapshot.plan
+        mixtures = mixture_layers(model, model.num_layers)
+        self._is_engine = config.checkpoint.transformer_impl != "local"
+        own_norms = {layer for layer, is_one in enumerate(mixtures) if is_one and self._is_engine}
+        self._shards_states = config.parallel.use_distributed_optimizer
+        form = Form(
+            is_stacked=not model.num_experts or model.moe_layer_freq.strip() == "1",
+            gated=model.swiglu or model.geglu,
+            own_norms=frozenset(own_norms),
+            shards_states=self._shards_states,
+        )
+        names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
+        # Where each tensor goes. The distributed optimizer also stores weights of 32 bits, as
+        # their own masters.
+        self.places = {name: [form.place(name, plan.shapes[name])] for name in names}
+        for name in names if self._shards_states and snapshot.meta["optimizer"] else ():
+            state = f"{STATES}{name.removeprefix(WEIGHTS)}"
+            if f"{state}.exp_avg" in plan.parts and f"{state}.{MASTER}" not in plan.parts:
+                self.places[name].append(form.place(f"{state}.{MASTER}", plan.shapes[name]))
+
+    def write_tensors(self, folder: Path) -> Json:
+        """Write and flush this rank's files.
+
+        Returns:
+            The name, offset and shape of each chunk, its file, first byte and number of bytes.
+
+        Raises:
+            StorageError: A file cannot be written.
+        """
+        rank, files = self.snapshot.layout.world.rank, defaultdict[str, list[Any]](list)
+        for name, key, part in self.snapshot.plan.written_by(rank):
+            if name in self.places:
+                files[f"__{rank}_{part.number}.distcp"].append((name, key, part))
+
+        def write(file_name: str) -> list[Json]:
+            written: list[Json] = []
+            with storage_errors(folder / file_name), new_file(folder / file_name) as file:
+                for name, key, part in files[file_name]:
+                    values = self.snapshot.tensors[key].detach().to("cpu")
+                    for place in self.places[name]:
+                        for box, index in place.boxes(part.box):
+                            start = file.tell()
+                            append_torch_file(file, values[index])
+                            length = file.tell() - start
+                            written.append([place.name, *box, file_name, start, length])
+            return written
+
+        with ThreadPoolExecutor(max(1, len(files))) as pool:
+            return [chunk for chunks in pool.map(write, files) for chunk in chunks]
+
+    def write_rest(self, folder: Path, reports: Sequence[Json]) -> None:
+        """Write and flush the objects, the index and what all ranks share.
+
+        Args:
+            folder: The checkpoint's folder.
+            reports: What `write_tensors` returned on each rank.
+
+        Raises:
+            StorageError: A file cannot be written.
+        """
+        described: dict[str, Any] = {}
+        placed: dict[MetadataIndex, _StorageInfo] = {}
+        plan = self.snapshot.plan
+        for name, places in self.places.items():
+            properties = TensorProperties(dtype=DTYPES[plan.dtypes[name]])
+            for place in places:
+                size = torch.Size(place.whole(self.config.model.num_layers))
+                described.setdefault(place.name, TensorStorageMetadata(properties, size, []))
+        for name, offset, shape, *where in (chunk for report in reports for chunk in report):
+            at = torch.Size(offset)
+            described[name].chunks.append(ChunkStorageMetadata(at, torch.Size(shape)))
+            placed[MetadataIndex(name, at)] = _StorageInfo(*where)
+        used = [part.number for parts in plan.parts.values() for part in parts if not part.rank]
+        file_name = f"__0_{max(used, default=-1) + 1}.distcp"
+        with storage_errors(folder):
+            with new_file(folder / file_name) as file:
+                for name, value in self.objects.items():
+                    start = file.tell()
+                    append_torch_file(file, [value])
+                    described[name] = BytesStorageMetadata()
+                    info = _StorageInfo(file_name, start, file.tell() - start)
+                    placed[MetadataIndex(name)] = info
+            with new_file(folder / INDEX) as file:
+                file.write(write_pickle(Metadata(described, None, placed))[0])
+            write_torch_file(folder / COMMON, self.common())
+            with new_file(folder / FORMAT) as file:
+                file.write(json.dumps(BACKEND).encode())
+            sync_folder(folder)
+
+    @cached_property
+    def objects(self) -> dict[str, Any]:
+        """What Megatron Core asks for besides tensors, by its names."""
+        objects: dict[str, Any] = {}
+        for ours, (place, *_) in self.places.items():
+            if not ours.startswith(WEIGHTS):
+                continue
+            found = _LINEAR.fullmatch(place.name)
+            modules = [found[1]] if found else []
+            if self._is_engine:
+                modules += [one[1] for one in [_OF_ENGINE.fullmatch(place.name)] if one]
+                modules += [one.replace("linear_qkv", "core_attention") for one in modules]
+            # Each module's number among those alike: of its layer, and of its expert.
+            grid = [] if place.layer is None else [(place.layer, self.config.model.num_layers)]
+            experts = place.shape[0] if ".experts.experts." in place.name else 0
+            for module in dict.fromkeys(modules):
+                for expert in range(max(1, experts)):
+                    numbers = [*grid, *[(expert, experts)] * bool(experts)] or [(0, 1)]
+                    objects[_shard_name(f"{module}._extra_state", numbers)] = None
+        return objects | ({} if self.config.checkpoint.no_save_rng else self._random_states())
+
+    def _random_states(self) -> dict[str, Any]:
+        """Return the generators' states of each rank of Megatron Core's grid."""
+        parallel, snapshot = self.config.parallel, self.snapshot
+        kept = (snapshot.meta.get("rng") or {}).get("seed")
+        seed = self.config.training.seed if kept is None else kept
+        sizes = [parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size]
+        experts, widths = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+        if experts > 1:
+            sizes.append(self._replicas)
+        found = {}
+        for stage, tensor_rank, *replica in product(*map(range, sizes)):
+            states = random_states(seed, snapshot.iteration, stage, tensor_rank)
+            rank = tensor_rank + sizes[1] * sum(replica)
+            expert, width = rank // (widths or sizes[1]) % experts, rank % (widths or sizes[1])
+            states["rng_tracker_states"] |= {
+                "data-parallel-rng": device_state(seed, snapshot.iteration),
+                "expert-parallel-rng": device_state(
+                    seed + _EXPERT_SEED + 100 * expert + width, snapshot.iteration
+                ),
+            }
+            numbers = zip((stage, tensor_rank, *replica), sizes, strict=True)
+            found[_shard_name("rng_state", list(numbers))] = [states]
+        return found
+
+    @property
+    def _replicas(self) -> int:
+        """The number of processes that hold the same weights."""
+        experts = self.config.parallel.expert_model_parallel_size
+        return max(self.snapshot.layout.replica.size, experts)
+
+    def common(self) -> dict[str, Any]:
+        """Return the content of `common.pt`."""
+        meta, plan = self.snapshot.meta, self.snapshot.plan
+        words = f"{WEIGHTS}embedding.word.weight"
+        content: dict[str, Any] = {"singleton_local_shards": False}
+        content["chained_optim_avoid_prefix"] = True
+        if self._shards_states:
+            content["distrib_optim_sharding_type"] = _SHARDING
+        tree: dict[str, Any] = {
+            "args": core_arguments(
+                self.config,
+                meta,
+                rows=plan.shapes[words][0],
+                dtype=DTYPES[plan.dtypes[words]],
+                data_parallel=self._replicas,
+            ),
+            "checkpoint_version": VERSION,
+            "iteration": self.snapshot.iteration,
+            "content_metadata": content,
+        }
+        if meta.get("optimizer"):
+            tree["optimizer"] = self._optimizer()
+            tree["opt_param_scheduler"] = meta["schedule"]
+        return tree
+
+    def _optimizer(self) -> dict[Any, Any]:
+        """Return the optimizers' settings and counters: one more for experts among processes."""
+        meta, plan = self.snapshot.meta, self.snapshot.plan
+        divided = self.config.parallel.expert_model_parallel_size > 1
+        groups = defaultdict[bool, list[bool]](list)  # of experts, or not: whether they decay
+        for name in self.places:
+            if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):
+                decays = not name.endswith("bias") and len(plan.shapes[name]) > 1
+                groups[divided and ".mlp.experts." in name].append(decays)
+        optimizers = {}
+        for index, (is_expert, decay) in enumerate(sorted(groups.items())):
+            settings = [
+                group_settings(self.config, meta, decays=decays)
+                | {"is_expert_parallel": is_expert, "is_decoupled_lr": False}
+                | {"default_config": True, "max_lr": meta["schedule"].get("max_lr")}
+                | {"min_lr": meta["schedule"].get("min_lr")}
+                for decays in sorted(set(decay), reverse=True)
+            ]
+            optimizers[index] = self._counted(settings)
+        return optimizers if len(optimizers) > 1 else optimizers[0]
+
+    def _counted(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return an optimizer's tree as its class in Megatron Core lays it out."""
+        counters, scaler = self.snapshot.meta["optimizer"], {}
+        scale = counters.get("loss_scale")
+        if scale:
+            scaler["grad_scaler"] = {**scale, "scale": torch.tensor([float(scale["scale"])])}
+        if self._shards_states:
+            inner = {"param_groups": groups}
+            return {"optimizer": inner, **scaler, "param_state_sharding_type": _SHARDING}
+        step = torch.tensor(float(counters["step"]))
+        tree = {"state": {"common_step": step}, "param_groups": groups}
+        in_16_bits = any(name.endswith(f".{MASTER}") for name in self.places)
+        return {"optimizer": tree, **scaler} if in_16_bits else tree
+
+
+def _shard_name(name: str, numbers: Sequence[tuple[int, int]]) -> str:
+    """Return Megatron Core's name of one object of a grid of them."""
+    at, of = (".".join(map(str, axis)) for axis in zip(*numbers, strict=True))
+    return f"{name}/shard_{at}_{of}"

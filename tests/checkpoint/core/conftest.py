@@ -1,0 +1,51 @@
+"""Networks of which there are checkpoints of ours and folders as Megatron Core writes them."""
+
+import pytest
+
+from megatron.checkpoint.loading import open_checkpoint
+from tests.checkpoint.core.core_files import to_core
+from tests.distributed import run_distributed
+from tests.training.toy import train_toy
+
+SAVE = "--save-interval 2 --exit-interval 2 --eval-iters 0 --num-layers 4".split()
+_LLAMA = """
+    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
+    --qk-layernorm
+""".split()
+_MIXTURE = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12 --moe-layer-freq 1
+    --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+""".split()
+NETWORKS = {
+    "GPT-2": [],
+    "Llama": _LLAMA,
+    "mixture": [*_LLAMA, *_MIXTURE],
+    "mixture with biases": _MIXTURE,
+    "mixture in every second layer": [*_LLAMA, *_MIXTURE, "--moe-layer-freq", "2"],
+    "bf16": [*_LLAMA, *_MIXTURE, "--bf16"],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a network: our folder, and the folders that Megatron Core would have written."""
+    made = {}
+
+    def make(network):
+        if network not in made:
+            root = tmp_path_factory.mktemp("core")
+            words = [*SAVE, *NETWORKS[network], "--save", str(root / "native")]
+            run_distributed(1, _train, words)
+            reader = open_checkpoint(root / "native")
+            for form in ("stacked", "by layer"):
+                to_core(reader, root / form, stacked=form == "stacked")
+            made[network] = root
+        return made[network]
+
+    return make
+
+
+def _train(layout, words):
+    train_toy(layout, words)
