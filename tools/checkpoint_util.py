@@ -1,4 +1,4 @@
-"""An old name; tools/old_names.py has the table of them."""
+"""Run the program that has replaced this one, by the table in tools/old_names.py."""
 
 import sys
 from pathlib import Path

@@ -205,7 +205,7 @@ def _write(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -29,7 +29,7 @@ class OldName(NamedTuple):
         era: The versions that had the old name.
         remedy: What to do instead if there is no script.
         drops: Old flags that have no effect in today's script.
-        only: The old flags that have a meaning in today's script. All others are dropped. Empty:
+        only: The old flags that have a meaning in today's script. All others are dropped. If empty,
             all have one.
         renames: Today's names of old flags, and today's values of a flag as `--flag value`.
         adds: Flags that today's script needs, unless the user gives them.
@@ -118,7 +118,7 @@ OLD_NAMES: Mapping[str, OldName] = {
 
 
 def run_old_name(script: str) -> NoReturn:
-    """Become today's program of an old script, or exit if there is nothing to run.
+    """Become today's program for an old script, or exit if there is nothing to run.
 
     Args:
         script: The path of the script that was started.

@@ -91,7 +91,7 @@ def _records(paths: Sequence[str], key: str, max_line_mb: int = MAX_LINE_MB) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -3,9 +3,10 @@ r"""Divide JSON lines at random into train.json, dev.json and test.json.
     python tools/split_json.py --input_files a.json b.json --output_dir split \
         --test_percent 0.05 0.01
 
-puts 5% of the lines into dev.json, 1% into test.json and the rest into train.json. Beside each, a
-file with the further ending .map tells where each line is from: the number of the input file, and
-that of the line, both from 0. Lines are shuffled; the same seed always gives the same files.
+This puts 5% of the lines into dev.json, 1% into test.json and the rest into train.json. Beside
+each, a file with .map appended to its name says where each line comes from: the number of the input
+file and that of the line, both from 0. Lines are shuffled; the same seed always gives the same
+files.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

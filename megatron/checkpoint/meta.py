@@ -99,7 +99,7 @@ class Origin(TypedDict, total=False):
 
 
 class TextPlaces(TypedDict):
-    """Where each stream of text continues (`data.text_stream.save_places`)."""
+    """The places at which streams of text continue (`data.text_stream.save_places`)."""
 
     plan: str
     places: list[list[Annotated[list[Annotated[int, Ge(-1), Le(2**62)]], Len(4, 4)]]]

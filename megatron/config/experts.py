@@ -52,7 +52,7 @@ class ExpertOptions:
             token passes through. Default: no shared experts.
         moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
         mlp_type: standard, or residual: every token also passes through a dense MLP as wide as an
-            expert, and learns how to weigh it against its experts (DeepSpeed's residual experts).
+            expert, weighed against its experts by learned scores (DeepSpeed's residual experts).
         moe_router_gating: How tokens choose experts and find room there: core as in Megatron Core,
             deepspeed as in DeepSpeed (docs/experts.md).
         noisy_gate_policy: Noise of DeepSpeed's gating in training: RSample adds Gumbel noise to the

@@ -440,7 +440,7 @@ class BlendedDataset:
         return {**sample, "id": i}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the members that read text: see `ReadsText`."""
+        """Return the members that read text, each with its number of samples (`ReadsText`)."""
         counts = np.bincount(self.index.datasets[:samples], minlength=len(self.datasets))
         found = zip(self.datasets, counts.tolist(), strict=True)
         return [member for dataset, count in found for member in text_members(dataset, count)]

@@ -331,7 +331,7 @@ class DocumentEnds:
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text: see `ReadsText`."""
+        """Return the datasets that read text, each with its number of samples (`ReadsText`)."""
         return text_members(self.dataset, samples)
 
 

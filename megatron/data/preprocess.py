@@ -134,7 +134,7 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
 def find_punkt(
     paths: Sequence[str], keys: Sequence[str], language: str, max_line_mb: int = MAX_LINE_MB
 ) -> Any:
-    """Return NLTK's Punkt for `language`, or one trained on the beginning of the input, saying so.
+    """Return NLTK's Punkt for `language`, or train one on the beginning of the input.
 
     Raises:
         ConfigError: There is no text to learn from.

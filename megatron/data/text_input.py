@@ -226,8 +226,8 @@ def read_blocks(
         keys: The parquet columns to read. The first is the key of a text file's document.
         block_bytes: The size of a block, which is extended to the end of a line.
         max_line_mb: The size of the longest line to read, in MiB.
-        bounds: Read only the lines that begin at these bytes, from the first to before the second.
-            `is_cut_anywhere` says which files can be read so.
+        bounds: Read only the lines that begin in this range of bytes, the second excluded.
+            `is_cut_anywhere` says which files can be read in this way.
 
     Raises:
         DataError: A file cannot be read or is damaged.
@@ -251,7 +251,7 @@ def read_blocks(
 
 
 def is_cut_anywhere(path: str) -> bool:
-    """Whether a file's lines can be read from any byte on: it holds plain JSON lines."""
+    """Return whether a file holds plain JSON lines, which can be read from any byte on."""
     is_plain = not path.lower().endswith((*_PACKED_SUFFIXES, _PARQUET, _TEXT))
     return is_plain and os.path.isfile(path)
 
@@ -259,7 +259,7 @@ def is_cut_anywhere(path: str) -> bool:
 def _suffix(path: str) -> str | None:
     """Return the ending that names the format, without .gz or .zst; `None` if it is unknown.
 
-    It is that of JSON lines for a file without an ending that begins with an object.
+    A file without an ending that begins with a JSON object counts as JSON lines.
     """
     name = Path(path).name.lower()
     for packed in _PACKED_SUFFIXES:
@@ -271,8 +271,8 @@ def _suffix(path: str) -> str | None:
 
 
 def _begins_with_an_object(path: str) -> bool:
-    """Return whether a regular file begins, once it is unpacked, with a JSON object."""
-    if not os.path.isfile(path):  # reading from a pipe would take its first bytes away
+    """Return whether a regular file begins, once decompressed, with a JSON object."""
+    if not os.path.isfile(path):  # reading from a pipe would consume its first bytes
         return False
     try:
         with open(path, "rb") as raw, _unpack(path, raw) as file:

@@ -8,8 +8,8 @@ rows as `gpt` does: row k covers the tokens from `k * S` to `(k + 1) * S` inclus
 
     sample i  =  row i // streams of stream i % streams
 
-Neighboring samples so come from many places in the corpus, and a sample depends on the seed, the
-text and its number alone, whatever the number of processes. The data-parallel processes and their
+Neighboring samples thus come from many places in the corpus, and a sample depends only on the seed,
+the text and its number, whatever the number of processes. The data-parallel processes and their
 loading processes take samples in turn, so each usually reads only its own share of the streams.
 
 Where a row begins depends on the lengths of all documents before it. Each sample therefore says
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
     from megatron.data.preprocess import BlockEncoder, EncodedBlock
 
 PLACE = "place"  # the part of a sample, `[6]`, that says where the next row of its stream begins
-_PIECES = 1024  # into which a small corpus is cut, so that it can be divided into splits
+_PIECES = 1024  # number into which a small corpus is cut, so that it can be divided into splits
 _LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
 _STREAMS = 128  # each holds a block's tokens, at most a few MB
 _KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
@@ -143,7 +143,7 @@ class TextDataset:
 
     @functools.cached_property
     def streams(self) -> int:
-        """The number of streams: the largest power of two that is not too large."""
+        """The number of streams: a power of two, at most 128 and at most the number of pieces."""
         return min(_STREAMS, 1 << ((self.pieces[1] - self.pieces[0]).bit_length() - 1))
 
     @property
@@ -232,7 +232,7 @@ class TextDataset:
     def _blocks(
         self, stream: int, visit: int, block: int
     ) -> Iterator[tuple[RowPlace, NDArray[Any]]]:
-        """Yield the tokens of a stream's blocks without end, each document's together."""
+        """Yield the tokens of a stream's blocks, endlessly, keeping each document's together."""
         pieces = -(-(self.pieces[1] - self.pieces[0] - stream) // self.streams)
         empty = 0
         while True:
@@ -292,7 +292,7 @@ def _shuffled(encoded: EncodedBlock, random: np.random.RandomState) -> NDArray[A
 
 
 def is_text(name: str) -> bool:
-    """Whether a value of --data-path names text files instead of an indexed dataset."""
+    """Return whether a value of --data-path names text files, not an indexed dataset."""
     return not os.path.exists(f"{name}.idx") and os.path.exists(name)
 
 

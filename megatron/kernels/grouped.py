@@ -288,8 +288,8 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
     """Return the experts that have rows, each with its rows. Waits for the device.
 
-    A token being generated alone reaches 8 of perhaps 128 experts: going through the others takes
-    three times as long as the products.
+    When text is generated for one request, a token reaches 8 of perhaps 128 experts: going through
+    the others takes three times as long as the products.
     """
     stops = ends.tolist()
     spans = enumerate(zip([0, *stops], stops, strict=False))

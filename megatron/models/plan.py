@@ -311,7 +311,7 @@ class RouterPlan:
         eval_capacity: The same in evaluation; `None` means `capacity`.
         min_capacity: Number of tokens that an expert keeps in any case.
         drops_last: Whether the last tokens are dropped, rather than those with the lowest scores.
-        gating: DeepSpeed's gating, with softmax over all experts; `None` means Core's.
+        gating: DeepSpeed's gating, with softmax over all experts; `None` means Megatron Core's.
     """
 
     hidden: int

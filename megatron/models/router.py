@@ -195,10 +195,10 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
-    """Return choices that Gumbel noise decides, as in DeepSpeed: int64 [T, chosen].
+    """Choose experts with Gumbel noise, as in DeepSpeed: int64 [T, chosen].
 
     A token's only expert is drawn with the probabilities of a softmax, and the second of two is
-    drawn so from those that are not the best.
+    drawn in the same way from all but the best.
 
     Args:
         logits: [T, experts].
@@ -231,7 +231,7 @@ def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tenso
 
 
 def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | None:
-    """Return the number of tokens that an expert keeps of a micro-batch on one rank.
+    """Return how many tokens of a rank's micro-batch an expert keeps.
 
     Args:
         tokens: Tokens of the micro-batch on this rank.

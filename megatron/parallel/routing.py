@@ -132,7 +132,7 @@ class Routers:
         self.seed = 0
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which layers of the present micro-batch are recomputed.
+        """Return a context in which layers of the current micro-batch are recomputed.
 
         Nothing is recorded in it.
         """

@@ -28,8 +28,8 @@ _COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 class HuggingFaceTokenizer(Tokenizer):
     """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
 
-    It may also be the name of a model, such as bigscience/bloom, whose files are in the cache of
-    Hugging Face already. Nothing is downloaded, and no code of a model is run.
+    It may also be the name of a model, such as bigscience/bloom, whose files are already in Hugging
+    Face's cache. Nothing is downloaded, and no code of a model is run.
 
     A tokenizer_config.json in the same folder names the special tokens. The file's own
     post-processing applies, so a model that begins texts with a special token gets it here too.
@@ -119,7 +119,7 @@ def _find_file(given: str) -> Path:
     """Return the path of the tokenizer.json that a file, a folder or a cached model names.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such file.
     """
     path = Path(given)
     if path.is_dir():
