@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
+from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megatron.data.gpt import (
     DocumentEnds,
     build_gpt_datasets,
@@ -87,6 +88,14 @@ class GPTRecipe:
             vocab_size=tokenizer.vocab_size,
             tokenizer=(config.tokenizer, tokenizer),
         )
+        if config.data.fim_data:
+            how, seed = FillInMiddle.from_config(config.data, tokenizer), config.training.seed
+            splits = Datasets(
+                *(
+                    None if split is None else FillInMiddleDataset(split, how, seed)
+                    for split in splits
+                )
+            )
         if not config.data.reset_attention_mask:
             return splits
         train, valid, test = (

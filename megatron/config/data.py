@@ -51,6 +51,9 @@ _APPENDS = Need(
 )
 _WHOLE_CORPUS = Need(lambda run: run.data.data_path is not None, "--data-path")
 _SAVE = Need(lambda run: run.checkpoint.save is not None, "--save")
+_FIM = Need(lambda run: run.data.fim_data, "--fim-data")
+_FRAGMENTS = Need(lambda run: run.data.fim_split_sample is not None, "--fim-split-sample")
+_FRAGMENT_RATE = Need(lambda run: run.data.fim_fragment_rate is not None, "--fim-fragment-rate")
 _CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 
 
@@ -127,6 +130,20 @@ class DataOptions:
         reset_position_ids: Restart position ids after each end-of-document token.
         reset_attention_mask: Prevent attention across document boundaries.
         eod_mask_loss: Exclude end-of-document tokens from the loss.
+        fim_data: Rearrange samples for filling in the middle.
+        fim_rate: Probability of rearranging a document.
+        fim_spm_rate: Probability of the order suffix, prefix, middle instead of prefix, suffix,
+            middle.
+        fim_split_sample: Token that divides documents into fragments, such as the files of a
+            repository. Fragments are rearranged one by one.
+        fim_fragment_rate: Probability of rearranging a fragment of a document that was chosen by
+            --fim-rate.
+        fim_no_prefix: Leave texts that begin with this as they are.
+        fim_prefix_token: Token before the prefix.
+        fim_middle_token: Token before the middle.
+        fim_suffix_token: Token before the suffix.
+        fim_pad_token: Token that fills up samples that became shorter.
+        fim_eod_token: Token that ends documents. Default: the tokenizer's end-of-document token.
         mask_prob: Fraction of tokens to mask for BERT and T5.
         short_seq_prob: Fraction of BERT and T5 samples that are shortened.
         log_sample_ids: Append each iteration's sample ids to samples.jsonl in the --save folder.
@@ -162,6 +179,19 @@ class DataOptions:
     reset_position_ids: bool = flag(False, only_for=("gpt",))
     reset_attention_mask: bool = flag(False, only_for=("gpt",))
     eod_mask_loss: bool = flag(False, only_for=("gpt",))
+    fim_data: bool = flag(False, only_for=("gpt",))
+    fim_rate: float = flag(0.5, unit="0 to 1", at_least=0, at_most=1, needs=_FIM)
+    fim_spm_rate: float = flag(0.5, unit="0 to 1", at_least=0, at_most=1, needs=_FIM)
+    fim_split_sample: str | None = flag(None, needs=_FIM, requires=_FRAGMENT_RATE)
+    fim_fragment_rate: float | None = flag(
+        None, unit="0 to 1", at_least=0, at_most=1, needs=_FRAGMENTS
+    )
+    fim_no_prefix: str | None = flag(None, needs=_FIM)
+    fim_prefix_token: str = flag("<fim_prefix>", needs=_FIM)
+    fim_middle_token: str = flag("<fim_middle>", needs=_FIM)
+    fim_suffix_token: str = flag("<fim_suffix>", needs=_FIM)
+    fim_pad_token: str = flag("<fim_pad>", needs=_FIM)
+    fim_eod_token: str | None = flag(None, needs=_FIM)
     mask_prob: float = flag(0.15, unit="0 to 1", at_least=0, at_most=1, only_for=("bert", "t5"))
     short_seq_prob: float = flag(0.1, unit="0 to 1", at_least=0, at_most=1, only_for=("bert", "t5"))
     log_sample_ids: bool = flag(False, requires=_SAVE)

@@ -4,6 +4,7 @@
     indexed                             reading and writing those files
     datasets, cache                     the datasets that the flags name: splits, blends, caches
     gpt                                 GPT samples and micro-batches
+    fill_in_middle                      samples that teach a GPT to fill in the middle
     text_stream                         GPT samples straight from text, tokenized while training
     bert, t5                            BERT and T5 samples, which are made of sentences
     sentences, sentence_map, masking    runs of sentences, and the choice of the masked tokens

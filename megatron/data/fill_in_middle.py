@@ -1,0 +1,171 @@
+"""Fill in the middle: samples in which a model learns to write what stands between two texts.
+
+A document is cut at two random characters into prefix, middle and suffix, which are given in
+another order, each behind a token of its own (Bavarian et al., 2022, arXiv:2207.14255):
+
+    PSM    <prefix> prefix <suffix> suffix <middle> middle
+    SPM    <prefix> <suffix> suffix <middle> prefix middle
+
+The rules and the order of random draws are those of Megatron Core's `GPTFIMDataset`. There, a
+process draws from one stream for all of its samples; here, each sample has a stream of its own, so
+that it does not depend on which process loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data import DataConfig
+from megatron.data.sample import Sample, SampleDataset
+from megatron.data.text_stream import TextDataset, text_members
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Tokenizer
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FillInMiddle:
+    """How samples are rearranged.
+
+    Attributes:
+        tokenizer: The run's tokenizer: texts are cut at characters and encoded again.
+        rate: The probability of rearranging a document, 0 to 1.
+        spm_rate: The probability of SPM instead of PSM, 0 to 1.
+        ids: The ids of the tokens "prefix", "middle", "suffix", "pad" and "eod".
+        fragment_end: The id of the token that divides a document into fragments, which are
+            rearranged one by one. `None` for whole documents.
+        fragment_rate: The probability of rearranging a fragment of a chosen document, 0 to 1.
+        kept_beginning: Texts that begin so are left as they are; `None` for no such text.
+    """
+
+    tokenizer: Tokenizer
+    rate: float
+    spm_rate: float
+    ids: Mapping[str, int]
+    fragment_end: int | None = None
+    fragment_rate: float = 0.0
+    kept_beginning: str | None = None
+
+    @classmethod
+    def from_config(cls, data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
+        """Return what the --fim flags ask for.
+
+        Raises:
+            ConfigError: The tokenizer has no entry for one of the tokens.
+        """
+        ids = {
+            name: _entry(tokenizer, f"--fim-{name}-token", getattr(data, f"fim_{name}_token"))
+            for name in ("prefix", "middle", "suffix", "pad")
+        }
+        end = data.fim_eod_token
+        ids["eod"] = tokenizer.eod if end is None else _entry(tokenizer, "--fim-eod-token", end)
+        fragment = data.fim_split_sample
+        return cls(
+            tokenizer,
+            data.fim_rate,
+            data.fim_spm_rate,
+            ids,
+            None if fragment is None else _entry(tokenizer, "--fim-split-sample", fragment),
+            data.fim_fragment_rate or 0.0,
+            data.fim_no_prefix,
+        )
+
+    def rearrange(self, tokens: Tokens, random: np.random.RandomState) -> Tokens:
+        """Return a sample, `[s + 1]`, with each of its documents rearranged or not.
+
+        As in Megatron, an end-of-document token that no token precedes is left out. What becomes
+        too long is cut off at the end of the sample; what becomes too short is filled up with the
+        padding token.
+        """
+        eod = self.ids["eod"]
+        parts: list[Any] = []
+        *ended, last = _split(tokens, eod)
+        for document in ended:
+            if len(document):
+                parts += [self._document(document, random), [eod]]
+        parts.append(self._document(last, random))
+        result = np.concatenate(parts)[: len(tokens)]
+        padding = np.full(len(tokens) - len(result), self.ids["pad"])
+        return np.concatenate([result, padding], dtype=np.int64)
+
+    def _document(self, tokens: Tokens, random: np.random.RandomState) -> Tokens:
+        *ended, last = (tokens,) if self.fragment_end is None else _split(tokens, self.fragment_end)
+        if not ended:
+            return self._text(tokens, self.rate, random)
+        if not random.binomial(1, self.rate):
+            return tokens
+        parts: list[Any] = []
+        for fragment in ended:
+            if len(fragment):
+                parts += [self._text(fragment, self.fragment_rate, random), [self.fragment_end]]
+        parts.append(self._text(last, self.fragment_rate, random))
+        return np.concatenate(parts)
+
+    def _text(self, tokens: Tokens, rate: float, random: np.random.RandomState) -> Tokens:
+        if not random.binomial(1, rate):
+            return tokens
+        text = self.tokenizer.detokenize(tokens.tolist())
+        if self.kept_beginning is not None and text.startswith(self.kept_beginning):
+            return tokens
+        first, second = sorted(random.randint(low=0, high=len(text) + 1, size=2).tolist())
+        prefix, middle, suffix = self.tokenizer.tokenize_sentences(
+            [text[:first], text[first:second], text[second:]]
+        )
+        before, between, after = ([self.ids[name]] for name in ("prefix", "middle", "suffix"))
+        if random.binomial(1, self.spm_rate):
+            return np.concatenate([before, after, suffix, between, prefix, middle])
+        return np.concatenate([before, prefix, after, suffix, between, middle])
+
+
+@dataclass(eq=False)
+class FillInMiddleDataset:
+    """A dataset whose samples are rearranged.
+
+    Attributes:
+        dataset: The dataset, whose samples have `text`, `[s + 1]`.
+        how: How samples are rearranged.
+        seed: The seed of all draws; each sample's also depend on its `id`.
+    """
+
+    dataset: SampleDataset
+    how: FillInMiddle
+    seed: int
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`."""
+        sample: Sample = self.dataset[i]
+        random = np.random.RandomState([self.seed, i & 0xFFFFFFFF, i >> 32])
+        return {**sample, "text": self.how.rearrange(np.asarray(sample["text"]), random)}
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return the datasets that read text: see `text_stream.ReadsText`."""
+        return text_members(self.dataset, samples)
+
+
+def _split(tokens: Tokens, end: int) -> Iterator[Tokens]:
+    """Yield the runs of tokens between the tokens `end`, which are left out."""
+    start = 0
+    for position in np.flatnonzero(tokens == end).tolist():
+        yield tokens[start:position]
+        start = position + 1
+    yield tokens[start:]
+
+
+def _entry(tokenizer: Tokenizer, flag: str, token: str) -> int:
+    found = tokenizer.vocab.get(token)
+    if found is None:
+        raise ConfigError(
+            f"{flag} {token}: the tokenizer has no such entry: name one that it has, or use a "
+            "tokenizer that was trained for filling in the middle"
+        )
+    return found
