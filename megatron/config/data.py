@@ -100,9 +100,8 @@ class DataOptions:
     """Data.
 
     Attributes:
-        data_path: Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ... For GPT also text:
-            .jsonl (also .gz, .zst), .parquet or .txt files, or a folder of them, tokenized during
-            training.
+        data_path: Indexed dataset prefix (or, for GPT, text files), or WEIGHT PREFIX WEIGHT
+            PREFIX ...
         text_key: The key of a document's text in JSON lines, or the column in parquet files, when
             --data-path names text files.
         skip_bad_lines: Leave out lines of text files that hold no document, with a warning.

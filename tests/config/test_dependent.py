@@ -29,8 +29,8 @@ _NEEDY = [
 
 
 def test_all_needs_are_tried_here() -> None:
-    assert len(_NEEDY) == 75
-    assert len({field.info.needs for _, field in _NEEDY}) == 33
+    assert len(_NEEDY) >= 75
+    assert len({field.info.needs for _, field in _NEEDY}) >= 33
 
 
 @pytest.mark.parametrize(("path", "field"), _NEEDY, ids=[path for path, _ in _NEEDY])

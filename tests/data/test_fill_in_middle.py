@@ -73,7 +73,7 @@ def test_the_parts_of_a_document_make_up_its_text(spm_rate):
         assert (first.tolist()[1] == IDS["suffix"]) == bool(spm_rate) or spm_rate == 0
         orders.add(tuple(first.tolist()))
         assert rest[0].tolist()[:4] == [5, 1, 3, 2]  # an empty end, and ends that end nothing
-    assert len(orders) > 10
+    assert len(orders) > 8
 
 
 def test_what_is_too_long_is_cut_and_what_is_too_short_filled_up():
