@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format: ours or of another program."""
+"""Open a checkpoint of any format: ours or another program's."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LOCKED = {"native": MANIFEST, "legacy": COMPLETE, "core": COMPLETE}  # the file to lock, by format
 _IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
-_INDEX = ".metadata"  # of Megatron Core's files, which end in a zip file each but for this one
+_INDEX = ".metadata"  # the only one of Megatron Core's files that does not end in a zip
 _FILES = ("mp_rank_*/*.pt", "*.pt", "__*.distcp", _INDEX)
 _NOTE = (
     "All files are here, as listed. --keep-latest may delete them while they are as listed; who "

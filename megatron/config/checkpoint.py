@@ -38,8 +38,8 @@ class CheckpointConfig:
         save_interval: Iterations between checkpoints.
         ckpt_format: Format of written checkpoints: native, legacy for files that Megatron-LM 23.08
             can load, or torch_dist for files that Megatron Core can load. All of them can be read.
-        transformer_impl: The layers with which Megatron Core is to load a checkpoint, which name a
-            few parameters differently. Here all of them are the same.
+        transformer_impl: Layers of the Megatron Core that will load a torch_dist checkpoint: they
+            name a few parameters differently. The layers here are always the same.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
         async_save: Write checkpoints in the background. Training waits only while its state is
@@ -54,8 +54,8 @@ class CheckpointConfig:
         no_save_rng: Leave random states out of checkpoints.
         load: Folder to load the newest checkpoint from.
         ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
-        allow_foreign_checkpoints: Load checkpoints even if another user owns them or everybody may
-            write to them. Their values may be anything that somebody else wanted.
+        allow_foreign_checkpoints: Load checkpoints even if another user owns them or they are
+            world-writable. Whoever can write to them controls their values.
         no_load_optim: Start with a fresh optimizer.
         no_load_rng: Start with fresh random states.
         finetune: Load weights only and start at iteration 0 with a fresh optimizer.

@@ -141,7 +141,7 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 
 
 def load_own(options: argparse.Namespace) -> Source:
-    """Open the newest checkpoint that this program, a Megatron or DeepSpeed wrote."""
+    """Open the newest checkpoint that this program, Megatron-LM, its Core or DeepSpeed wrote."""
     folder = options.load_dir
     reader = None
     if not folder.is_file():

@@ -180,7 +180,7 @@ class Form:
     shards_states: bool
 
     def place(self, name: str, shape: tuple[int, ...]) -> Location:
-        """Return where a tensor of ours goes: the inverse of `place_of`.
+        """Return where one of our tensors goes: the inverse of `place_of`.
 
         Raises:
             CheckpointError: Megatron Core has no such tensor.

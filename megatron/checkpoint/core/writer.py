@@ -1,11 +1,11 @@
 """Write a run's state, or any checkpoint, in Megatron Core's format `torch_dist`.
 
-Every rank writes its own parts of tensors, as the plan of a native checkpoint deals them out, into
+Every rank writes its own parts of tensors, as the plan of a native checkpoint assigns them, into
 files `__<rank>_<n>.distcp`. Rank 0 adds what is not a tensor of the network, and the index. All of
 it is published following the protocol of `store`.
 
-Megatron Core asks for objects besides tensors: the extra state of each linear layer, which is
-`None` without Transformer Engine's delayed scaling, and its generators' states, which are those
+Megatron Core also expects objects that are not tensors: the extra state of each linear layer, which
+is `None` without Transformer Engine's delayed scaling, and its generators' states, which are those
 after seeding (see `legacy.writer`).
 """
 
@@ -57,7 +57,7 @@ _LAST = (COMPLETE, list_files)  # the file that is written after all others, and
 _OVERHEAD = 2048  # bytes of a chunk's container and of its place in the index, at most
 _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
-# Modules with an extra state: with any layers, and further ones with Transformer Engine's.
+# Modules with an extra state: in every implementation, and further ones in Transformer Engine's.
 _LINEAR = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2))\.weight")
 _OF_ENGINE = re.compile(r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm))\.weight")
 
@@ -138,7 +138,7 @@ def convert_to_core(
 
 
 class CoreFiles:
-    """What a checkpoint's files hold."""
+    """The content of a checkpoint's files."""
 
     def __init__(self, config: ModelRun, snapshot: Snapshot) -> None:
         """Plan where each tensor goes.
@@ -163,8 +163,8 @@ class CoreFiles:
             shards_states=self._shards_states,
         )
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
-        # Where each tensor goes. The distributed optimizer also stores weights of 32 bits, as
-        # their own masters.
+        # Where each tensor goes. The distributed optimizer also stores fp32 weights, as their own
+        # masters.
         self.places = {name: [form.place(name, plan.shapes[name])] for name in names}
         for name in names if self._shards_states and snapshot.meta["optimizer"] else ():
             state = f"{STATES}{name.removeprefix(WEIGHTS)}"
@@ -242,7 +242,7 @@ class CoreFiles:
 
     @cached_property
     def objects(self) -> dict[str, Any]:
-        """What Megatron Core asks for besides tensors, by its names."""
+        """The objects that Megatron Core expects besides tensors, by its names."""
         objects: dict[str, Any] = {}
         for ours, (place, *_) in self.places.items():
             if not ours.startswith(WEIGHTS):
@@ -252,7 +252,7 @@ class CoreFiles:
             if self._is_engine:
                 modules += [one[1] for one in [_OF_ENGINE.fullmatch(place.name)] if one]
                 modules += [one.replace("linear_qkv", "core_attention") for one in modules]
-            # Each module's number among those alike: of its layer, and of its expert.
+            # The index of each module among those of its kind: by layer, and by expert.
             grid = [] if place.layer is None else [(place.layer, self.config.model.num_layers)]
             experts = place.shape[0] if ".experts.experts." in place.name else 0
             for module in dict.fromkeys(modules):
@@ -317,10 +317,10 @@ class CoreFiles:
         return tree
 
     def _optimizer(self) -> dict[Any, Any]:
-        """Return the optimizers' settings and counters: one more for experts among processes."""
+        """Return the optimizers' settings and counters. Divided experts have their own optimizer."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
-        groups = defaultdict[bool, list[bool]](list)  # of experts, or not: whether they decay
+        groups = defaultdict[bool, list[bool]](list)  # by whether they are experts': decay
         for name in self.places:
             if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):
                 decays = not name.endswith("bias") and len(plan.shapes[name]) > 1
@@ -353,6 +353,6 @@ class CoreFiles:
 
 
 def _shard_name(name: str, numbers: Sequence[tuple[int, int]]) -> str:
-    """Return Megatron Core's name of one object of a grid of them."""
+    """Return Megatron Core's name for one object in a grid of objects."""
     at, of = (".".join(map(str, axis)) for axis in zip(*numbers, strict=True))
     return f"{name}/shard_{at}_{of}"

@@ -14,6 +14,6 @@ Modules:
     files      the files of a folder, opened and sorted
     names      DeepSpeed's parameter names and ours
     states     which elements of which flat partition belong to which parameter
-    arguments  Megatron-DeepSpeed's command line as settings of ours
+    arguments  Megatron-DeepSpeed's command line, converted to our settings
     reader     such a folder through the interface `Reader`
 """

@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's command line as settings of ours."""
+"""Convert Megatron-DeepSpeed's command line to our settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
     """Return a command line of Megatron-DeepSpeed under the names of Megatron-LM.
 
     Raises:
-        CheckpointError: The network has a part that ours lack.
+        CheckpointError: The network has a part that our networks lack.
     """
     for name, neutral in _NEUTRAL.items():
         if name in args and args[name] not in neutral:

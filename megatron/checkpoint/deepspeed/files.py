@@ -36,7 +36,7 @@ _MOST_FILES = 1 << 20
 
 
 def _typed(function: Any, kind: Any, args: Any, *_: Any) -> TensorRef:
-    """Return a tensor with attributes of its own, which are left out."""
+    """Return a tensor without the attributes that it was saved with."""
     if type(function) is not Factory or function.name != "tensor" or kind != "torch.Tensor":
         raise ValueError("an unknown kind of tensor")
     made: TensorRef = function.call(*args)
@@ -83,7 +83,7 @@ class Files:
 
     Attributes:
         models: A file with the command line, by model-parallel rank.
-        partitioned: Whether the weights are in the partitions of ZeRO 3 alone.
+        partitioned: Whether the weights are only in the partitions of ZeRO 3.
         layers: The layers of a PipelineModule, by layer and tensor rank.
         experts: The files of experts, by layer of the stage, expert and model-parallel rank.
         states: Partitions of the optimizer, by model-parallel and data-parallel rank.
@@ -115,7 +115,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
 
     Args:
         path: The folder.
-        allow_foreign: Accept files of other users.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: A file is damaged, refused or of an unknown kind, or a model-parallel rank
@@ -131,7 +131,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
             files.partitioned = True
             partitions.add((numbers[1], numbers[0]))
             if numbers[0]:
-                continue  # without weights, all say the same as the first
+                continue  # they hold no weights, and otherwise what the first holds
         opened = open_file(one, allow_foreign=allow_foreign)
         tables: dict[str, dict[Any, StateFile]] = {
             "layer": files.layers,
@@ -167,7 +167,7 @@ def open_file(path: Path, *, allow_foreign: bool = False) -> StateFile:
 
     Args:
         path: The file.
-        allow_foreign: Accept a file of another user.
+        allow_foreign: Accept a file owned by another user.
 
     Raises:
         CheckpointError: The file is damaged or refused.

@@ -50,7 +50,7 @@ def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, 
     """Yield the leaves of nested dicts by their joined names.
 
     Raises:
-        CheckpointError: It is deeper or larger than any model.
+        CheckpointError: The tree is deeper or larger than any model's.
     """
     if not isinstance(tree, dict):
         yield prefix, tree
@@ -99,7 +99,7 @@ def local_expert(name: str) -> int | None:
 
 
 def shift_expert(name: str, by: int) -> str:
-    """Return a parameter's name with the number of its expert, if any, raised.
+    """Return a parameter's name with `by` added to the number of its expert, if it has one.
 
     Args:
         name: A name with the number of the expert in its process.
@@ -115,9 +115,10 @@ def is_gate(name: str) -> bool:
 
 
 def is_copy(name: str) -> bool:
-    """Return whether a parameter in a file of all weights is that of an expert.
+    """Return whether a parameter is a copy of an expert's in a file of other weights.
 
-    Megatron-DeepSpeed leaves them there, beside their own files, as "encoderlayers.3.mlp...".
+    Megatron-DeepSpeed leaves these copies there, as "encoderlayers.3.mlp...", in addition to the
+    experts' own files.
     """
     return name.startswith("encoderlayers.") and f".{_EXPERTS}" in name
 
@@ -128,7 +129,7 @@ def is_derived(name: str) -> bool:
 
 
 def place_of(name: str) -> Destination:
-    """Return where a parameter with a name of a whole model belongs.
+    """Return where a parameter belongs, given its name in a whole model.
 
     Raises:
         CheckpointError: Our networks have no such parameter.

@@ -40,7 +40,7 @@ _LARGEST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor of ours.
+    """A part of one of our tensors.
 
     Attributes:
         value: The elements as the file has them.
@@ -56,8 +56,8 @@ class TensorPart:
 class DeepSpeedReader(Reader):
     """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under our names.
 
-    `meta` holds what that of `LegacyReader` holds, and a line in `notices` for everything that is
-    not taken over.
+    `meta` has the same keys as that of `LegacyReader`, and `notices` with a line for everything
+    that is left out.
     """
 
     format = "deepspeed"
@@ -118,7 +118,7 @@ class DeepSpeedReader(Reader):
         self.meta["notices"] = self._notices
 
     def _find_split(self) -> int:
-        """Return the tensor-parallel size, once it is known that all ranks' files are there."""
+        """Return the tensor-parallel size, after checking that all ranks' files are there."""
         sizes = [
             self._args.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline")
         ]
@@ -155,8 +155,8 @@ class DeepSpeedReader(Reader):
     def _weights_of(self, rank: int) -> dict[str, Value]:
         """Return a model-parallel rank's own weights by their names in a whole model.
 
-        The layers of a PipelineModule all belong to the first stage: their files do not say to
-        which one they belonged.
+        The layers of a PipelineModule all count as the first stage's, because their files do not
+        say which stage held them.
         """
         file, found = self._files.models[rank], dict[str, Value]()
         if self._files.partitioned:
@@ -195,7 +195,7 @@ class DeepSpeedReader(Reader):
     def _read_states(self) -> list[States] | None:
         """Return the optimizer states of each model-parallel rank, if all of them are there.
 
-        With ZeRO 3 they are the weights, too.
+        With ZeRO 3 they include the weights.
         """
         files = self._files
         ranks = [
@@ -327,7 +327,7 @@ class DeepSpeedReader(Reader):
         return States(values, states.steps)
 
     def _place_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
-        """Yield each tensor of ours with its pieces."""
+        """Yield each of our tensors with its pieces."""
         found = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
 
         def add(name: str, rank: int, place: names.Destination, value: Value) -> None:
@@ -352,7 +352,7 @@ class DeepSpeedReader(Reader):
     def _main_dtype(self) -> torch.dtype:
         """Return the type of the weights."""
         types = {value.dtype for own in self._own for value in own.values()}
-        types.discard(torch.float32)  # gates of experts may stay in 32 bits
+        types.discard(torch.float32)  # expert gates may stay in fp32
         if len(types) > 1:
             raise CheckpointError(f"weights of several types: {sorted(map(str, types))}")
         return next(iter(types), torch.float32)

@@ -1,8 +1,8 @@
 """Find which elements of an optimizer's flat partitions belong to which parameter.
 
-ZeRO lays the parameters of a group one after the other, and divides the row among data-parallel
-ranks. `param_slice_mappings` says where in its partition each rank has which parameter. The parts
-of a parameter follow each other in the order of ranks. The ranks that hold the same experts divide
+ZeRO lays the parameters of a group end to end, and divides the result among data-parallel ranks.
+`param_slice_mappings` says where in its partition each rank has which parameter. The parts of a
+parameter follow each other in the order of ranks. The ranks that hold the same experts divide
 those.
 
 ZeRO 3 divides each parameter: every rank has ceil(n / ranks) elements of it, in the order of
@@ -39,8 +39,8 @@ class Value(NamedTuple):
     Attributes:
         shape: Its shape.
         dtype: The type in which it is read.
-        parts: The windows that hold its elements, in their order. More elements are padding; none
-            at all stand for zeros.
+        parts: The windows that hold its elements, in order. Further elements are padding. Without
+            any windows, all elements are zero.
     """
 
     shape: tuple[int, ...]

@@ -240,7 +240,7 @@ def write_torch_file(path: Path, tree: Any) -> None:
 
 
 def append_torch_file(file: IO[bytes], tree: Any, stem: str = "archive") -> None:
-    """Append what `torch.load` reads to a file, which may hold others before it.
+    """Append a torch.save file to an open file, which may already hold others.
 
     Args:
         file: The file.
@@ -268,7 +268,7 @@ def write_pickle(tree: Any) -> tuple[memoryview, list[Tensor]]:
 
 
 class _Tail(io.RawIOBase):
-    """A file object that begins where another file ends now."""
+    """A file object that begins at the current end of another file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._start = file, file.tell()
