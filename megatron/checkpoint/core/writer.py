@@ -317,7 +317,7 @@ class CoreFiles:
         return tree
 
     def _optimizer(self) -> dict[Any, Any]:
-        """Return the optimizers' settings and counters. Divided experts have their own optimizer."""
+        """Return the optimizers' settings and counters. Divided experts have their own."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
         groups = defaultdict[bool, list[bool]](list)  # by whether they are experts': decay
