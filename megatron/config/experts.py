@@ -12,6 +12,7 @@ MOST_EXPERTS = 2**16
 BALANCING_LOSSES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
 }
 Z_LOSS = "z_loss"
 _LAST_OF = re.compile(r"last-of-([1-9][0-9]{0,4})")
@@ -75,7 +76,8 @@ class ExpertOptions:
             experts with few tokens and lowered for those with many (DeepSeek-V3).
         moe_router_bias_update_rate: Change of each expert's bias in an iteration.
         moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
-            a micro-batch, seq_aux_loss over each sequence.
+            a micro-batch, seq_aux_loss over each sequence, global_aux_loss over the micro-batches
+            of a global batch so far.
         moe_aux_loss_coeff: Coefficient of each load-balancing loss.
         moe_z_loss_coeff: Coefficient of the z-loss, which keeps the router's logits small. Default:
             no z-loss.
@@ -88,6 +90,10 @@ class ExpertOptions:
         moe_token_dropping: Drop tokens beyond the capacity. Off: no limit, whatever capacity factor
             is given.
         moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
+        moe_pad_expert_input_to_capacity: Accepted for compatibility; no effect. Experts multiply
+            the rows that they have.
+        moe_per_layer_logging: Write the routers' losses of each layer to TensorBoard and the other
+            files of metrics, beside their means over layers.
     """
 
     num_experts: int | None = flag(
@@ -111,7 +117,9 @@ class ExpertOptions:
     )
     moe_use_rts: bool = flag(True, needs=_GATED)
     moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
-    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), needs=_MIXTURE)
+    moe_router_score_function: str = flag(
+        "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=_MIXTURE
+    )
     moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
     moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
     moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
@@ -129,6 +137,12 @@ class ExpertOptions:
     moe_min_capacity: int = flag(0, unit="tokens", at_least=0, needs=_MIXTURE)
     moe_token_dropping: bool = flag(True, off="--disable-moe-token-dropping", needs=_MIXTURE)
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), needs=_DROPS)
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False,
+        requires=_DROPS,
+        notice="changes nothing: experts multiply the rows that they have, however many",
+    )
+    moe_per_layer_logging: bool = flag(False, requires=_MIXTURE)
 
     @property
     def balancing(self) -> tuple[tuple[str, float], ...]:

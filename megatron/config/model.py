@@ -264,6 +264,8 @@ _NOT_OF_THE_NETWORK = {
     "moe_eval_capacity_factor",
     "moe_min_capacity",
     "moe_token_dropping",
+    "moe_pad_expert_input_to_capacity",
+    "moe_per_layer_logging",
     "moe_token_drop_policy",
 }
 # Fields that give the weights their shape and meaning: other values mean a different network.

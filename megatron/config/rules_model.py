@@ -120,10 +120,10 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{model.moe_shared_expert_intermediate_size}: both are MLPs that every token passes "
             "through: drop one of them"
         )
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax":
         yield (
-            "--moe-router-enable-expert-bias requires --moe-router-score-function sigmoid, whose "
-            "scores do not depend on each other: change one of them"
+            "--moe-router-enable-expert-bias requires --moe-router-score-function sigmoid or "
+            "sqrtsoftplus, whose scores do not depend on each other: change one of them"
         )
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) != len(weights):

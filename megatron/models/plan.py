@@ -296,14 +296,16 @@ class RouterPlan:
         init: Distribution of the initial weights.
         experts: Number of experts to choose from.
         chosen: Number of experts for each token.
-        score: "softmax" or "sigmoid", the function that turns logits into scores.
+        score: "softmax", "sigmoid" or "sqrtsoftplus" (the square root of softplus), the function
+            that turns logits into scores.
         scores_all: Whether softmax runs over all experts, rather than only over the chosen ones.
         groups: Number of groups of experts; 1 if there are none.
         groups_chosen: Number of groups that a token's experts may come from.
         scale: Factor applied to the scores of the chosen experts.
         bias_rate: Step by which the biases of the experts' scores change in an iteration; `None` if
             there are no biases.
-        balancing: Load-balancing losses ("aux_loss", "seq_aux_loss") with their coefficients.
+        balancing: Load-balancing losses ("aux_loss", "seq_aux_loss", "global_aux_loss")
+            with their coefficients.
         z_loss: Coefficient of the z-loss; `None` if there is none.
         jitter: Largest relative noise of the input in training; 0 for none.
         capacity: Multiple of an even share of the tokens beyond which an expert drops them; `None`

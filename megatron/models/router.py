@@ -93,7 +93,7 @@ class Router(nn.Module):
             weights = routing.weights
             best = balanced_choices(routing.choices, scores, plan)
             for kind, coefficient in plan.balancing:
-                loss = self._balancing_loss(scores, best, 1 if kind == "aux_loss" else sequences)
+                loss = self._balancing_loss(kind, scores, best, sequences)
                 weights = self._with_loss(weights, kind, coefficient, loss)
             routing = routing._replace(weights=weights)
         limit = capacity(len(logits), plan, training=self.training)
@@ -131,6 +131,8 @@ class Router(nn.Module):
         plan = self.plan
         if plan.score == "sigmoid":
             scores = torch.sigmoid(logits)
+        elif plan.score == "sqrtsoftplus":
+            scores = F.softplus(logits).sqrt()
         else:
             scores = torch.softmax(logits, dim=-1) if plan.scores_all else logits
         ranking = scores.detach()
@@ -143,33 +145,41 @@ class Router(nn.Module):
         else:
             choices = ranking.topk(plan.chosen, dim=-1).indices
         weights = scores.gather(1, choices)
-        if plan.score == "sigmoid" and plan.chosen > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        elif plan.score == "softmax" and not plan.scores_all:
+        if plan.score == "softmax" and not plan.scores_all:
             weights = torch.softmax(weights, dim=-1)
+        elif plan.score != "softmax" and plan.chosen > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
         if plan.scale != 1.0:
             weights = weights * plan.scale
         return Routing(choices, weights), scores
 
-    def _balancing_loss(self, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
+    def _balancing_loss(self, kind: str, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
         """Return this rank's part of experts x sum over experts of (share x mean score).
 
         It is 1 if all experts get equally many tokens. The parts of all ranks that share the
-        sequences add up to the loss, or to the mean of the losses of `sequences` interleaved
-        sequences.
+        sequences add up to the loss of the micro-batch. That of the global batch takes the shares
+        of all micro-batches so far, as Megatron Core does.
 
         Args:
+            kind: "aux_loss" over all sequences, "seq_aux_loss" for the mean of the losses of each,
+                or "global_aux_loss".
             scores: Scores of each token, [s b, experts].
             best: The experts of each token that count, int64 [s b, n].
-            sequences: Number of sequences b that have a loss of their own, or 1.
+            sequences: Number of interleaved sequences b.
         """
         plan, layout = self.plan, self.layout
+        if kind != "seq_aux_loss":
+            sequences = 1
         hits = torch.zeros_like(scores).scatter_(1, best, 1.0)
         hits = hits.unflatten(0, (-1, sequences)).sum(0)  # [sequences, experts]
         hits = all_reduce(all_reduce(hits, layout.context), layout.sequence)
         sums = scores.unflatten(0, (-1, sequences)).sum(0)
         tokens = len(scores) // sequences * layout.context.size * layout.sequence.size
-        factor = plan.experts / (best.shape[1] * tokens * tokens * sequences)
+        counted = tokens
+        if kind == "global_aux_loss":
+            hits = self.state.mean_hits(all_reduce(hits, layout.data))
+            counted *= layout.data.size
+        factor = plan.experts / (best.shape[1] * counted * tokens * sequences)
         return (sums * hits).sum() * factor
 
     def _with_loss(self, x: Tensor, kind: str, coefficient: float, part: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ class RouterState:
         self.loss_scale = loss_scale = routers.loss_scale
         self._kinds = {kind: i for i, kind in enumerate(losses)}
         self._rate = bias_rate
+        self._hits: list[Tensor] = []
+        self._mean_hits: dict[int, Tensor] = {}  # by the micro-batch's seed
         self.counts = loss_scale.new_zeros(experts)
         self.load = loss_scale.new_zeros(experts)
         self.losses = loss_scale.new_zeros(len(losses))
@@ -98,6 +100,19 @@ class RouterState:
         flat = choices.flatten()
         self.counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(self.counts.dtype))
 
+    def mean_hits(self, hits: Tensor) -> Tensor:
+        """Return the mean over the update's micro-batches so far of what a loss counts.
+
+        A micro-batch whose layers are computed a second time gets the same mean again.
+
+        Args:
+            hits: Tokens that count for each expert in this micro-batch, on all of its ranks.
+        """
+        if not self._routers.is_paused:
+            self._hits.append(hits)
+            self._mean_hits[self.seed] = torch.stack(self._hits).mean(0)
+        return self._mean_hits[self.seed]
+
     def update_bias(self, counts: Tensor) -> None:
         """Raise the biases of experts with few tokens and lower those of experts with many.
 
@@ -109,6 +124,8 @@ class RouterState:
 
     def reset(self) -> None:
         """Forget the passes of an update, whose tokens count in the load from now on."""
+        self._hits.clear()
+        self._mean_hits.clear()
         self.load.add_(self.counts)
         self.counts.zero_()
         self.losses.zero_()
@@ -170,13 +187,12 @@ class Routers:
         for state, each in zip(states, counts, strict=True):
             state.update_bias(each)
 
-    def take_losses(self, kinds: int, device: torch.device) -> Tensor:
-        """Return the sum over layers of each loss, fp32 [kinds], and reset all states."""
-        total = torch.zeros(kinds, device=device)
+    def take_losses(self) -> list[Tensor]:
+        """Return each router's losses, fp32 [kinds], and reset all states."""
+        losses = [state.losses.clone() for state in self.states]
         for state in self.states:
-            total += state.losses
             state.reset()
-        return total
+        return losses
 
     def take_loads(self) -> list[Tensor]:
         """Return each router's load on this rank, fp32 [experts], and begin the next at zero."""

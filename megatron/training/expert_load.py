@@ -22,13 +22,21 @@ _MOST_NAMED = 8  # experts of one layer in a log line
 _PIXELS = 16  # of the side of an expert's square in the picture
 
 
-def _mixtures(plan: ModelPlan) -> dict[int, int]:
+def mixtures_of(plan: ModelPlan) -> dict[int, int]:
     """Return the number of experts of each mixture layer, by layer index from 0."""
     return {
         index: layer.mlp.router.experts
         for index, layer in enumerate(plan.layers)
         if isinstance(layer.mlp, MixturePlan)
     }
+
+
+def held_mixtures(run: Run) -> list[int]:
+    """Return the mixture layers on this process, by layer index, in the order of its routers."""
+    parts = plan_model(run.config.model, run.config.parallel)
+    held = parts_of_stage(parts, run.layout.pipeline.rank, run.layout.pipeline.size)
+    mixtures = mixtures_of(run.plan)
+    return [index for part in held for index in part.layers if index in mixtures]
 
 
 def expert_load_part(run: Run) -> Tensor:
@@ -41,15 +49,12 @@ def expert_load_part(run: Run) -> Tensor:
     device = run.device.torch_device
     if (run.progress.iteration + 1) % run.config.logging.log_interval:
         return torch.zeros(0, device=device)
-    layout, mixtures = run.layout, _mixtures(run.plan)
-    parts = plan_model(run.config.model, run.config.parallel)
-    held = parts_of_stage(parts, layout.pipeline.rank, layout.pipeline.size)
-    here = [index for part in held for index in part.layers if index in mixtures]
+    layout, mixtures = run.layout, mixtures_of(run.plan)
     loads = {index: torch.zeros(experts, device=device) for index, experts in mixtures.items()}
     taken = run.layers.routers.take_loads()
     # Without sequence parallelism all tensor ranks count the same tokens.
     if layout.sequence_parallel or layout.tensor.is_first:
-        loads |= zip(here, taken, strict=True)
+        loads |= zip(held_mixtures(run), taken, strict=True)
     return torch.cat((torch.zeros(0, device=device), *loads.values()))
 
 
@@ -72,7 +77,7 @@ class ExpertLoad:
             plan: The network.
             tokens: The sum over ranks of `expert_load_part`.
         """
-        mixtures = _mixtures(plan)
+        mixtures = mixtures_of(plan)
         ends = np.cumsum([0, *mixtures.values()])
         layers = {}
         for index, start, end in zip(mixtures, ends, ends[1:], strict=False):

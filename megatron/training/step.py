@@ -14,7 +14,12 @@ from megatron.command import say
 from megatron.device import Reading
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
-from megatron.training.expert_load import ExpertLoad, expert_load_part
+from megatron.training.expert_load import (
+    ExpertLoad,
+    expert_load_part,
+    held_mixtures,
+    mixtures_of,
+)
 from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
 from megatron.training.run import Run
@@ -29,6 +34,8 @@ class StepOutcome(StepResult):
     Attributes:
         losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
             with --calculate-per-token-loss over all tokens that count.
+        layer_losses: The losses of each layer's expert router, by TensorBoard tag, with
+            --moe-per-layer-logging; otherwise empty.
         samples: The size of the global batch.
         loss_scale: The factor by which the loss was multiplied.
         exit_wanted: Whether some rank asked to exit.
@@ -40,6 +47,7 @@ class StepOutcome(StepResult):
     """
 
     losses: dict[str, float]
+    layer_losses: dict[str, float]
     samples: int
     loss_scale: float
     exit_wanted: bool
@@ -116,7 +124,7 @@ class Updates:
             self._begun.begin()
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
-        result, losses, (exit_wanted, save_due), finite, expert_load = reading.wait()
+        result, losses, layer_losses, (exit_wanted, save_due), finite, expert_load = reading.wait()
         if not all(map(math.isfinite, losses.values())):  # no loss scale can be the reason
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
@@ -124,6 +132,7 @@ class Updates:
         return StepOutcome(
             **vars(result),
             losses=losses,
+            layer_losses=layer_losses,
             samples=samples,
             loss_scale=loss_scale,
             exit_wanted=exit_wanted,
@@ -197,7 +206,7 @@ class _Reading:
         flags = (run.exit.wanted, run.save_clock.is_due)
         others = router_losses(run, len(passes.sample_ids))
         load = expert_load_part(run)
-        self._load_size = load.numel()
+        self._others_size, self._load_size = others.numel(), load.numel()
         packed = pack_losses(passes, flags, run, torch.cat((others, load)))
         parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
@@ -205,22 +214,25 @@ class _Reading:
 
     def wait(
         self,
-    ) -> tuple[StepResult, dict[str, float], list[bool], list[bool], ExpertLoad | None]:
-        """Return the optimizer's result, the losses, two lists of flags, and the experts' load.
+    ) -> tuple[
+        StepResult, dict[str, float], dict[str, float], list[bool], list[bool], ExpertLoad | None
+    ]:
+        """Return the optimizer's result, losses, two lists of flags, and the experts' load.
 
+        The losses are those of the log, and the routers' of each layer.
         The first list says whether some rank wants to exit, and whether one has a checkpoint due.
         The second list says whether each micro-batch of this rank had a finite loss. The experts'
         load is `None` if no log line is due.
         """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
-        names = self._run.config.model.auxiliary_losses
         end = len(packed) - self._load_size
-        start = end - len(names)
+        start = end - self._others_size
         losses, _, flags = unpack_losses(packed[:start], self._run)
-        losses |= zip(names, packed[start:end], strict=True)
+        means, of_layers = unpack_router_losses(packed[start:end], self._run)
         load = ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None
-        return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite], load
+        result = self._run.optimizer.end_step(ended)
+        return result, losses | means, of_layers, flags, [x > 0 for x in finite], load
 
 
 def reduce_gradients(run: Run) -> None:
@@ -273,15 +285,35 @@ def reduce_losses(
 
 
 def router_losses(run: Run, micro_batches: int) -> Tensor:
-    """Return this rank's part of each loss of the expert routers, and forget the losses.
+    """Return this rank's part of the losses of the expert routers, and forget the losses.
 
-    The parts of all ranks add up to means over micro-batches and mixture layers, as Megatron Core
-    logs them, in the order of `ExpertOptions.auxiliary_losses`.
+    The parts of all ranks add up to means over micro-batches: fp32, all losses of the first mixture
+    layer in the order of `ExpertOptions.auxiliary_losses`, then those of the second, and so on.
     """
-    names = run.config.model.auxiliary_losses
-    mixtures = sum(layer.mlp.kind == "mixture" for layer in run.plan.layers)
-    sums = run.layers.routers.take_losses(len(names), run.device.torch_device)
-    return sums / (max(mixtures, 1) * micro_batches * run.layout.data.size)
+    none = torch.zeros(len(run.config.model.auxiliary_losses), device=run.device.torch_device)
+    layers = dict.fromkeys(mixtures_of(run.plan), none)
+    layers |= zip(held_mixtures(run), run.layers.routers.take_losses(), strict=True)
+    return torch.cat((none[:0], *layers.values())) / (micro_batches * run.layout.data.size)
+
+
+def unpack_router_losses(
+    values: Sequence[float], run: Run
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the losses of the expert routers by log name, and those of each layer by tag.
+
+    Means over mixture layers have Megatron Core's names, and so have the tags.
+
+    Args:
+        values: The sum over ranks of `router_losses`.
+        run: The run.
+    """
+    names, layers = run.config.model.auxiliary_losses, list(mixtures_of(run.plan))
+    each = dict(zip(((layer, name) for layer in layers for name in names), values, strict=True))
+    sums = {name: sum(each[layer, name] for layer in layers) for name in names}
+    means = {name: total / max(len(layers), 1) for name, total in sums.items()}
+    if not run.config.model.moe_per_layer_logging:
+        return means, {}
+    return means, {f"moe/{name}_layer_{layer}": each[layer, name] for layer, name in each}
 
 
 def pack_losses(

@@ -225,6 +225,12 @@ RULES = [
     ("--expert-model-parallel-size 2", 2, ["--num-experts"]),
     (f"{MIXTURE} --moe-shared-expert-gate", 1, ["--moe-shared-expert-intermediate-size"]),
     ("--mlp-type residual", 1, ["--num-experts"]),
+    ("--moe-per-layer-logging", 1, ["--num-experts"]),
+    (
+        f"{MIXTURE} --moe-pad-expert-input-to-capacity",
+        1,
+        ["requires --moe-expert-capacity-factor: add it, or drop the flag"],
+    ),
     (f"{GATED} --moe-router-score-function sigmoid", 1, ["its scores are a softmax: drop one"]),
     (f"{GATED} --moe-token-drop-policy position", 1, ["in an order of its own: drop one"]),
     (f"{GATED} --moe-router-topk-scaling-factor 2", 1, ["its weights are the scores: drop one"]),
@@ -301,6 +307,9 @@ def test_all_mistakes_are_told_at_once():
         (f"{MIXTURE} --moe-layer-freq ([0]*1+[1]*3)", 1),
         (f"{GATED} --moe-router-topk 1 --noisy-gate-policy RSample --no-moe-use-rts", 1),
         (f"{GATED} --disable-moe-top2-2nd-expert-sampling --noisy-gate-policy Jitter", 1),
+        (f"{SIGMOID[:-7]} sqrtsoftplus --moe-router-enable-expert-bias", 1),
+        (f"{MIXTURE} --moe-per-layer-logging", 1),
+        (f"{GATED} --moe-pad-expert-input-to-capacity", 1),
         (f"{GATED} --moe-eval-capacity-factor 2 --moe-min-capacity 4", 1),
     ],
 )
@@ -317,4 +326,7 @@ def test_losses_have_megatron_core_s_names():
     assert off.auxiliary_losses == off.balancing == ()
     none = parse(f"{MIXTURE} --moe-router-load-balancing-type none --moe-aux-loss-coeff 1")
     assert none.config.model.balancing == ()
+    words = "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 1 2"
+    both = parse(MIXTURE, words).config.model
+    assert both.auxiliary_losses == ("load_balancing_loss", "global_load_balancing_loss")
     assert parse().config.model.auxiliary_losses == ()

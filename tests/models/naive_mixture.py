@@ -6,7 +6,7 @@ Every function takes fp64 tensors, and autograd differentiates it. Shapes: T tok
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def assign(logits: Tensor, plan: RouterPlan, bias: Tensor | None = None) -> Assi
     """The experts of each token, given logits [T, E] and the biases of the experts [E]."""
     found = []
     for row in logits:
-        scores = torch.sigmoid(row) if plan.score == "sigmoid" else row
+        scores = _alone(row, plan) if plan.score != "softmax" else row
         if plan.score == "softmax" and plan.scores_all:
             scores = row.exp() / row.exp().sum()
         rank = (scores if bias is None else scores + bias).tolist()
@@ -32,11 +32,16 @@ def assign(logits: Tensor, plan: RouterPlan, bias: Tensor | None = None) -> Assi
         if plan.score == "softmax" and not plan.scores_all:
             total = sum(row[e].exp() for e in chosen)
             factors = {e: row[e].exp() / total for e in chosen}
-        elif plan.score == "sigmoid" and plan.chosen > 1:
+        elif plan.score != "softmax" and plan.chosen > 1:
             total = sum(factors.values())
             factors = {e: score / (total + 1e-20) for e, score in factors.items()}
         found.append({e: factor * plan.scale for e, factor in factors.items()})
     return found
+
+
+def _alone(row: Tensor, plan: RouterPlan) -> Tensor:
+    """Scores that do not depend on each other."""
+    return torch.sigmoid(row) if plan.score == "sigmoid" else (1 + row.exp()).log().sqrt()
 
 
 def _allowed(rank: list[float], plan: RouterPlan) -> list[int]:
@@ -61,22 +66,31 @@ def without_overflow(assignment: Assignment, plan: RouterPlan) -> Assignment:
     return kept
 
 
-def balancing_loss(logits: Tensor, plan: RouterPlan, sequences: int = 1) -> Tensor:
-    """The mean over sequences, which are interleaved, of Switch Transformers' loss."""
+def balancing_loss(
+    logits: Tensor, plan: RouterPlan, sequences: int = 1, others: Sequence[Tensor] = ()
+) -> Tensor:
+    """The mean over sequences, which are interleaved, of Switch Transformers' loss.
+
+    Args:
+        logits: [T, E].
+        plan: The router's record.
+        sequences: Their number.
+        others: Logits of other micro-batches, whose tokens count as well.
+    """
     losses = []
     for sequence in range(sequences):
         rows = logits[sequence::sequences]
         tokens = torch.zeros(plan.experts, dtype=logits.dtype)
         sums = torch.zeros(plan.experts, dtype=logits.dtype)
-        for row in rows:
-            scores = row.exp() if plan.score == "softmax" else torch.sigmoid(row)
-            scores = scores / (scores.sum() + 1e-20)
-            rank = scores.tolist()
+        for row in (*rows, *(row for other in others for row in other.detach())):
+            rank = row.tolist()
             for expert in sorted(range(plan.experts), key=lambda e: -rank[e])[: plan.chosen]:
                 tokens[expert] += 1
-            sums = sums + scores
-        count = len(rows)
-        losses.append((sums * tokens).sum() * plan.experts / (plan.chosen * count * count))
+        for row in rows:
+            scores = row.exp() if plan.score == "softmax" else _alone(row, plan)
+            sums = sums + scores / (scores.sum() + 1e-20)
+        shares = tokens / tokens.sum()
+        losses.append((sums * shares).sum() * plan.experts / len(rows))
     return sum(losses) / sequences
 
 

@@ -11,6 +11,7 @@ from megatron.models.plan import InitPlan, RouterPlan
 from megatron.models.router import Router, Routing, capacity, drop, waiting, within_best_groups
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
+from tests.distributed import run_sharing_memory
 from tests.models import naive_mixture as naive
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 10, 3, 12, 8
@@ -27,7 +28,10 @@ PLANS = {
     "groups of all scores": replace(BASE, scores_all=True, groups=2, groups_chosen=1),
     "sigmoid": replace(SIGMOID, bias_rate=None),
     "one sigmoid": replace(SIGMOID, bias_rate=None, chosen=1),
+    "square root of softplus": replace(BASE, score="sqrtsoftplus"),
+    "one square root of softplus": replace(BASE, score="sqrtsoftplus", chosen=1),
     "biased": SIGMOID,
+    "biased square roots": replace(SIGMOID, score="sqrtsoftplus"),
     "all of DeepSeek-V3": replace(SIGMOID, chosen=4, groups=4, groups_chosen=2, scale=2.5),
 }
 BIAS = torch.linspace(-0.3, 0.3, EXPERTS)
@@ -129,11 +133,14 @@ def test_groups_are_as_good_as_the_experts_a_token_takes_of_them():
 LOSSES = {
     "aux_loss": naive.balancing_loss,
     "seq_aux_loss": lambda logits, plan: naive.balancing_loss(logits, plan, BATCH),
+    "global_aux_loss": naive.balancing_loss,  # of the first micro-batch
 }
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("name", ["softmax over the chosen", "one expert", "groups", "biased"])
+@pytest.mark.parametrize(
+    "name", ["softmax over the chosen", "one expert", "groups", "biased", "biased square roots"]
+)
 def test_balancing_losses_and_their_gradients(kind, name):
     plan = replace(PLANS[name], balancing=((kind, 0.7),))
     bias = BIAS if plan.bias_rate is not None else None
@@ -146,6 +153,75 @@ def test_balancing_losses_and_their_gradients(kind, name):
     )
     _, _, logits = exact(router, tokens())
     assert router.state.losses.item() == pytest.approx(LOSSES[kind](logits, plan).item(), rel=1e-5)
+
+
+def global_loss(router, batches, plan):
+    """What the last of several micro-batches adds to the loss, and its input's gradient."""
+    for x in batches[:-1]:
+        router(x)
+    before = router.state.losses.clone()
+    x = batches[-1].clone().requires_grad_()
+    router(x).weights.sum().mul(0).backward()
+    added = (router.state.losses - before).item()
+    logits = [exact(router, each)[2] for each in batches]
+    leaf, _, last = exact(router, batches[-1])
+    loss = naive.balancing_loss(last, plan, others=logits[:-1])
+    (0.7 * loss).backward()
+    return added, x.grad, loss.item(), leaf.grad
+
+
+def test_the_global_loss_counts_all_micro_batches_so_far():
+    plan = replace(BASE, balancing=(("global_aux_loss", 0.7),))
+    router = build(plan)
+    batches = [tokens(seed) for seed in (2, 3, 4)]
+    added, grad, loss, wanted = global_loss(router, batches, plan)
+    assert added == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-6)
+    router.state.reset()  # the next global batch begins anew
+    added, grad, loss, wanted = global_loss(router, batches[1:], plan)
+    assert added == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_recomputation_has_the_global_loss_of_its_micro_batch():
+    context = BuildContext(Layout.single())
+    routers, plan = context.registry.routers, replace(BASE, balancing=(("global_aux_loss", 0.7),))
+    router = build(plan, context)
+    grads = []
+    for again in (False, True):
+        router.state.reset()
+        routers.seed = 1
+        paused = routers.paused()
+        x = tokens().requires_grad_()
+        weights = router(x).weights
+        routers.seed = 2
+        router(tokens(5))
+        if again:
+            with paused:
+                weights = router(x).weights
+        weights.sum().mul(0).backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    assert grads[0].any()
+
+
+def _global_loss_of_a_rank(layout):
+    router = build(replace(BASE, balancing=(("global_aux_loss", 0.7),)), BuildContext(layout))
+    x = tokens(layout.data.rank).requires_grad_()
+    router(x).weights.sum().mul(0).backward()
+    return router.state.losses.item(), x.grad
+
+
+def test_data_ranks_count_each_other_s_tokens_in_the_global_loss():
+    plan = replace(BASE, balancing=(("global_aux_loss", 0.7),))
+    router = build(plan)
+    for rank, (loss, grad) in enumerate(run_sharing_memory(2, _global_loss_of_a_rank)):
+        leaf, _, logits = exact(router, tokens(rank))
+        others = [exact(router, tokens(1 - rank))[2]]
+        wanted = naive.balancing_loss(logits, plan, others=others)
+        (0.7 * wanted).backward()
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        torch.testing.assert_close(grad.double(), leaf.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_the_z_loss_and_its_gradient():
@@ -306,13 +382,12 @@ def test_all_passes_of_an_update_count_and_recomputation_does_not():
     torch.testing.assert_close(router.state.bias, BIAS + moved.float())
 
 
-def test_losses_are_summed_over_layers_and_forgotten():
+def test_losses_are_taken_by_layer_and_forgotten():
     context = BuildContext(Layout.single())
     plan = replace(BASE, z_loss=0.3, balancing=(("aux_loss", 1.0),))
     routers = [build(plan, context) for _ in range(2)]
     for router in routers:
         router(tokens())
     each = torch.stack([router.state.losses.clone() for router in routers])
-    taken = context.registry.routers.take_losses(2, context.device)
-    torch.testing.assert_close(taken, each.sum(0))
+    torch.testing.assert_close(torch.stack(context.registry.routers.take_losses()), each)
     assert not any(router.state.losses.any() or router.state.counts.any() for router in routers)

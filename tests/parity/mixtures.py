@@ -22,6 +22,10 @@ _BASE = """
 _CHOICE = "--moe-router-topk 2"
 _SHARED = "--moe-shared-expert-intermediate-size 16"
 SOFTMAX = f"{_CHOICE} {_SHARED} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+GLOBAL = (
+    f"{_CHOICE} --moe-router-load-balancing-type global_aux_loss seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-1 1e-2"
+)
 _GATING = "--moe-router-gating deepspeed --moe-aux-loss-coeff 1e-2 --moe-min-capacity 4"
 _LIMIT = "--moe-expert-capacity-factor 1.0"
 TOP1 = f"{_GATING} {_LIMIT} --moe-router-topk 1 --noisy-gate-policy RSample --mlp-type residual"
@@ -233,6 +237,10 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(2, context=2, network=DRAWN),
     MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP, network=DRAWN_FIRST),
     MixtureCase(4, pipeline=2, expert=2, network=f"{TOP2} --moe-router-topk 3"),
+    # The loss of the global batch: with data ranks, more micro-batches count at a time.
+    MixtureCase(1, flags=_FULL, network=GLOBAL),
+    MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP, network=GLOBAL),
+    MixtureCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_FULL} {_VIRTUAL}", network=GLOBAL),
     # Biases in place of losses.
     MixtureCase(4, expert=4, network=SIGMOID),
     MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}", network=SIGMOID),

@@ -287,6 +287,7 @@ def step_scalars(
     options = run.config.logging
     scalars = {
         **outcome.losses,
+        **outcome.layer_losses,
         **update_figures(run, outcome, params_norm),
         "iteration-time": seconds,
     }
