@@ -262,11 +262,11 @@ class Fp8Products(Products):
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
-        """Scale by the amaxes of earlier updates from now on."""
+        """Scale, from now on, by the amaxes of earlier updates."""
         self.slots = slots
 
     def receive_weight(self, weight: ArrivingWeight) -> None:
-        """Use the 8-bit weight that arrives from now on."""
+        """Use, from now on, the 8-bit weight that arrives."""
         self.arriving = weight
 
     @property

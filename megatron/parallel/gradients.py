@@ -17,10 +17,10 @@ Parameter Models", 2020):
              g / d bytes, and at most two buckets, one being filled and one on its way.
 
 With overlap a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
-the backward pass; in stage 2 it is sent when complete, but waited for at once. All processes send
-the buckets in the plan's order, whatever order their gradients come in. A parameter that gets no
-gradient in an iteration counts as zero: its bucket, and those behind it, are sent when the backward
-pass ends.
+the backward pass; in stage 2 it is sent when complete, and the process waits for it at once. All
+processes send the buckets in the plan's order, whatever order their gradients come in. A parameter
+that gets no gradient in an iteration counts as zero: its bucket, and those behind it, are sent when
+the backward pass ends.
 
 In a pipeline, a micro-batch's backward pass goes through the model parts of a process one by one,
 with those of other processes in between. Each such step is a wave. In stage 2 all gradients of a
@@ -154,7 +154,7 @@ class Reducer:
         return bucket.allocate()
 
     def finish(self, bucket: PendingBucket, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient was added to, and send all complete buckets."""
+        """Record an addition to a parameter's gradient, and send all complete buckets."""
         if not self._collecting:
             return
         assert id(parameter) in bucket.missing, "a gradient arrived twice in one backward pass"

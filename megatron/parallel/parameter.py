@@ -176,7 +176,7 @@ def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Ten
 
 def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
     """Turn words of uniform bits into four values of the distribution, in float64."""
-    # Centres of 2**32 equal cells: never 0, so the logarithm below is finite.
+    # Centers of 2**32 equal cells: never 0, so the logarithm below is finite.
     uniform = [(word.double() + 0.5).mul_(2.0**-32) for word in words]
     if init.kind == "uniform":
         return [u.mul_(2).sub_(1).mul_(init.scale) for u in uniform]

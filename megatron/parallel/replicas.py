@@ -150,8 +150,8 @@ class TorchDataParallel:
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start PyTorch's own all-reduce, under its name in the journal.
 
-        After the last bucket there is nothing left to compute, so all of them are waited for here,
-        where the awaited communication can be reported.
+        After the last bucket there is nothing left to compute, so the process waits for all buckets
+        here, where the awaited communication can be reported.
         """
         gradients = bucket.buffer()
         pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))

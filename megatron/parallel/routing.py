@@ -42,7 +42,7 @@ class _Attach(torch.autograd.Function):
 
 
 class RouterState:
-    """One router's record of the passes of an update, in memory that stays where it is.
+    """One router's record of the passes of an update, at fixed addresses.
 
     Args:
         number: Index of the router on this process, from 0.

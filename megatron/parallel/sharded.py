@@ -249,8 +249,8 @@ class _NamedCollective:
 def _merge_leading_dimensions(part: nn.Module) -> None:
     """Make every parameter a matrix or a vector.
 
-    Shards are runs of rows, so at most two processes would hold a part of a weight [2, f, h] (gate
-    and up).
+    Shards are runs of rows, so at most two processes would otherwise hold a part of a weight [2, f,
+    h] (gate and up).
     """
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -28,7 +28,7 @@ class Tie:
     Attributes:
         axis: The stages that add up their gradients, including all that hold a copy.
         copy: This process's copy; `None` if it has none and adds zeros.
-        nothing: The zeros that it adds in that case, in the shape of a copy's gradient.
+        nothing: The zeros that this process adds in that case, in the shape of a copy's gradient.
     """
 
     axis: Axis
@@ -101,7 +101,7 @@ class SharedTable(nn.Module):
     def __init__(self) -> None:
         """Create the module with parameters of its own."""
         super().__init__()
-        self._original: tuple[SharedTable, ...] = ()  # in a tuple, so that it is no child module
+        self._original: tuple[SharedTable, ...] = ()  # in a tuple, so that it is not a child module
 
     @property
     def original(self) -> SharedTable | None:

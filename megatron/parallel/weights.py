@@ -39,7 +39,8 @@ class FlatBuffer:
         plan: The plan of the buffer.
         axis: The processes that hold the same parameters.
         members: The parameters, each with its slot, in the order of the slots.
-        regions: The parts that this process keeps after the reduction: spans, and their gradients.
+        regions: The parts that this process keeps after the reduction, as spans with their
+            gradients.
     """
 
     plan: FlatPlan

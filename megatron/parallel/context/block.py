@@ -80,7 +80,7 @@ class BlockBackward(Protocol):
         Args:
             rows: The queries of this block.
             key: The keys, as in the forward pass.
-            value: The values, as in forward.
+            value: The values, as in the forward pass.
             causal: The same as in the forward pass.
             dropout: The same as in the forward pass.
             drawn: The values that this block's forward pass returned for the mask.
