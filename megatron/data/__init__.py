@@ -9,6 +9,8 @@
     bert, t5                            BERT and T5 samples, which are made of sentences
     sentences, sentence_map, masking    runs of sentences, and the choice of the masked tokens
     mock                                generated tokens for all three
+    tfrecord                            ready-made samples of the original BERT
+    npy                                 token ids in numpy's files, which are converted
     sample, loader                      the form of a sample, the order of samples, batches
 
 The order of samples is decided by pure functions of seed, data and counts, so a run can resume at

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.datasets import DataRequest, Datasets
+from megatron.data.datasets import DataRequest, DatasetPart, Datasets
 from megatron.data.masking import SpecialIds
 from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
 from megatron.data.sentences import SentenceSamples, Tokens, build_sentence_datasets, plan_sentences
+from megatron.data.tfrecord import TFRecordDataset, TFRecordOptions
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
@@ -141,6 +142,8 @@ def build_bert_datasets(
 ) -> Datasets:
     """Build the BERT datasets that the flags name. Every process calls this function.
 
+    A word of --data-path may also name TFRecords, whose samples are ready made.
+
     Args:
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, [CLS] and [SEP] included.
@@ -156,4 +159,11 @@ def build_bert_datasets(
     fewest = 2 if binary_head else 1
     plan = plan_sentences(request, "--seq-length", seq_length, _ADDED_TOKENS, fewest)
     build = partial(BertDataset, options=options)
-    return build_sentence_datasets(request, plan, tokenizer, SpecialIds.of_bert, build)
+    recorded = TFRecordOptions(seq_length, tokenizer.vocab_size, request.seed)
+
+    def build_from_tfrecords(part: DatasetPart) -> TFRecordDataset:
+        return TFRecordDataset(part.data, part.bounds, part.num_samples, recorded)
+
+    return build_sentence_datasets(
+        request, plan, tokenizer, SpecialIds.of_bert, build, build_from_tfrecords
+    )

@@ -28,6 +28,7 @@ from megatron.data.cache import ArraySpec, IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
 from megatron.data.text_stream import TextCorpus, TextDataset, is_text, text_members
+from megatron.data.tfrecord import TFRecords, find_tfrecords
 from megatron.errors import ConfigError, DataError, warn
 
 _BLOCKS, _BLOCK = 64, 4096  # blocks of each file that a fingerprint reads, and bytes per block
@@ -67,13 +68,13 @@ class DatasetPart(NamedTuple):
 
     Attributes:
         split: The split: train, valid or test.
-        data: The whole dataset.
+        data: The whole dataset: an indexed one, or TFRecords if the kind of sample reads them.
         bounds: The first document of the part, and the document after its last.
         num_samples: The number of samples that the split needs from this part.
     """
 
     split: str
-    data: IndexedDataset
+    data: Any
     bounds: tuple[int, int]
     num_samples: int
 
@@ -96,7 +97,7 @@ class _Member(NamedTuple):
     """One dataset of a split's blend; `documents` counts the whole dataset's documents."""
 
     weight: float
-    data: IndexedDataset | TextCorpus
+    data: IndexedDataset | TextCorpus | TFRecords
     bounds: tuple[int, int]
     documents: int
 
@@ -108,6 +109,7 @@ def build_datasets(
     *,
     count_documents: Callable[[IndexedDataset], int] = len,
     build_text: BuildText | None = None,
+    reads_tfrecords: bool = False,
 ) -> Datasets:
     """Build the training, validation and test data that the flags name.
 
@@ -121,6 +123,7 @@ def build_datasets(
         count_documents: A function that counts the documents that --split divides. By default each
             sequence is a document, as in Megatron's GPT.
         build_text: A function that makes the samples of text. Without one, text is refused.
+        reads_tfrecords: Whether `build_part` makes samples of TFRecords, too, one per record.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -130,11 +133,15 @@ def build_datasets(
         counts = enumerate(request.samples)
         return Datasets(*(build_mock(count, i) if count else None for i, count in counts))
     with builder_first(request.is_builder, request.barrier):
-        has_text = build_text is not None
-        members = _open_members(request.data, count_documents, reads_text=has_text)
+        members = _open_members(
+            request.data,
+            count_documents,
+            reads_text=build_text is not None,
+            reads_tfrecords=reads_tfrecords,
+        )
 
         def build(split: str, member: _Member, count: int, number: int) -> DescribedDataset:
-            if isinstance(member.data, IndexedDataset):
+            if not isinstance(member.data, TextCorpus):
                 return build_part(DatasetPart(split, member.data, member.bounds, count))
             assert build_text is not None, "text was refused"
             return build_text(member.data, member.bounds, count, number)
@@ -219,10 +226,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
         return None
     whole = hashlib.sha256()
     for _, prefix in parse_weighted_paths(paths, "--data-path"):
-        files = [str(idx_path(prefix)), str(bin_path(prefix))]
-        if is_text(prefix):
-            files = TextCorpus(prefix, data.text_key).files
-        for path in map(Path, files):
+        for path in _files_of(prefix, data):
             try:
                 with path.open("rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
@@ -237,8 +241,26 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     return whole.hexdigest()[:32]
 
 
+def _files_of(prefix: str, data: DataConfig) -> Sequence[Path]:
+    """Return the files behind a word of --data-path."""
+    records = find_tfrecords(prefix)
+    if not records and is_text(prefix):
+        return [Path(path) for path in TextCorpus(prefix, data.text_key).files]
+    return records or (idx_path(prefix), bin_path(prefix))
+
+
+def _warm_up(path: Path) -> None:
+    with path.open("rb") as file:
+        while file.read(1 << 24):
+            pass
+
+
 def _open_members(
-    data: DataConfig, count_documents: Callable[[IndexedDataset], int], *, reads_text: bool
+    data: DataConfig,
+    count_documents: Callable[[IndexedDataset], int],
+    *,
+    reads_text: bool,
+    reads_tfrecords: bool,
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
     """Open the datasets of training, validation and test, and split those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -253,8 +275,12 @@ def _open_members(
     splits: tuple[list[_Member], list[_Member], list[_Member]] = ([], [], [])
     for flag, path, takers in named:
         for weight, prefix in parse_weighted_paths(path, flag):
-            opened: IndexedDataset | TextCorpus
-            if is_text(prefix):
+            opened: IndexedDataset | TextCorpus | TFRecords
+            records = find_tfrecords(prefix) if reads_tfrecords else []
+            if records:
+                opened = TFRecords(prefix, records)
+                documents = len(opened)
+            elif is_text(prefix):
                 if not reads_text:
                     raise ConfigError(
                         f"{flag} {prefix}: only pretrain_gpt.py trains on text files; this program "
@@ -271,9 +297,7 @@ def _open_members(
                 opened = IndexedDataset(prefix)
                 documents = count_documents(opened)
                 if data.mmap_warmup:
-                    with open(bin_path(prefix), "rb") as file:
-                        while file.read(1 << 24):
-                            pass
+                    _warm_up(bin_path(prefix))
             bounds = [(0, documents)] * 3
             if len(takers) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))

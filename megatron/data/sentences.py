@@ -35,6 +35,7 @@ from megatron.data.sentence_map import (
     SentenceMapPlan,
     build_sentence_map,
 )
+from megatron.data.tfrecord import TFRecords
 from megatron.errors import ConfigError, DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
@@ -138,6 +139,7 @@ def build_sentence_datasets(
     tokenizer: Tokenizer,
     find_ids: Callable[[Tokenizer], SpecialIds],
     build: Callable[[SentenceSource, SpecialIds], DescribedDataset],
+    build_from_tfrecords: Callable[[DatasetPart], DescribedDataset] | None = None,
 ) -> Datasets:
     """Build the datasets that `build` makes from sentences. Every process calls this function.
 
@@ -147,6 +149,7 @@ def build_sentence_datasets(
         tokenizer: The tokenizer, which supplies the special ids.
         find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
         build: A function that makes the samples from sentences and special ids.
+        build_from_tfrecords: A function that makes them from TFRecords, if there is one.
 
     Raises:
         ConfigError: The vocabulary lacks a special token, no data is named, or --data-path or
@@ -157,8 +160,11 @@ def build_sentence_datasets(
     ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else find_ids(tokenizer)
 
     def build_part(part: DatasetPart) -> DescribedDataset:
-        of_part = plan._replace(num_samples=part.num_samples)
-        dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
+        if build_from_tfrecords is not None and isinstance(part.data, TFRecords):
+            dataset = build_from_tfrecords(part)
+        else:
+            of_part = plan._replace(num_samples=part.num_samples)
+            dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
         _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the data
         return dataset
 
@@ -168,7 +174,13 @@ def build_sentence_datasets(
     def count_documents(dataset: IndexedDataset) -> int:
         return len(dataset.document_indices) - 1
 
-    return build_datasets(request, build_part, build_mock, count_documents=count_documents)
+    return build_datasets(
+        request,
+        build_part,
+        build_mock,
+        count_documents=count_documents,
+        reads_tfrecords=build_from_tfrecords is not None,
+    )
 
 
 def plan_sentences(

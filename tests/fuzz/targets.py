@@ -28,7 +28,9 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.run import Findings
 from megatron.data.cache import ArraySpec, IndexCache, open_array
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.npy import open_shard
 from megatron.data.text_input import parse_lines
+from megatron.data.tfrecord import TFRecordDataset, TFRecordOptions, TFRecords
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.inference.messages import (
     Cancel,
@@ -47,6 +49,7 @@ from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS as PICKLES
 from tests.checkpoint.states import save_state
+from tests.data import tfrecords
 from tests.fuzz import files, folders
 from tests.fuzz.harness import Target, made
 from tests.inference.server import fuzz as fuzz_requests
@@ -75,6 +78,37 @@ def _cached_indexes() -> list[bytes]:
     oldest = [b"TNTIDX\0\0", *(int(n).to_bytes(8, "little") for n in (1, 4, 4, 4, 4, *numbers))]
     later = [*oldest[:6], (3).to_bytes(8, "little"), *oldest[6:]]
     return [b"".join(oldest), b"".join(later + [n.to_bytes(8, "little") for n in (0, 2, 4)])]
+
+
+def _read_records(data: bytes, folder: Path) -> None:
+    (folder / "x.tfrecord").write_bytes(data)
+    records = TFRecords("x", [folder / "x.tfrecord"])
+    dataset = TFRecordDataset(records, (0, len(records)), 3, TFRecordOptions(16, 100, 1))
+    for i in range(3):
+        assert dataset[i]["text"].shape == (16,)
+
+
+def _read_example(data: bytes, folder: Path) -> None:
+    """Without the checksums, at which all mutations of a record end."""
+    (folder / "x.tfrecord").write_bytes(tfrecords.record(data))
+    dataset = TFRecordDataset(
+        TFRecords("x", [folder / "x.tfrecord"]), (0, 1), 1, TFRecordOptions(16, 100, 1)
+    )
+    assert dataset[0]["labels"].shape == (16,)
+
+
+def _shards(folder: Path) -> list[bytes]:
+    made = []
+    for ids in (np.arange(12, dtype=np.uint16), np.arange(12).reshape(3, 4)):
+        np.save(folder / "a.npy", ids)
+        made.append((folder / "a.npy").read_bytes())
+    return made
+
+
+def _read_shard(data: bytes, folder: Path) -> None:
+    (folder / "a.npy").write_bytes(data)
+    for ids in open_shard(folder / "a.npy").documents(5):
+        assert ids.nbytes <= len(data)
 
 
 def _read_index(data: bytes, folder: Path) -> None:
@@ -303,6 +337,21 @@ _CONFIG_FILE, _WEIGHTS = _hub_file("config.json"), _hub_file("model.safetensors"
 TARGETS = (
     Target(".idx", made(_indexes), _read_index, (DataError,)),
     Target(".idx of TNTIDX", _cached_indexes, _read_index, (DataError,)),
+    Target(
+        "TFRecord",
+        lambda: [
+            b"".join(tfrecords.record(tfrecords.encode(tfrecords.example(i))) for i in (0, 1))
+        ],
+        _read_records,
+        (DataError,),
+    ),
+    Target(
+        "tf.train.Example",
+        lambda: [tfrecords.encode(tfrecords.example(0), packed=packed) for packed in (True, False)],
+        _read_example,
+        (DataError,),
+    ),
+    Target(".npy shard", made(_shards), _read_shard, (DataError,)),
     Target("index cache", made(_arrays), _read_array, (DataError,)),
     Target("manifest", made(_manifests), lambda data, _: manifest.parse(data), (ValueError,)),
     Target("signed manifest", made(_bodies), _read_signed, _CHECKPOINT),

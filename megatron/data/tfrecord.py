@@ -1,0 +1,393 @@
+"""BERT samples that `create_pretraining_data.py` of the original BERT has written as TFRecords.
+
+A file is a sequence of records, little-endian:
+
+    u64 bytes of data | u32 check of the 8 bytes before | data | u32 check of the data
+
+A check is a CRC-32C, rotated by 15 bits and increased by a constant. The data is a
+`tf.train.Example`, a protocol buffer that maps names to lists of integers or floating-point
+numbers. Of protocol buffers, only what this message needs is read.
+"""
+
+from __future__ import annotations
+
+import glob
+import mmap
+import struct
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.indexed import idx_path
+from megatron.data.sample import IGNORED_LABEL, Sample, filled_up, outside_vocabulary
+from megatron.errors import DataError
+
+_HEAD = struct.Struct("<QI")
+_TAIL = struct.Struct("<I")
+_PIECE = 4096  # bytes that are checked at a time
+_SHORT = 64  # fewer bytes are checked one by one
+_DAMAGED = "the file is damaged; copy it again"
+_SEQUENCES = ("input_ids", "input_mask", "segment_ids")
+_PREDICTIONS = ("masked_lm_positions", "masked_lm_ids")
+_LABEL, _WEIGHTS = "next_sentence_labels", "masked_lm_weights"
+Numbers = NDArray[np.int64] | NDArray[np.float32]
+
+
+def find_tfrecords(path: str) -> list[Path]:
+    """Return the TFRecord files that a file, a glob or a folder (`*.tfrecord*`) names, sorted.
+
+    A file is one if its name says so or if it begins with a record. There are none if `path` is the
+    prefix of an indexed dataset.
+    """
+    if idx_path(path).exists():
+        return []
+    if Path(path).is_dir():
+        return sorted(Path(path).glob("*.tfrecord*"))
+    return [file for file in map(Path, sorted(glob.glob(path))) if _is_tfrecord(file)]
+
+
+def _is_tfrecord(path: Path) -> bool:
+    if ".tfrecord" in path.name:
+        return True
+    try:
+        with path.open("rb") as file:
+            start = file.read(_HEAD.size) if path.is_file() else b""
+    except OSError:
+        return False
+    return len(start) == _HEAD.size and _HEAD.unpack(start)[1] == masked_crc(start[:8])
+
+
+class TFRecords:
+    """The records of one or more files, mapped into memory.
+
+    It is cheap to send to another process, because only the paths are sent.
+
+    Args:
+        prefix: What `--data-path` says, for messages.
+        paths: The files, in order.
+
+    Raises:
+        DataError: A file cannot be read, is not a TFRecord file, or is truncated.
+    """
+
+    def __init__(self, prefix: str, paths: list[Path]) -> None:
+        """Map the files and find where their records are."""
+        self.prefix, self.paths = prefix, paths
+        self._files: list[mmap.mmap] = []
+        starts = []
+        for path in paths:
+            try:
+                with path.open("rb") as file:
+                    self._files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            except (OSError, ValueError) as error:  # an empty file cannot be mapped
+                raise DataError(f"--data-path {path}: cannot be read: {error}") from error
+            starts.append(np.fromiter(_record_starts(path, self._files[-1]), np.int64))
+        self._starts = starts
+        self._firsts = np.cumsum([0, *map(len, starts)])
+
+    def __reduce__(self) -> tuple[type[TFRecords], tuple[str, list[Path]]]:
+        """Return the paths, from which another process opens the files."""
+        return TFRecords, (self.prefix, self.paths)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return int(self._firsts[-1])
+
+    def place(self, i: int) -> str:
+        """Return the file, number and first byte of record `i`, for messages."""
+        file, number, start = self._find(i)
+        return f"{self.paths[file]}: record {number} (byte {start})"
+
+    def _find(self, i: int) -> tuple[int, int, int]:
+        file = int(np.searchsorted(self._firsts, i, side="right")) - 1
+        number = i - int(self._firsts[file])
+        return file, number, int(self._starts[file][number])
+
+    def get(self, i: int) -> dict[str, Numbers]:
+        """Return the numbers of record `i`, by name.
+
+        Raises:
+            DataError: The record is damaged.
+        """
+        file, _, start = self._find(i)
+        content = self._files[file]
+        size, _ = _HEAD.unpack_from(content, start)
+        end = start + _HEAD.size + size
+        data = content[start + _HEAD.size : end]
+        (check,) = _TAIL.unpack_from(content, end)
+        if check != masked_crc(data):
+            raise DataError(f"{self.place(i)}: the checksum of its data is wrong: {_DAMAGED}")
+        try:
+            return parse_example(data)
+        except ValueError as error:
+            raise DataError(
+                f"{self.place(i)}: not a tf.train.Example ({error}): {_DAMAGED}"
+            ) from error
+
+
+def _record_starts(path: Path, content: mmap.mmap) -> Iterator[int]:
+    """Yield the first byte of each record.
+
+    Raises:
+        DataError: It is not a TFRecord file, or is truncated.
+    """
+    start, total = 0, len(content)
+    while start < total:
+        if start + _HEAD.size > total:
+            raise DataError(f"{path}: truncated at byte {start} of {total}; copy it again")
+        size, check = _HEAD.unpack_from(content, start)
+        if check != masked_crc(content[start : start + 8]):
+            if start == 0:
+                raise DataError(f"{path}: not a TFRecord file, or damaged; copy it again")
+            raise DataError(f"{path}: wrong checksum of a length at byte {start}: {_DAMAGED}")
+        if start + _HEAD.size + size + _TAIL.size > total:
+            raise DataError(f"{path}: truncated in the record at byte {start}; copy it again")
+        yield start
+        start += _HEAD.size + size + _TAIL.size
+
+
+@cache
+def _crc_table() -> list[int]:
+    """Return what each byte adds to a CRC-32C, one byte after the other."""
+    table = []
+    for byte in range(256):
+        state = byte
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+        table.append(state)
+    return table
+
+
+@cache
+def _crc_tables() -> NDArray[np.uint32]:
+    """Return what a byte adds to a CRC-32C, by the number of bytes after it in the piece."""
+    tables = np.empty((_PIECE, 256), np.uint32)
+    tables[0] = _crc_table()
+    for after in range(1, _PIECE):
+        last = tables[after - 1]
+        tables[after] = tables[0][last & 0xFF] ^ (last >> 8)
+    return tables
+
+
+def masked_crc(data: bytes) -> int:
+    """Return the check of some bytes."""
+    state, first = 0xFFFFFFFF, 0
+    # A CRC is linear, so the bytes of a piece can be looked up at once: 50 us for 3 KB, which take
+    # 300 us one by one.
+    while len(data) - first >= _SHORT:
+        piece = np.frombuffer(data, np.uint8, min(_PIECE, len(data) - first), first).copy()
+        piece[:4] ^= np.frombuffer(state.to_bytes(4, "little"), np.uint8)
+        looked_up = _crc_tables()[np.arange(len(piece) - 1, -1, -1), piece]
+        state = int(np.bitwise_xor.reduce(looked_up))
+        first += len(piece)
+    table = _crc_table()
+    for byte in data[first:]:
+        state = state >> 8 ^ table[(state ^ byte) & 0xFF]
+    crc = state ^ 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def parse_example(data: bytes) -> dict[str, Numbers]:
+    """Return the lists of numbers in a `tf.train.Example`, by name; lists of bytes are left out.
+
+    Raises:
+        ValueError: The bytes are not such a message.
+    """
+    found: dict[str, Numbers] = {}
+    for features in _messages(data, 1):
+        for entry in _messages(features, 1):
+            name = b"".join(_messages(entry, 1)).decode()
+            for feature in _messages(entry, 2):
+                for number, _, value in _fields(feature):
+                    if number == 2:
+                        found[name] = _floats(_bytes_of(value))
+                    elif number == 3:
+                        found[name] = _integers(_bytes_of(value))
+    return found
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int, bytes | int]]:
+    """Yield number, wire type and value of each field of a message."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        wire, value = key & 7, 0
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, wire, value
+            continue
+        if wire == 2:
+            size, at = _varint(data, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"wire type {wire} at byte {at}")
+        if at + size > len(data):
+            raise ValueError(f"a field of {size} bytes at byte {at} of {len(data)}")
+        yield key >> 3, wire, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins at a byte, and the byte after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        value, at = value | (byte & 0x7F) << shift, at + 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError(f"a number without an end at byte {at}")
+
+
+def _bytes_of(value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        raise ValueError(f"the number {value} in place of a message")
+    return value
+
+
+def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
+    return (_bytes_of(value) for number, _, value in _fields(data) if number == wanted)
+
+
+def _integers(data: bytes) -> NDArray[np.int64]:
+    """Return the integers of an `Int64List`, packed or not."""
+    packed = b"".join(
+        value if isinstance(value, bytes) else _as_varint(value)
+        for number, _, value in _fields(data)
+        if number == 1
+    )
+    digits = np.frombuffer(packed, np.uint8)
+    ends = np.flatnonzero(digits < 0x80)
+    if not len(digits):
+        return np.empty(0, np.int64)
+    if not len(ends) or ends[-1] != len(digits) - 1:
+        raise ValueError("a list of integers ends within one")
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    sizes = ends - starts + 1
+    if sizes.max() > 10:
+        raise ValueError("an integer of more than 64 bits")
+    shifts = 7 * (np.arange(len(digits)) - np.repeat(starts, sizes)).astype(np.uint64)
+    parts = (digits & 0x7F).astype(np.uint64) << shifts
+    return np.bitwise_or.reduceat(parts, starts).view(np.int64)
+
+
+def _as_varint(value: int) -> bytes:
+    digits = []
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])
+
+
+def _floats(data: bytes) -> NDArray[np.float32]:
+    """Return the numbers of a `FloatList`, packed or not."""
+    packed = b"".join(_messages(data, 1))
+    if len(packed) % 4:
+        raise ValueError("a list of floats ends within one")
+    return np.frombuffer(packed, "<f4")
+
+
+class TFRecordOptions(NamedTuple):
+    """The settings of samples from TFRecords: sequence length, vocabulary, seed of the order."""
+
+    seq_length: int
+    vocab_size: int
+    seed: int
+
+
+class TFRecordDataset:
+    """BERT samples as `bert.BertDataset` makes them, read from TFRecords, in shuffled passes.
+
+    Sample `i` is a pure function of the seed, the files and `i`. Its arrays have the names and
+    meanings that they have in `bert.BertDataset`; `is_random` says that the second segment is from
+    another document.
+
+    Args:
+        records: The files.
+        bounds: The first record to use, and the one after the last.
+        num_samples: The number of samples.
+        options: The settings.
+    """
+
+    def __init__(
+        self,
+        records: TFRecords,
+        bounds: tuple[int, int],
+        num_samples: int,
+        options: TFRecordOptions,
+    ) -> None:
+        """Store what determines the samples."""
+        self.records, self.bounds, self.options = records, bounds, options
+        self._num_samples = num_samples
+        self._pass, self._order = -1, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    @property
+    def description(self) -> str:
+        """A text that differs whenever the samples differ."""
+        return f"TFRecord Dataset\n\nData prefix {self.records.prefix}\n{self.bounds}{self.options}"
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`.
+
+        Raises:
+            DataError: Its record is damaged, lacks a list, or does not fit the settings.
+        """
+        first, end = self.bounds
+        if i // (end - first) != self._pass:
+            self._pass = i // (end - first)
+            seed = (self.options.seed + self._pass) % 2**32
+            self._order = np.random.RandomState(seed).permutation(end - first)
+        record = first + int(self._order[i % (end - first)])
+        return {**self._sample(record), "id": i}
+
+    def _sample(self, record: int) -> Sample:
+        found, where = self.records.get(record), self.records.place(record)
+        length = self.options.seq_length
+        sizes = {name: len(numbers) for name, numbers in found.items() if numbers.dtype == np.int64}
+        missing = [name for name in (*_SEQUENCES, *_PREDICTIONS, _LABEL) if name not in sizes]
+        if missing:
+            raise DataError(
+                f"{where}: no {', '.join(missing)}: write the file with create_pretraining_data.py "
+                "of BERT"
+            )
+        if len({sizes[name] for name in _SEQUENCES}) > 1 or sizes[_LABEL] != 1:
+            raise DataError(f"{where}: lists of {sizes} numbers, which do not fit: {_DAMAGED}")
+        if sizes["input_ids"] != length:
+            raise DataError(
+                f"{where}: {sizes['input_ids']} tokens, but --seq-length is {length}: give "
+                f"--seq-length {sizes['input_ids']}, or write the file with "
+                f"--max_seq_length={length}"
+            )
+        ids, positions, labels = (found[name] for name in ("input_ids", *_PREDICTIONS))
+        weights = found.get(_WEIGHTS)
+        # Without weights, lists are filled up with position 0, which is [CLS] and never masked.
+        is_used = positions > 0 if weights is None else weights > 0
+        if not len(positions) == len(labels) == len(is_used):
+            raise DataError(f"{where}: lists of {sizes} numbers, which do not fit: {_DAMAGED}")
+        positions, labels = positions[is_used], labels[is_used]
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < length:
+            raise DataError(f"{where}: a masked position outside the sequence: {_DAMAGED}")
+        tokens = np.concatenate([ids, labels])
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.options.vocab_size:
+            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise outside_vocabulary(where, int(wrong), self.options.vocab_size)
+        targets = filled_up([], length, IGNORED_LABEL)
+        targets[positions] = labels
+        return {
+            "text": ids.astype(np.int64),
+            "types": (found["segment_ids"] != 0).astype(np.int64),
+            "labels": targets,
+            "is_random": int(found[_LABEL][0] != 0),
+            "loss_mask": (targets != IGNORED_LABEL).astype(np.int64),
+            "padding_mask": (found["input_mask"] != 0).astype(np.int64),
+        }
