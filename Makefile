@@ -4,6 +4,9 @@
 # make demo MODEL=bert   train a BERT (or t5) instead, which fills in masked words
 #                        (a second run keeps the first one as runs/demo.1, and so on; OUT=runs/mine
 #                        chooses another folder, OVERWRITE=1 replaces what an earlier run left there)
+# make corpus WIKI=simple  make a dataset of a Wikipedia, from the download to token ids
+#                        (OUT=corpora/mine chooses a folder, URL= a mirror or a dump, TOKENIZER= a
+#                        tokenizer.json; after a kill, the same command goes on)
 # make serve             serve the model that make demo has trained: a web page and an API
 # make test              run the test suite
 # make test-lowest       test the server with the oldest network libraries that are allowed
@@ -19,6 +22,9 @@ INPUT ?=
 OVERWRITE ?=
 PORT ?= 5000
 ITERS ?=
+WIKI ?= simple
+URL ?=
+TOKENIZER ?=
 TESTS ?= tests
 # Three workers keep two cores busy: tests also wait, for time limits and for messages.
 PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
@@ -26,7 +32,7 @@ PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
 PY = $(VENV)/bin/python
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo serve test test-lowest test-sanitizers lint clean
+.PHONY: help setup demo corpus serve test test-lowest test-sanitizers lint clean
 
 help:
 	@sed -n '/^# /s/^# //p;/^$$/q' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +42,10 @@ setup:
 
 demo: setup
 	@$(PY) tools/demo.py --model "$(MODEL)" --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS)) $(if $(OVERWRITE),--overwrite)
+
+corpus: OUT := $(if $(filter file,$(origin OUT)),corpora/$(WIKI)wiki,$(OUT))
+corpus: setup
+	@$(PY) tools/wikipedia/corpus.py --wiki "$(WIKI)" --out "$(OUT)" $(if $(URL),--url "$(URL)") $(if $(TOKENIZER),--tokenizer-model "$(TOKENIZER)")
 
 serve: setup
 	@PATH="$(abspath $(VENV))/bin:$$PATH" CHECKPOINT="$(OUT)/checkpoints" \

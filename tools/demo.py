@@ -161,7 +161,10 @@ def run(title: str, command: Sequence[str]) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
     if code.returncode:
-        print(f"\ndemo: the step above failed ({title}); see its message", file=sys.stderr)
+        print(
+            f"\n{Path(sys.argv[0]).stem}: the step above failed ({title}); see its message",
+            file=sys.stderr,
+        )
         raise SystemExit(code.returncode)
     print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
 

@@ -1,0 +1,132 @@
+"""Go from a Wikipedia's dump to a dataset: this is what `make corpus WIKI=simple` runs.
+
+    python tools/wikipedia/corpus.py --wiki simple --out corpora/simplewiki
+
+downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer unless
+--tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. After a kill, the same
+command goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron import durable
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError
+from tools.demo import run as run_step
+from tools.wikipedia import download, extract, merge
+from tools.wikipedia.plain import parser
+
+_MADE_FROM = "dump.txt"  # names the dump that the other files are made from
+
+
+def make(options: argparse.Namespace) -> None:
+    """Make a dataset, leaving out the steps that are complete.
+
+    Raises:
+        ConfigError: A flag is wrong, or the folder holds a corpus of another dump.
+        DataError: The dump cannot be downloaded, or is damaged.
+        StorageError: The folder cannot be written.
+    """
+    parser()  # if it is missing, say so before anything is downloaded
+    out: Path = options.out.absolute()
+    tokenizer = options.tokenizer_model
+    if tokenizer is not None and not tokenizer.is_file():
+        raise ConfigError(f"--tokenizer-model {tokenizer}: there is no such file")
+    prefix = out / "wikipedia"
+    dataset = out / "wikipedia_text_document"
+    corpus, articles = out / "wikipedia.jsonl", out / "articles"
+    if dataset.with_suffix(".idx").exists():
+        print(f"{dataset}.bin and .idx are complete")
+        return
+    if not corpus.exists():
+        found = _own_dump(out) or download.locate(options)
+        dump = found if isinstance(found, Path) else download.download(found, out)
+        _belongs_to(out, dump)
+        if not articles.exists():
+            print(extract.report(extract.extract(dump, articles, options.workers)), flush=True)
+        merge.merge(articles, corpus)
+        shutil.rmtree(articles)
+    if tokenizer is None:
+        tokenizer = out / "tokenizer" / "tokenizer.json"
+        if not tokenizer.exists():
+            run_step(
+                "Train a tokenizer",
+                ["python", "tools/train_tokenizer.py", "--input", str(corpus), "--kind", "bpe"]
+                + ["--vocab-size", str(options.vocab_size), "--output-dir", str(tokenizer.parent)]
+                + ["--overwrite"],  # a kill may have left a part of it
+            )
+    run_step(
+        "Turn the text into token ids",
+        ["python", "tools/preprocess_data.py", "--input", str(corpus), "--append-eod"]
+        + ["--output-prefix", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer"]
+        + ["--tokenizer-model", str(tokenizer), "--workers", str(max(1, options.workers))]
+        + ["--overwrite"],  # a .bin without its .idx is what a kill leaves
+    )
+    print(f"\nTrain on it with --data-path {dataset}")
+
+
+def _own_dump(out: Path) -> Path | None:
+    """Return the dump that the folder is made from, so that a newer one does not begin anew."""
+    try:
+        dump = Path((out / _MADE_FROM).read_text(encoding="utf-8").strip())
+    except FileNotFoundError:
+        return None
+    return dump if dump.is_file() else None
+
+
+def _belongs_to(out: Path, dump: Path) -> None:
+    marker = out / _MADE_FROM
+    with durable.writing_to("--out", out):
+        out.mkdir(parents=True, exist_ok=True)
+        if marker.exists() and marker.read_text(encoding="utf-8").strip() != str(dump.absolute()):
+            raise ConfigError(
+                f"--out {out} is made from another dump, which is gone ({marker}): give another "
+                "folder, or remove this one"
+            )
+        durable.replace_file(marker, f"{dump.absolute()}\n".encode())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line, make the dataset, and return the exit code."""
+    arguments = ToolParser("corpus.py", __doc__)
+    download.add_source_flags(arguments)
+    arguments.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="Folder for everything."
+    )
+    arguments.add_argument(
+        "--tokenizer-model",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json to use (default: train one).",
+    )
+    arguments.add_argument(
+        "--vocab-size",
+        type=int,
+        default=32000,
+        metavar="N",
+        help="Entries of the tokenizer that is trained (default: %(default)s).",
+    )
+    arguments.add_argument(
+        "--workers",
+        type=int,
+        default=extract.default_workers(),
+        metavar="N",
+        help="Processes that extract and tokenize (default: one for each core).",
+    )
+    options = arguments.read(argv)
+    return run_command(lambda: make(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""Download the articles of a Wikipedia, in any language, and verify them.
+
+    python tools/wikipedia/download.py --wiki simple --output dumps
+
+A download that was interrupted goes on where it ended, by the same command. The file gets its name,
+for example dumps/simplewiki-20261101-pages-articles.xml.bz2, once its checksum is the one in the
+dump's own list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import re
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron import durable
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError, DataError, StorageError
+
+DUMPS = "https://dumps.wikimedia.org"
+_ATTEMPTS = 5  # in a row that bring nothing
+_SECONDS = 60  # without a byte until a connection is given up
+_BLOCK = 1 << 20
+_LIST_BYTES = 16 << 20  # the longest list of checksums that is read
+_ALGORITHMS = {"sha1": 40, "md5": 32, "sha256": 64}  # with their hexadecimal digits
+_AGENT = {"User-Agent": "megatron-corpora/1 (tools/wikipedia/download.py)"}
+
+
+class Checksum(NamedTuple):
+    """The checksum that a file must have.
+
+    Attributes:
+        algorithm: "sha1", "md5" or "sha256".
+        digest: Hexadecimal digits, lower case.
+    """
+
+    algorithm: str
+    digest: str
+
+    @classmethod
+    def read(cls, text: str) -> Checksum:
+        """Return the checksum that a user has given as ALGORITHM:DIGITS.
+
+        Raises:
+            ConfigError: The text is not one.
+        """
+        algorithm, _, digest = text.lower().partition(":")
+        if not re.fullmatch(f"[0-9a-f]{{{_ALGORITHMS.get(algorithm, 0)}}}", digest) or not digest:
+            names = ", ".join(f"{name}:..." for name in _ALGORITHMS)
+            raise ConfigError(f"--checksum {text}: expected {names} with all hexadecimal digits")
+        return cls(algorithm, digest)
+
+
+class Source(NamedTuple):
+    """A file to download.
+
+    Attributes:
+        url: Its address.
+        checksum: The checksum that it must have; `None` if none is known.
+    """
+
+    url: str
+    checksum: Checksum | None
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return urllib.parse.unquote(urllib.parse.urlsplit(self.url).path).rpartition("/")[2]
+
+
+def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
+    """Return the newest dump of a Wikipedia, or that of a date, with its checksum.
+
+    Args:
+        wiki: The language, as in the address: "simple", "en", "zh-yue".
+        date: YYYYMMDD, or "latest".
+        mirror: Address of the folder that holds a folder for each wiki.
+
+    Raises:
+        ConfigError: The language or date is not one.
+        DataError: There is no such dump, or the network fails.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_-]{0,40}", wiki):
+        raise ConfigError(f"--wiki {wiki}: expected a language such as simple, en or zh-yue")
+    if not re.fullmatch(r"latest|\d{8}", date):
+        raise ConfigError(f"--date {date}: expected YYYYMMDD or latest")
+    name = wiki.replace("-", "_") + "wiki"
+    folder = f"{mirror.rstrip('/')}/{name}"
+    problems = []
+    for algorithm in ("sha1", "md5"):
+        address = f"{folder}/{date}/{name}-{date}-{algorithm}sums.txt"
+        try:
+            listed = _read_list(address)
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        digits = _ALGORITHMS[algorithm]
+        pattern = rf"(?m)^([0-9a-f]{{{digits}}})\s+({name}-(\d{{8}})-pages-articles\.xml\.bz2)$"
+        found = re.search(pattern, listed)
+        if found is not None:
+            digest, file, day = found.groups()
+            return Source(f"{folder}/{day}/{file}", Checksum(algorithm, digest))
+        problems.append(f"{address} does not list {name}-...-pages-articles.xml.bz2 yet")
+    raise DataError(
+        f"--wiki {wiki} --date {date}: {problems[0]}: choose another --wiki or --date, or give "
+        "--url with a mirror or a file"
+    )
+
+
+def _open(url: str, offset: int = 0) -> http.client.HTTPResponse:
+    """Ask for a file from a byte on.
+
+    Raises:
+        OSError: The network fails, or the server refuses.
+    """
+    headers = {**_AGENT, **({"Range": f"bytes={offset}-"} if offset else {})}
+    request = urllib.request.Request(url, headers=headers)
+    answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_SECONDS)
+    return answer
+
+
+def _read_list(url: str) -> str:
+    for attempt in range(_ATTEMPTS):
+        try:
+            with _open(url) as answer:
+                return answer.read(_LIST_BYTES).decode("ascii", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            _wait_or_raise(url, error, attempt)
+    raise AssertionError("the last attempt raises")
+
+
+def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
+    """Wait before the next attempt, unless another one would fail, too.
+
+    Raises:
+        DataError: The file is not there, or this was the last attempt.
+    """
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        if error.code < 500 and error.code != 429:
+            raise DataError(f"{url}: the server answers {error.code} {error.reason}") from error
+    if attempt + 1 == _ATTEMPTS:
+        reason = getattr(error, "reason", None) or error
+        raise DataError(
+            f"{url}: cannot be downloaded ({reason}): check the network and run the same command "
+            "again, which goes on where this one ended; or give --url with a mirror or a file"
+        ) from error
+    time.sleep(min(30, 0.5 * 2**attempt))
+
+
+def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
+    """Download a file, or the rest of it, and return its path.
+
+    Args:
+        source: The file.
+        folder: The folder to put it in.
+        shows: Whether to show the progress on a terminal.
+
+    Raises:
+        DataError: The network fails, or the file does not have its checksum.
+        StorageError: The folder cannot be written.
+    """
+    path = folder / source.name
+    if path.exists():  # it had its checksum when it got this name
+        return path
+    part = folder / f"{source.name}.part"
+    with durable.writing_to("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        part.touch()
+    attempt = 0
+    while True:
+        before = part.stat().st_size
+        try:
+            if _fetch_rest(source.url, part, shows=shows):
+                break
+            error: Exception = ConnectionError("the connection was closed early")
+        except (OSError, http.client.HTTPException) as caught:
+            error = caught
+        attempt = 0 if part.stat().st_size > before else attempt
+        _wait_or_raise(source.url, error, attempt)
+        attempt += 1
+    _verify(source, part)
+    with durable.writing_to("--output", folder):
+        part.rename(path)
+        durable.sync_folder(folder)
+    return path
+
+
+def _fetch_rest(url: str, part: Path, *, shows: bool) -> bool:
+    """Append what is missing to a file, and return whether it is complete now.
+
+    Raises:
+        OSError: The network fails.
+        StorageError: The file cannot be written.
+    """
+    from tqdm import tqdm
+
+    offset = part.stat().st_size
+    try:
+        answer = _open(url, offset)
+    except urllib.error.HTTPError as error:
+        complete = error.headers.get("Content-Range", "") == f"bytes */{offset}"
+        if error.code != 416 or not complete:
+            if error.code == 416:  # longer than the file: not a beginning of it
+                part.write_bytes(b"")
+            raise
+        error.close()
+        return True
+    with answer:
+        length = int(answer.headers.get("Content-Length") or 0)
+        start = f"bytes {offset}-"
+        goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(start)
+        if not goes_on:
+            offset = 0  # the server sends everything
+        with durable.writing_to("--output", part):
+            free = shutil.disk_usage(part.parent).free
+            if length > free:
+                raise StorageError(f"{length:,} bytes are missing, but only {free:,} are free")
+            file = part.open("ab" if goes_on else "wb")
+        total = offset + length if length else None
+        bar = tqdm(total=total, initial=offset, unit="B", unit_scale=True, disable=not shows)
+        with file, bar:
+            bar.set_description(part.name.removesuffix(".part"))
+            while block := answer.read(_BLOCK):
+                with durable.writing_to("--output", part):
+                    file.write(block)
+                bar.update(len(block))
+    return not length or part.stat().st_size == offset + length
+
+
+def _verify(source: Source, part: Path) -> None:
+    if source.checksum is None:
+        print(f"{source.name}: no checksum is known, so it was not verified", flush=True)
+        return
+    algorithm, expected = source.checksum
+    with part.open("rb") as file:
+        found = hashlib.file_digest(file, algorithm).hexdigest()
+    if found != expected:
+        with suppress(OSError):
+            part.unlink()
+        raise DataError(
+            f"{source.url}: the {algorithm} of what was downloaded is {found}, but it should be "
+            f"{expected}: it was removed; run the same command again"
+        )
+
+
+def locate(options: argparse.Namespace) -> Path | Source:
+    """Return the local file, or what to download, that the flags name.
+
+    Raises:
+        ConfigError: --url is neither an address nor a file.
+        DataError: There is no such dump, or the network fails.
+    """
+    checksum = None if options.checksum is None else Checksum.read(options.checksum)
+    url = options.url
+    if url is None or (_is_address(url) and not url.endswith((".bz2", ".xml", ".gz", ".xz"))):
+        found = find_dump(options.wiki, options.date, url or DUMPS)
+        return found if checksum is None else found._replace(checksum=checksum)
+    if _is_address(url):
+        return Source(url, checksum)
+    path = Path(url.removeprefix("file://"))
+    if not path.is_file():
+        raise ConfigError(f"--url {url}: neither http(s)://... nor an existing file")
+    return path
+
+
+def _is_address(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which dump to download."""
+    parser.add_argument(
+        "--wiki",
+        default="simple",
+        metavar="LANGUAGE",
+        help="Language, as in the address of the Wikipedia: simple, en, de, zh-yue, ... (default: "
+        "%(default)s).",
+    )
+    parser.add_argument(
+        "--date",
+        default="latest",
+        metavar="YYYYMMDD",
+        help="Date of the dump (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--url",
+        help=f"Mirror to use instead of {DUMPS}, or the address or path of a dump.",
+    )
+    parser.add_argument(
+        "--checksum",
+        metavar="sha1:HEX",
+        help="Checksum to use instead of the one in the dump's list (also md5:, sha256:).",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Download a dump."""
+    found = locate(options)
+    path = found if isinstance(found, Path) else download(found, options.output)
+    print(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line, download, and return the exit code."""
+    parser = ToolParser("download.py", __doc__)
+    add_source_flags(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="Folder to download into."
+    )
+    options = parser.read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

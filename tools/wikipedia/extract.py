@@ -1,0 +1,218 @@
+"""Extract the articles of a Wikipedia dump: one JSON line for each, with all cores.
+
+    python tools/wikipedia/extract.py simplewiki-20261101-pages-articles.xml.bz2 --output articles
+
+writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until all
+parts are complete the folder is called articles.unfinished. After a kill, the same command goes on
+there. Any number of workers writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron import durable
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.data.preprocess import map_in_order
+from megatron.errors import ConfigError
+from tools.wikipedia.dump import Page, Site, read_pages
+from tools.wikipedia.plain import parser, plain_text
+
+_FORM = 1  # increased when the same dump gives other parts
+_BATCH = 1 << 20  # characters of wikitext that a worker gets at a time
+_BATCHES = 64  # in each part
+_MANIFEST = "extraction.json"
+_REMEDY = "Lower --workers, or use a machine with more memory"
+
+
+class Batch(NamedTuple):
+    """Articles for a worker.
+
+    Attributes:
+        site: The wiki.
+        pages: The articles.
+    """
+
+    site: Site
+    pages: list[Page]
+
+
+class Extracted(NamedTuple):
+    """What a worker returns.
+
+    Attributes:
+        lines: The JSON lines.
+        counts: Number of articles, and of those dropped, by reason.
+    """
+
+    lines: bytes
+    counts: Counter[str]
+
+
+def batches(dump: Path, first: int) -> Iterator[Batch]:
+    """Yield the articles of a dump in batches that depend on the dump alone.
+
+    Args:
+        dump: The file.
+        first: Number of batches to leave out.
+    """
+    number, pages, size = 0, list[Page](), 0
+    site: Site | None = None
+    for site, page in read_pages(dump):  # noqa: B007 - the last one is used below
+        pages.append(page)
+        size += len(page.text or "")
+        if size >= _BATCH:
+            if number >= first:
+                yield Batch(site, pages)
+            number, pages, size = number + 1, [], 0
+    if pages and number >= first and site is not None:
+        yield Batch(site, pages)
+
+
+def extract_batch(batch: Batch) -> Extracted:
+    """Return the JSON lines of a batch. Articles without text are dropped and counted."""
+    lines, counts = list[str](), Counter[str]()
+    for page in batch.pages:
+        try:
+            text = "" if page.text is None else plain_text(page.text, batch.site)
+        except ValueError:
+            counts["not understood"] += 1
+            continue
+        if not text:
+            counts["empty" if page.text is not None else "too long"] += 1
+            continue
+        counts["articles"] += 1
+        url = batch.site.url(page.title)
+        entry = {"id": page.id, "url": url, "title": page.title, "text": text}
+        # A lone surrogate cannot be in XML, so every text can be encoded.
+        lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
+    return Extracted("".join(lines).encode(), counts)
+
+
+def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
+    """Extract a dump into a folder, or go on where an earlier extraction ended.
+
+    Args:
+        dump: The file.
+        output: The folder.
+        workers: Number of processes; 0 does everything in this one.
+
+    Returns:
+        Number of articles, and of those dropped, by reason.
+
+    Raises:
+        ConfigError: The unfinished folder is of another dump.
+        DataError: The dump is damaged.
+        StorageError: The folder cannot be written.
+    """
+    parser()  # if it is missing, say so before anything starts
+    unfinished = output.with_name(output.name + ".unfinished")
+    with durable.writing_to("--output", output):
+        unfinished.mkdir(parents=True, exist_ok=True)
+    finished = _open_manifest(unfinished, dump)
+    done, total = len(finished), sum(map(Counter, finished), Counter[str]())
+    if done:
+        print(f"{unfinished}: going on after {done} parts", flush=True)
+    tasks = partial(batches, dump, done * _BATCHES)
+    with map_in_order(extract_batch, tasks, workers, _REMEDY) as results:
+        for number in itertools.count(done):
+            mine = itertools.islice(results, _BATCHES)
+            first = next(mine, None)
+            if first is None:
+                break
+            counts = Counter[str]()
+            with durable.writing_to("--output", output):
+                with durable.renamed_when_done(unfinished / f"part-{number:05d}.jsonl") as file:
+                    for lines, found in itertools.chain([first], mine):
+                        file.write(lines)
+                        counts += found
+                finished.append(dict(counts))
+                _write_manifest(unfinished, dump, finished)
+            total += counts
+            print(f"part {number}: {counts['articles']:,} articles", flush=True)
+    with durable.writing_to("--output", output):
+        unfinished.rename(output)
+        durable.sync_folder(output.parent)
+    return total
+
+
+def _identity(dump: Path) -> dict[str, object]:
+    return {"form": _FORM, "dump": dump.name, "bytes": dump.stat().st_size}
+
+
+def _write_manifest(folder: Path, dump: Path, finished: list[dict[str, int]]) -> None:
+    text = json.dumps({**_identity(dump), "parts": finished})
+    durable.replace_file(folder / _MANIFEST, text.encode())
+
+
+def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
+    """Return the counts of the parts that are complete. Others will be written again."""
+    path = folder / _MANIFEST
+    try:
+        found = json.loads(path.read_bytes())
+        parts = found.pop("parts")
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, AttributeError):
+        found, parts = {}, []
+    if found != _identity(dump):
+        raise ConfigError(
+            f"{folder} is an unfinished extraction of another dump ({found.get('dump')}): remove "
+            "it, or give another --output"
+        )
+    return list(parts)
+
+
+def default_workers() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def report(total: Counter[str]) -> str:
+    """Return a line about what was extracted and what was dropped."""
+    dropped = [f"{count:,} {why}" for why, count in sorted(total.items()) if why != "articles"]
+    return f"{total['articles']:,} articles; dropped: {', '.join(dropped) or 'none'}"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Extract a dump."""
+    durable.expect_no_file("--output", [options.output], overwrite=False)
+    if not options.dump.is_file():
+        raise ConfigError(f"{options.dump}: there is no such file: tools/wikipedia/download.py")
+    print(report(extract(options.dump, options.output, options.workers)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line, extract, and return the exit code."""
+    arguments = ToolParser("extract.py", __doc__)
+    arguments.add_argument("dump", type=Path, help="Dump: .xml, .xml.bz2, .xml.gz or .xml.xz.")
+    arguments.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="New folder of JSON lines."
+    )
+    arguments.add_argument(
+        "--workers",
+        type=int,
+        default=default_workers(),
+        metavar="N",
+        help="Processes that extract (default: one for each core). 0 does everything in one.",
+    )
+    options = arguments.read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
