@@ -69,20 +69,29 @@ def read(path: Path, found: Findings) -> dict[str, Any]:
     Raises:
         ConfigError: The file cannot be read, or is not YAML.
     """
+    data = load("--config", path)
+    return _read_sections({} if data is None else data, str(path), found)
+
+
+def load(flag: str, path: Path) -> Any:
+    """Return the plain values of the YAML file that a flag names, `None` if it is empty.
+
+    Raises:
+        ConfigError: The file cannot be read, is not YAML, or is too large.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_SIZE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+        raise ConfigError(f"{flag} {path}: cannot be read: {error}") from None
     if len(text) > _MAX_SIZE:
-        raise ConfigError(f"--config {path}: larger than {_MAX_SIZE >> 20} MiB")
+        raise ConfigError(f"{flag} {path}: larger than {_MAX_SIZE >> 20} MiB")
     try:
-        data = _Loader(text).get_single_data()
+        return _Loader(text).get_single_data()
     except MemoryError:
         raise
     except Exception as error:  # PyYAML raises others too, for a 13th month or `!!int ""`
-        raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
-    return _read_sections({} if data is None else data, str(path), found)
+        raise ConfigError(f"{flag} {path}: not valid YAML: {error}") from None
 
 
 def dump(config: RunOptions) -> str:

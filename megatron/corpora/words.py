@@ -12,7 +12,7 @@ words as ASCII punctuation does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -161,14 +161,19 @@ def hash_ngrams(words: Words, size: int) -> tuple[U64, NDArray[np.bool_]]:
     Returns:
         The hash of the n-gram at each word, and whether it has all of its words, `[words]` each.
     """
+    return next(hash_ngrams_of(words, [size]))
+
+
+def hash_ngrams_of(words: Words, sizes: Sequence[int]) -> Iterator[tuple[U64, NDArray[np.bool_]]]:
+    """Yield what `hash_ngrams` returns for each of some ascending sizes, in one pass."""
     total = words.hashes.copy()
-    last = len(words.hashes)
-    whole = np.ones(last, np.bool_)
-    for step in range(1, size):
-        same = words.documents[step:] == words.documents[: max(last - step, 0)]
-        factor = np.uint64(pow(_STRIDE, step, 1 << 64))
-        total[: max(last - step, 0)] += np.where(same, words.hashes[step:] * factor, np.uint64(0))
-        if step == size - 1:
-            whole[: max(last - step, 0)] = same
-            whole[max(last - step, 0) :] = False
-    return mix(total), whole
+    whole = np.ones(len(total), np.bool_)
+    for size in range(1, max(sizes) + 1):
+        if size > 1:
+            step, count = size - 1, max(len(total) - size + 1, 0)
+            whole[count:] = False
+            whole[:count] = words.documents[step:] == words.documents[:count]
+            factor = np.uint64(pow(_STRIDE, step, 1 << 64))
+            total[:count] += np.where(whole[:count], words.hashes[step:] * factor, np.uint64(0))
+        if size in sizes:
+            yield mix(total), whole.copy()

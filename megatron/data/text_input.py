@@ -175,23 +175,32 @@ def _value(record: Any, key: str) -> Value:
     raise ValueError(f"{key!r} is {_JSON_KINDS[type(value)]}, expected a string")
 
 
-def find_inputs(patterns: Sequence[str]) -> list[str]:
+def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str]:
     """Return the files that the files, globs and folders of `--input` name.
 
     A folder stands for all files below it with a known suffix. A file without a suffix, such as
     wiki_00, is one of JSON lines if it begins with an object. Files are in the order of the
     patterns, and within a glob or folder in the order of their names.
 
+    Args:
+        patterns: The files, globs and folders.
+        more: Suffixes of formats that the caller reads itself.
+
     Raises:
         DataError: A pattern matches no file, a file is named twice, so that its text would count
             twice, or a file has an unknown suffix.
     """
     found: dict[str, str] = {}  # by absolute path
+    formats = ", ".join((*more, _KNOWN))
+
+    def is_known(path: str) -> bool:
+        return bool(_suffix(path)) or path.lower().endswith(more)
+
     for pattern in patterns:
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
-            matches = sorted(path for path in below if _suffix(path))
-            nothing = f"this folder holds no file with a known suffix ({_KNOWN})"
+            matches = sorted(path for path in below if is_known(path))
+            nothing = f"this folder holds no file with a known suffix ({formats})"
         else:
             exists = os.path.exists(pattern)
             matches = [pattern] if exists else sorted(set(glob.glob(pattern, recursive=True)))
@@ -206,8 +215,8 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     for path in found.values():
         if not os.path.exists(path):
             raise DataError(f"--input {path}: this is a link to a file that does not exist")
-        if not _suffix(path):
-            raise DataError(f"--input {path}: unknown suffix; expected {_KNOWN}; rename the file")
+        if not is_known(path):
+            raise DataError(f"--input {path}: unknown suffix; expected {formats}; rename the file")
     return [*found.values()]
 
 

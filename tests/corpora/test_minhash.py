@@ -80,7 +80,7 @@ def test_a_document_larger_than_a_batch_has_the_same_words(monkeypatch) -> None:
 def test_estimates_are_those_of_the_jaccard_similarity() -> None:
     generator = random.Random(2)
     settings = MinHash()
-    originals = [_document(generator, generator.choice([30, 200, 800])) for _ in range(300)]
+    originals = [_document(generator, generator.choice([30, 200, 800])) for _ in range(150)]
     changed = [_changed(text, generator, generator.choice([0.02, 0.1])) for text in originals]
     one, other = (sign([t.encode() for t in texts], settings) for texts in (originals, changed))
     estimates = (one == other).mean(axis=0)

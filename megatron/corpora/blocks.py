@@ -1,0 +1,479 @@
+"""The steps of a plan as blocks of datatrove, which its executors run on pieces of the input.
+
+A document that a step leaves out flows on, marked with the reason, so that the block at the end
+counts everything in one place. Files get their names when they are complete, so a task that was
+killed starts again, and one that has finished is not repeated.
+
+datatrove measures the time of each block (`track_time`); the speed table is made from its files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import orjson
+
+from megatron.corpora import cleaning
+from megatron.corpora.minhash import group, sign
+from megatron.corpora.overlaps import TaskNgrams, cut_out
+from megatron.corpora.plan import CorpusPlan, DuplicatesStep, TasksStep, TokenizeStep
+from megatron.corpora.requirements import corpora_extra
+from megatron.corpora.sources import Piece, read_piece
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
+from megatron.data.text_input import load_line
+from megatron.durable import TEMPORARY, renamed_when_done, writing_to
+from megatron.errors import DataError
+
+with corpora_extra():
+    from datatrove.data import Document
+    from datatrove.pipeline.base import PipelineStep
+
+# Marks of a document: (step, reason, detail) if it is left out; the steps that have changed it;
+# (name of the whole document, what was cut out); whether its text is HTML.
+_DROPPED, _CHANGED, _CUT, _HTML = _MARKS = ("_dropped", "_changed", "_cut", "_html")
+_SAMPLES = 3  # of each reason in each piece
+_SAMPLE_CHARACTERS = 300
+_BATCH = 512  # documents that are signed or searched together
+_EMPTY_LINES = re.compile(r"\n{3,}")
+
+Documents = Iterable[Document]
+
+
+def shard(folder: Path, rank: int, suffix: str) -> Path:
+    """Return the path of a piece's file in a folder."""
+    return folder / f"{rank:05d}{suffix}"
+
+
+@contextmanager
+def output(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that gets its name when it is complete, after removing a killed task's."""
+    with writing_to("--output", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{path.name}{TEMPORARY}*"):
+            left.unlink()
+        with renamed_when_done(path) as file:
+            yield file
+
+
+def _drop(document: Document, step: str, reason: str, detail: str = "") -> None:
+    document.metadata[_DROPPED] = (step, reason, detail)
+
+
+class CorpusBlock(PipelineStep):
+    """A block that is called with documents and the number of its piece."""
+
+    type = "corpora"
+
+    def __init__(self, name: str) -> None:
+        """Name the block, for datatrove's log and the speed table."""
+        self.name = name
+        super().__init__()
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Return the documents of a piece."""
+        raise NotImplementedError
+
+
+class PieceReader(CorpusBlock):
+    """Reads the documents of a piece of the input.
+
+    Args:
+        pieces: All pieces of the input.
+        plan: The plan, for the keys of text and name.
+    """
+
+    def __init__(self, pieces: list[Piece], plan: CorpusPlan) -> None:
+        """Keep the pieces."""
+        super().__init__("read")
+        self.pieces, self.plan = pieces, plan
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of a piece.
+
+        Raises:
+            DataError: A file is damaged, or a line is no document and the plan says "stop".
+        """
+        records = read_piece(self.pieces[rank], self.plan)
+        while True:
+            with self.track_time():
+                raw = next(records, None)
+            if raw is None:
+                return
+            document = Document(raw.text, raw.name, metadata=raw.fields)
+            if raw.problem:
+                if self.plan.on_error == "stop":
+                    remedy = "fix the line, or leave bad lines out with --on-error skip"
+                    raise DataError(f"--input {raw.place}: {raw.problem}: {remedy}")
+                _drop(document, "read", "bad line", raw.problem)
+            if raw.is_html:
+                document.metadata[_HTML] = True
+            yield document
+
+
+class PerDocument(CorpusBlock):
+    """Changes or leaves out documents one by one.
+
+    Args:
+        name: The step's name.
+        change: A function that may change a document's text, and returns the reason to leave it
+            out, or "".
+    """
+
+    def __init__(self, name: str, change: Callable[[Document], str]) -> None:
+        """Keep the function."""
+        super().__init__(name)
+        self.change = change
+
+    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield all documents, those to leave out with a mark."""
+        for document in data:
+            if _DROPPED not in document.metadata:
+                with self.track_time():
+                    before = document.text
+                    reason = self.change(document)
+                if reason:
+                    _drop(document, self.name, reason)
+                elif document.text != before:
+                    document.metadata.setdefault(_CHANGED, []).append(self.name)
+            yield document
+
+
+def _judge_url(step: Any, document: Document) -> str:
+    url = document.metadata.get("url")
+    return cleaning.judge_url(url, step) if isinstance(url, str) and url else ""
+
+
+def _extract(step: Any, document: Document) -> str:
+    if document.metadata.pop(_HTML, False):
+        document.text = cleaning.extract_page(document.text)
+        return "no main text" if len(document.text) < step.min_characters else ""
+    return ""
+
+
+def _fix(step: Any, document: Document) -> str:
+    document.text = cleaning.fix_text(document.text)
+    if step.newlines:
+        document.text = _EMPTY_LINES.sub("\n\n", document.text)
+    return ""
+
+
+def _judge_language(step: Any, document: Document) -> str:
+    return cleaning.judge_language(document.text, step)
+
+
+def _judge_quality(step: Any, document: Document) -> str:
+    return cleaning.judge_quality(document.text, step)
+
+
+_PER_DOCUMENT: dict[str, Callable[[Any, Document], str]] = {
+    "urls": _judge_url,
+    "extract": _extract,
+    "fix": _fix,
+    "language": _judge_language,
+    "quality": _judge_quality,
+}
+
+
+def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
+    """Return the blocks of those steps of a plan that look at one document at a time."""
+    return [
+        PerDocument(name, partial(change, plan.steps[name]))
+        for name, change in _PER_DOCUMENT.items()
+        if name in plan.steps
+    ]
+
+
+def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]:
+    """Yield documents in batches, and beside them those that are not marked."""
+    batch: list[Document] = []
+    for document in data:
+        batch.append(document)
+        if len(batch) == _BATCH:
+            yield batch, [one for one in batch if _DROPPED not in one.metadata]
+            batch = []
+    yield batch, [one for one in batch if _DROPPED not in one.metadata]
+
+
+class SignatureWriter(CorpusBlock):
+    """Writes the MinHash signatures of a piece's documents beside them.
+
+    Args:
+        folder: The folder of the signatures.
+        step: Their settings.
+    """
+
+    def __init__(self, folder: Path, step: DuplicatesStep) -> None:
+        """Keep the settings."""
+        super().__init__("signatures")
+        self.folder, self.step = folder, step
+
+    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents, and write the signatures at the end."""
+        parts = [np.empty((self.step.values, 0), np.uint16)]
+        for batch, kept in _batched(data):
+            with self.track_time():
+                parts.append(sign([document.text.encode() for document in kept], self.step))
+            yield from batch
+        with self.track_time(), output(shard(self.folder, rank, ".npy")) as file:
+            np.save(file, np.concatenate(parts, axis=1), allow_pickle=False)
+
+
+class GroupFinder(CorpusBlock):
+    """Finds the groups of near-duplicates among all documents.
+
+    The signatures of all documents are in memory: 400 bytes each by default.
+
+    Args:
+        signatures: The folder of the signatures.
+        groups: The folder of the results, a file a piece: the first document of the group of each
+            of its documents, counted over all pieces.
+        step: The settings of the signatures.
+        pieces: The number of pieces.
+    """
+
+    def __init__(self, signatures: Path, groups: Path, step: DuplicatesStep, pieces: int) -> None:
+        """Keep the settings."""
+        super().__init__("duplicates")
+        self.signatures, self.groups, self.step, self.pieces = signatures, groups, step, pieces
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+        """Write the groups, a file a piece."""
+        with self.track_time():
+            parts = [np.load(shard(self.signatures, i, ".npy")) for i in range(self.pieces)]
+            bounds = np.cumsum([0, *(part.shape[1] for part in parts)])
+            roots = group(np.concatenate(parts, axis=1), self.step)
+            for number, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+                with output(shard(self.groups, number, ".npy")) as file:
+                    found = np.stack([np.arange(first, last), roots[first:last]])
+                    np.save(file, found, allow_pickle=False)
+        return []
+
+
+class ShardReader(CorpusBlock):
+    """Reads the documents that an earlier stage wrote for a piece.
+
+    Args:
+        folder: The folder of the documents.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Keep the folder."""
+        super().__init__("read again")
+        self.folder = folder
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of a piece."""
+        with open(shard(self.folder, rank, ".jsonl"), "rb") as file:
+            for line in file:
+                with self.track_time():
+                    record = load_line(line)
+                    document = Document(record.pop("text"), record.pop("id"), metadata=record)
+                yield document
+
+
+class DuplicateDropper(CorpusBlock):
+    """Leaves out every document of a group but the first.
+
+    Args:
+        groups: The folder of the groups.
+    """
+
+    def __init__(self, groups: Path) -> None:
+        """Keep the folder."""
+        super().__init__("duplicates")
+        self.groups = groups
+
+    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield all documents, the duplicates with a mark."""
+        numbers, roots = np.load(shard(self.groups, rank, ".npy")).tolist()
+        for document, number, root in zip(data, numbers, roots, strict=True):
+            if number != root:
+                _drop(document, "duplicates", "near-duplicate", f"of document {root}")
+            yield document
+
+
+class OverlapCutter(CorpusBlock):
+    """Cuts out of documents whatever also stands in a task.
+
+    Args:
+        file: The file with the n-grams of the tasks.
+        step: The settings.
+    """
+
+    def __init__(self, file: Path, step: TasksStep) -> None:
+        """Keep the settings."""
+        super().__init__("tasks")
+        self.file, self.step = file, step
+
+    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield all documents: cut ones in parts, those of which nothing is left with a mark."""
+        with np.load(self.file) as stored:
+            ngrams = TaskNgrams({int(size): stored[size] for size in stored.files})
+        for batch, kept in _batched(data):
+            with self.track_time():
+                found = iter(ngrams.find([document.text for document in kept]))
+                results = []
+                for document in batch:
+                    overlaps = [] if _DROPPED in document.metadata else next(found)
+                    results += self._cut(document, overlaps) if overlaps else [document]
+            yield from results
+
+    def _cut(self, document: Document, overlaps: Any) -> list[Document]:
+        parts = cut_out(document.text, overlaps, self.step)
+        overlap = document.text[overlaps[0].start : overlaps[0].end]
+        if not 0 < len(parts) <= self.step.max_parts:
+            reason = "too many overlaps" if parts else "overlap, nothing left"
+            _drop(document, self.name, reason, overlap)
+            return [document]
+        name = document.id
+        cut = {_CHANGED: [*document.metadata.get(_CHANGED, ()), self.name], _CUT: (name, overlap)}
+        return [
+            Document(
+                part,
+                f"{name}#{number}" if len(parts) > 1 else name,
+                metadata={**document.metadata, **(cut if number == 0 else {})},
+            )
+            for number, part in enumerate(parts)
+        ]
+
+
+class ShardWriter(CorpusBlock):
+    """Writes the documents of a piece, and what was left out of it.
+
+    Args:
+        folder: The folder of the documents, a file of JSON lines a piece.
+        ledger: The folder of what was left out: counts and samples of each piece in a file of JSON,
+            and the names of all its documents that were left out or cut in one of JSON lines.
+    """
+
+    def __init__(self, folder: Path, ledger: Path) -> None:
+        """Keep the folders."""
+        super().__init__("write")
+        self.folder, self.ledger = folder, ledger
+
+    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> list[Document]:
+        """Write both files."""
+        read, kept = Counter[str](), Counter[str]()
+        changed = Counter[str]()
+        dropped: dict[tuple[str, str], Counter[str]] = {}
+        samples: list[dict[str, str]] = []
+        with (
+            output(shard(self.folder, rank, ".jsonl")) as file,
+            output(shard(self.ledger, rank, ".jsonl")) as list_,
+        ):
+            for document in data:
+                with self.track_time():
+                    size = len(document.text.encode())
+                    mark = document.metadata.get(_DROPPED)
+                    if _CUT in document.metadata:
+                        name, overlap = document.metadata[_CUT]
+                        list_.write(_entry(name, "tasks", "cut", overlap))
+                    changed.update(document.metadata.get(_CHANGED, ()))
+                    read.update(documents=1)
+                    if mark is None:
+                        kept.update(documents=1, bytes=size)
+                        file.write(_line(document))
+                        continue
+                    step, reason, detail = mark
+                    counts = dropped.setdefault((step, reason), Counter())
+                    counts.update(documents=1, bytes=size)
+                    list_.write(_entry(document.id, step, reason, detail))
+                    if counts["documents"] <= _SAMPLES:
+                        sample = {"step": step, "reason": reason, "id": document.id}
+                        text = document.text[:_SAMPLE_CHARACTERS]
+                        samples.append({**sample, "detail": detail, "text": text})
+        entries = [
+            {"step": step, "reason": reason, **counts}
+            for (step, reason), counts in sorted(dropped.items())
+        ]
+        ledger = {"read": read, "kept": kept, "changed": changed}
+        with output(shard(self.ledger, rank, ".json")) as file:
+            file.write(orjson.dumps({**ledger, "dropped": entries, "samples": samples}))
+        return []
+
+
+def _entry(name: str, step: str, reason: str, detail: str) -> bytes:
+    entry = {"id": name, "step": step, "reason": reason, "detail": detail}
+    return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _line(document: Document) -> bytes:
+    hidden = (*_MARKS, "text", "id")
+    fields = {key: value for key, value in document.metadata.items() if key not in hidden}
+    record = {"text": document.text, "id": document.id, **fields}
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # a number of more than 64 bits
+        return f"{json.dumps(record, ensure_ascii=False)}\n".encode()
+
+
+@cache
+def _encoder(step: TokenizeStep) -> BlockEncoder:
+    """Return the encoder of a step, built once in each process."""
+    return BlockEncoder(EncodingOptions(step.tokenizer, ("text",), step.append_eod))
+
+
+class ShardEncoder(CorpusBlock):
+    """Encodes the documents of a piece as a dataset.
+
+    Args:
+        folder: The folder of the documents.
+        tokens: The folder of the datasets.
+        step: The tokenizer.
+    """
+
+    def __init__(self, folder: Path, tokens: Path, step: TokenizeStep) -> None:
+        """Keep the settings."""
+        super().__init__("tokenize")
+        self.folder, self.tokens, self.step = folder, tokens, step
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+        """Write the dataset."""
+        prefix = shard(self.tokens, rank, "")
+        for left in self.tokens.glob(f"{prefix.name}.*{TEMPORARY}*"):
+            left.unlink()
+        with self.track_time():
+            preprocess(
+                [str(shard(self.folder, rank, ".jsonl"))],
+                [str(prefix)],
+                _encoder(self.step),
+                workers=0,
+                on_block=lambda *_: None,
+                on_bad_line=None,
+            )
+        return []
+
+
+class DatasetJoiner(CorpusBlock):
+    """Joins the datasets of all pieces.
+
+    Args:
+        tokens: The folder of the datasets.
+        prefix: The path of the whole dataset without its ending.
+        pieces: The number of pieces.
+    """
+
+    def __init__(self, tokens: Path, prefix: Path, pieces: int) -> None:
+        """Keep the settings."""
+        super().__init__("join")
+        self.tokens, self.prefix, self.pieces = tokens, prefix, pieces
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+        """Write the whole dataset."""
+        for left in self.prefix.parent.glob(f"{self.prefix.name}.*{TEMPORARY}*"):
+            left.unlink()
+        with self.track_time():
+            parts = [shard(self.tokens, number, "") for number in range(self.pieces)]
+            with IndexedDatasetBuilder(self.prefix, IndexedDataset(parts[0]).dtype) as builder:
+                for part in parts:
+                    builder.add_index(part)
+        return []

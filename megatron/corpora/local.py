@@ -1,0 +1,48 @@
+"""datatrove's local executor on this package's own processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from copy import deepcopy
+from typing import Any
+
+from megatron.corpora.requirements import corpora_extra
+from megatron.data.preprocess import map_in_order
+
+with corpora_extra():
+    from datatrove.executor.local import LocalPipelineExecutor
+
+_REMEDY = "To reduce memory, use fewer --workers"
+
+
+class LocalExecutor(LocalPipelineExecutor):
+    """A local executor that leaves no process behind and reports a worker that was killed.
+
+    datatrove's own starts a manager process, which outlives a run that is killed and takes 0.1 s
+    for each stage, and waits forever for a worker that the system kills for lack of memory.
+    """
+
+    pipeline: Any
+
+    def run(self) -> None:
+        """Run all tasks that are not completed yet.
+
+        Raises:
+            UserError: A task failed for a reason that the user can fix.
+            ShortageError: A worker was killed, or has too little memory.
+        """
+        ranks = self.get_incomplete_ranks()
+        if not ranks:
+            return
+        self.save_executor_as_json()
+        workers = min(self.workers, len(ranks)) if self.workers > 1 else 0
+        with map_in_order(self._run, lambda: ranks, workers, _REMEDY) as done:
+            deque(done, maxlen=0)
+
+    def _run(self, rank: int) -> None:
+        blocks = self.pipeline
+        self.pipeline = deepcopy(blocks)  # each task has its own statistics
+        try:
+            self._run_for_rank(rank)
+        finally:
+            self.pipeline = blocks

@@ -1,0 +1,178 @@
+"""Overlaps of a corpus with the files of evaluation tasks, found by hashed n-grams of words."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.corpora.plan import TasksStep
+from megatron.corpora.words import batches, hash_ngrams_of, split_words
+from megatron.data.text_input import load_line
+from megatron.errors import DataError
+
+_SENTENCE_ENDS = ".!?"
+
+
+class Overlap(NamedTuple):
+    """A run of words that also stands in a task.
+
+    Attributes:
+        start: The offset of its first character.
+        end: The offset after its last character.
+        ngram: The hash of its words.
+    """
+
+    start: int
+    end: int
+    ngram: int
+
+
+class TaskNgrams:
+    """The n-grams of task files.
+
+    Args:
+        hashes: The hashes of the n-grams of each size, sorted.
+    """
+
+    def __init__(self, hashes: dict[int, NDArray[np.uint64]]) -> None:
+        """Make a table that refuses most n-grams of other texts with a single look."""
+        self.hashes = dict(sorted(hashes.items()))
+        self.count = sum(map(len, hashes.values()))
+        self._shift = np.uint64(64 - max(16, (16 * self.count).bit_length()))
+        self._seen = np.zeros(1 << int(64 - self._shift), np.bool_)
+        for known in hashes.values():
+            self._seen[known >> self._shift] = True
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str], longest: int, shortest: int) -> TaskNgrams:
+        """Collect all n-grams of `longest` words, and texts with fewer words as a whole.
+
+        Args:
+            texts: The texts of the tasks.
+            longest: The number of words of an n-gram.
+            shortest: The number of words below which a text is ignored.
+        """
+        sizes = range(shortest, longest + 1)
+        found: dict[int, list[NDArray[np.uint64]]] = {size: [] for size in sizes}
+        data = [text.encode() for text in texts]
+        for first, last in batches(data):
+            words = split_words(data[first:last])
+            lengths = np.bincount(words.documents, minlength=words.batch)[words.documents]
+            begins = np.append(True, words.documents[1:] != words.documents[:-1])
+            for size, (hashes, whole) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
+                chosen = whole if size == longest else begins[: len(whole)] & (lengths == size)
+                found[size].append(hashes[chosen])
+        unique = {size: np.unique(np.concatenate(parts)) for size, parts in found.items() if parts}
+        return cls({size: hashes for size, hashes in unique.items() if len(hashes)})
+
+    def find(self, texts: Sequence[str]) -> list[list[Overlap]]:
+        """Return the overlaps of each text, in the order of their first words."""
+        found: list[list[Overlap]] = [[] for _ in texts]
+        if not self.hashes:
+            return found
+        data = [text.encode() for text in texts]
+        for first, last in batches(data):
+            words = split_words(data[first:last])
+            sizes = list(self.hashes)
+            for size, (hashes, whole) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
+                (maybe,) = np.nonzero(whole & self._seen[hashes >> self._shift])
+                known = self.hashes[size]
+                places = np.minimum(np.searchsorted(known, hashes[maybe]), len(known) - 1)
+                for at in maybe[known[places] == hashes[maybe]].tolist():
+                    number = first + int(words.documents[at])
+                    start, end = int(words.starts[at]), int(words.ends[at + size - 1])
+                    found[number].append(_in_characters(data[number], start, end, int(hashes[at])))
+        for overlaps in found:
+            overlaps.sort()
+        return found
+
+
+def _in_characters(data: bytes, start: int, end: int, ngram: int) -> Overlap:
+    if data.isascii():
+        return Overlap(start, end, ngram)
+    before = len(data[:start].decode())
+    return Overlap(before, before + len(data[start:end].decode()), ngram)
+
+
+def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
+    """Return the parts of a text that are left without its overlaps.
+
+    A cut reaches from the end of the sentence before the margin to the end of the sentence behind
+    it. Parts of at most `min_characters` characters are left out, unless nothing was cut.
+    """
+    if not overlaps:
+        return [text]
+    parts, begin = [], 0
+    for overlap in overlaps:
+        if overlap.start < begin:
+            continue  # cut already
+        parts.append(text[begin : _last_end(text, begin, overlap.start - step.margin)])
+        begin = _next_end(text, overlap.end + step.margin)
+    parts.append(text[begin:])
+    return [part for part in parts if len(part) > step.min_characters]
+
+
+def _last_end(text: str, begin: int, end: int) -> int:
+    """Return the offset behind the last end of a sentence before or at `end`."""
+    return max(text.rfind(mark, begin, max(end + 1, begin)) for mark in _SENTENCE_ENDS) + 1
+
+
+def _next_end(text: str, start: int) -> int:
+    """Return the offset behind the first end of a sentence from `start` on."""
+    found = [text.find(mark, start) for mark in _SENTENCE_ENDS]
+    return min((place + 1 for place in found if place >= 0), default=len(text))
+
+
+def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """Return the texts of task files: JSON lines, TSV, or text with a paragraph a line.
+
+    Args:
+        files: The files, also with .gz.
+        keys: The keys or columns to read, or none for all text.
+
+    Raises:
+        DataError: A file cannot be read, or has none of the keys.
+    """
+    return [text for file in files for text in _read_task(file, keys)]
+
+
+def _read_task(path: str, keys: Sequence[str]) -> list[str]:
+    name = path.removesuffix(".gz")
+    try:
+        with (gzip.open if name != path else open)(path, "rb") as file:
+            lines = file.read().decode("utf-8-sig").split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"task file {path}: cannot be read as UTF-8 text: {error}") from None
+    if not name.endswith((".jsonl", ".json", ".ndjson", ".tsv")):
+        return lines
+    records: list[Any] = []
+    if name.endswith(".tsv"):
+        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        header = next(rows, [])
+        records = [dict(zip(header, row, strict=False)) for row in rows]
+    else:
+        for number, line in enumerate(lines, 1):
+            try:
+                records += [load_line(line.encode())] if line.strip() else []
+            except ValueError as error:
+                raise DataError(f"task file {path}:{number}: {error}: fix the line") from None
+    if keys and not any(key in record for record in records for key in keys):
+        raise DataError(f"task file {path}: no {' or '.join(keys)} in any line: fix keys")
+    return [text for record in records for text in _texts(record, keys)]
+
+
+def _texts(value: Any, keys: Sequence[str]) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if not keys or key in keys:
+                yield from _texts(inner, ())
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, keys)

@@ -1,0 +1,237 @@
+"""From a plan to datatrove's executors: stages, their tasks, and what a folder already holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.corpora.blocks import (
+    CorpusBlock,
+    DatasetJoiner,
+    DuplicateDropper,
+    GroupFinder,
+    OverlapCutter,
+    PieceReader,
+    ShardEncoder,
+    ShardReader,
+    ShardWriter,
+    SignatureWriter,
+    cleaning_blocks,
+    output,
+)
+from megatron.corpora.overlaps import TaskNgrams, read_tasks
+from megatron.corpora.plan import CorpusPlan
+from megatron.corpora.report import ReportWriter
+from megatron.corpora.requirements import corpora_extra
+from megatron.corpora.sources import Piece, cut_pieces
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import build_tokenizer
+
+EXECUTORS = ("local", "slurm", "ray")
+PLAN_FILE = "plan.json"
+DATASET = "corpus_text_document"
+TASKS_FILE = "tasks.npz"
+_OURS = ("text", "work", "dropped", "logs", "report.json", "report.png", PLAN_FILE)
+
+
+class Stage(NamedTuple):
+    """Blocks that run one after the other on each document, and the number of tasks."""
+
+    name: str
+    blocks: list[CorpusBlock]
+    tasks: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the tasks run.
+
+    Attributes:
+        executor: "local", "slurm" or "ray".
+        workers: The number of tasks at a time. Results do not depend on it.
+        partition: SLURM's partition.
+        time: SLURM's time limit of a task, "hh:mm:ss".
+        memory_gb: The memory of a task for SLURM and Ray, in GB.
+    """
+
+    executor: str = "local"
+    workers: int = 1
+    partition: str = ""
+    time: str = "24:00:00"
+    memory_gb: int = 4
+
+
+def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage]:
+    """Return the stages of a plan. Each needs the complete result of the one before.
+
+    Args:
+        plan: The plan.
+        pieces: The pieces of its input.
+        folder: The folder of the corpus.
+    """
+    work, dropped, text = folder / "work", folder / "dropped", folder / "text"
+    count, steps = len(pieces), plan.steps
+    looks_back = "duplicates" in steps or "tasks" in steps
+    first: list[CorpusBlock] = [PieceReader(pieces, plan), *cleaning_blocks(plan)]
+    if "duplicates" in steps:
+        first.append(SignatureWriter(work / "signatures", steps["duplicates"]))
+    ledgers = [dropped / "clean"]
+    first.append(ShardWriter(work / "clean" if looks_back else text, ledgers[0]))
+    stages = [Stage("clean", first, count)]
+    select: list[CorpusBlock] = [ShardReader(work / "clean")]
+    if "duplicates" in steps:
+        groups = work / "groups"
+        finder = GroupFinder(work / "signatures", groups, steps["duplicates"], count)
+        stages.append(Stage("groups", [finder], 1))
+        select.append(DuplicateDropper(groups))
+    if "tasks" in steps:
+        select.append(OverlapCutter(work / TASKS_FILE, steps["tasks"]))
+    if looks_back:
+        ledgers.append(dropped / "select")
+        stages.append(Stage("select", [*select, ShardWriter(text, ledgers[-1])], count))
+    finish: list[CorpusBlock] = []
+    if "tokenize" in steps:
+        encoder = ShardEncoder(text, work / "tokens", steps["tokenize"])
+        stages.append(Stage("tokenize", [encoder], count))
+        finish.append(DatasetJoiner(work / "tokens", folder / DATASET, count))
+    finish.append(ReportWriter(folder, ledgers, count))
+    return [*stages, Stage("finish", finish, 1)]
+
+
+def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite: bool) -> None:
+    """Carry out a plan, continuing where an interrupted run of it ended.
+
+    SLURM's jobs may still wait when this returns.
+
+    Args:
+        plan: The plan.
+        folder: The folder of the corpus.
+        cluster: Where the tasks run.
+        overwrite: Whether to start again if the folder holds a corpus with another plan.
+
+    Raises:
+        ConfigError: The folder holds something else, or a package is missing.
+        DataError: The input is missing or damaged.
+        StorageError: The folder cannot be written.
+    """
+    pieces = cut_pieces(plan.input)
+    if not pieces:
+        raise DataError(f"--input {' '.join(plan.input)}: all files are empty")
+    if "tokenize" in plan.steps:
+        build_tokenizer(plan.steps["tokenize"].tokenizer)
+    ngrams = _task_ngrams(plan) if "tasks" in plan.steps else None
+    _claim(plan, pieces, folder, overwrite)
+    if ngrams is not None:
+        with output(folder / "work" / TASKS_FILE) as file:
+            arrays: dict[str, Any] = {str(size): known for size, known in ngrams.hashes.items()}
+            np.savez(file, **arrays)
+    previous = None
+    for stage in stages_of(plan, pieces, folder):
+        previous = _executor(stage, folder / "logs" / stage.name, cluster, previous)
+        previous.run()
+
+
+def input_bytes(folder: Path) -> int:
+    """Return the size of the input files of a corpus."""
+    there = json.loads((folder / PLAN_FILE).read_bytes())
+    paths = {path for piece in there["pieces"] for path, _, _ in piece}
+    return sum(there["inputs"][os.path.abspath(path)][0] for path in paths)
+
+
+def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool) -> None:
+    """Write the plan into the folder, or compare it with the one that is there."""
+    files = [part.path for piece in pieces for part in piece]
+    files += plan.steps["tasks"].files if "tasks" in plan.steps else ()
+    inputs = {}
+    for path in dict.fromkeys(files):
+        found = os.stat(path)
+        inputs[os.path.abspath(path)] = [found.st_size, found.st_mtime_ns]
+    wanted = {"plan": plan.to_dict(), "pieces": [list(map(list, p)) for p in pieces]}
+    wanted["inputs"] = inputs
+    file = folder / PLAN_FILE
+    if file.exists() and not overwrite:
+        there = json.loads(file.read_bytes())
+        if there == wanted:
+            return
+        what = _difference(there, wanted)
+        raise ConfigError(
+            f"--output {folder}: holds a corpus that was made differently ({what}): choose another "
+            "folder, or give --overwrite to start again"
+        )
+    if folder.exists() and any(folder.iterdir()) and not file.exists():
+        raise ConfigError(f"--output {folder}: holds other files: choose another or a new folder")
+    for ours in (folder / name for name in _OURS):
+        if ours.is_dir():
+            shutil.rmtree(ours)
+        else:
+            ours.unlink(missing_ok=True)
+    with output(file) as target:
+        target.write(json.dumps(wanted, indent=1, ensure_ascii=False).encode())
+
+
+def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Return the first setting or file that differs."""
+    for name in ("inputs", "pieces"):
+        if there.get(name) != wanted[name]:
+            return "the input files have changed"
+    old, new = _flat(there.get("plan", {})), _flat(wanted["plan"])
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return ", ".join(f"{name} was {old.get(name)}, is {new.get(name)}" for name in names[:2])
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _task_ngrams(plan: CorpusPlan) -> TaskNgrams:
+    step = plan.steps["tasks"]
+    ngrams = TaskNgrams.of_texts(read_tasks(step.files, step.keys), step.max_ngram, step.min_ngram)
+    if not ngrams.count:
+        raise DataError(
+            f"--tasks {' '.join(step.files)}: no text of at least {step.min_ngram} words: check "
+            "the files and keys"
+        )
+    return ngrams
+
+
+def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
+    """Return datatrove's executor of a stage."""
+    with corpora_extra():
+        from loguru import logger
+
+    # Errors end the command with one line; the log of each task would repeat them.
+    logger.disable("datatrove")
+    common = {"pipeline": stage.blocks, "tasks": stage.tasks, "logging_dir": str(logs)}
+    workers = min(cluster.workers, stage.tasks)
+    if cluster.executor == "local":
+        from megatron.corpora.local import LocalExecutor
+
+        return LocalExecutor(workers=workers, **common)
+    if cluster.executor == "ray":
+        with corpora_extra():
+            import ray  # noqa: F401 - the executor needs it
+        from datatrove.executor.ray import RayPipelineExecutor
+
+        return RayPipelineExecutor(workers=workers, mem_per_cpu_gb=cluster.memory_gb, **common)
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    return SlurmPipelineExecutor(
+        time=cluster.time,
+        partition=cluster.partition,
+        workers=workers,
+        mem_per_cpu_gb=cluster.memory_gb,
+        job_name=f"corpus-{stage.name}",
+        depends=previous,
+        **common,
+    )

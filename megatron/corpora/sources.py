@@ -1,0 +1,211 @@
+"""Crawl files and corpora as documents: WARC, WET, JSON lines, parquet, text.
+
+The input is cut into pieces, the units of work. The cuts depend on the files only, never on the
+number of processes, so neither does anything that is computed from a piece.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron.config.arguments import MAX_LINE_MB
+from megatron.corpora.plan import CorpusPlan
+from megatron.corpora.requirements import corpora_extra
+from megatron.data.text_input import TextBlock, find_inputs, load_line, read_blocks
+from megatron.errors import DataError
+
+ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
+_WHOLE = (".gz", ".zst", ".parquet", ".txt", *ARCHIVES)  # read from front to back
+_SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
+_PIECES = 64  # of an input between 64 MiB and 16 GiB
+_PAGES = ("text/html", "application/xhtml+xml")
+_MAX_PAGE = MAX_LINE_MB << 20
+_END = 4  # bytes behind a record: two line ends
+
+
+class FilePart(NamedTuple):
+    """A file, or whole lines of it.
+
+    Attributes:
+        path: The file.
+        offset: The first byte.
+        size: The number of bytes, or -1 for the whole file.
+    """
+
+    path: str
+    offset: int
+    size: int
+
+
+Piece = tuple[FilePart, ...]
+
+
+class Raw(NamedTuple):
+    """A record of the input.
+
+    Attributes:
+        place: The file and the line or byte offset.
+        text: The text, or "" if there is a problem.
+        name: The record's own name, or the place.
+        fields: The other fields of the record.
+        is_html: Whether the text is HTML.
+        problem: The reason why the record is no document, or "".
+    """
+
+    place: str
+    text: str
+    name: str
+    fields: dict[str, Any]
+    is_html: bool = False
+    problem: str = ""
+
+
+def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
+    """Cut the input into pieces, in order.
+
+    A large file of JSON lines becomes several pieces, and small files share one. A file that can
+    only be read from front to back is never cut.
+
+    Args:
+        patterns: Files, globs and folders.
+
+    Raises:
+        DataError: There is no such file, or one of an unknown format.
+    """
+    paths = find_inputs(patterns, ARCHIVES)
+    sizes = {path: os.path.getsize(path) for path in paths}
+    goal = min(max(sum(sizes.values()) // _PIECES, _SMALLEST_PIECE), _LARGEST_PIECE)
+    pieces: list[Piece] = []
+    parts: list[FilePart] = []
+    size = 0
+    for path in paths:
+        if path.lower().endswith(_WHOLE):
+            own = [FilePart(path, 0, -1)]
+        else:
+            blocks = read_blocks([path], ["text"], goal)
+            own = [FilePart(path, block.offset, block.size) for block in blocks]
+        for part in own:
+            parts.append(part)
+            size += sizes[path] if part.size < 0 else part.size
+            if size >= goal:
+                pieces.append(tuple(parts))
+                parts, size = [], 0
+    return [*pieces, tuple(parts)] if parts else pieces
+
+
+def read_piece(piece: Piece, plan: CorpusPlan) -> Iterator[Raw]:
+    """Yield the records of a piece in order.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    for part in piece:
+        if part.path.lower().endswith(ARCHIVES):
+            yield from _read_archive(part.path)
+        else:
+            yield from _read_lines(part, plan)
+
+
+def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[Raw]:
+    keys = [plan.text_key]
+    blocks: Iterator[TextBlock]
+    if part.size >= 0:
+        blocks = iter([TextBlock(part.path, part.offset, part.size, 0)])
+    else:
+        if part.path.lower().endswith(".parquet"):
+            keys = _columns(part.path, plan.text_key)
+        blocks = read_blocks([part.path], keys)
+    for block in blocks:
+        if block.problem:
+            yield Raw(f"{part.path}:byte {block.offset}", "", "", {}, problem=block.problem)
+            continue
+        offset = block.offset
+        for line in block.read().removesuffix(b"\n").split(b"\n"):
+            if line and not line.isspace():
+                yield _read_line(line, f"{part.path}:byte {offset}", plan)
+            offset += len(line) + 1
+
+
+def _read_line(line: bytes, place: str, plan: CorpusPlan) -> Raw:
+    try:
+        record = load_line(line)
+    except ValueError as error:
+        return Raw(place, "", place, {}, problem=str(error))
+    if not isinstance(record, dict) or not isinstance(record.get(plan.text_key), str):
+        return Raw(place, "", place, {}, problem=f"no text under the key {plan.text_key!r}")
+    text = record.pop(plan.text_key)
+    return Raw(place, text, str(record.pop(plan.id_key, None) or place), record)
+
+
+def _columns(path: str, text_key: str) -> list[str]:
+    """Return the columns of a parquet file that have a JSON form, the text first."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
+    plain = [f.name for f in schema if pyarrow.types.is_string(f.type) and f.name != text_key]
+    return [text_key, *plain]
+
+
+def _read_archive(path: str) -> Iterator[Raw]:
+    """Yield the pages of a WARC file, or the texts of a WET file. Other records are no documents.
+
+    Raises:
+        DataError: The file is damaged or truncated.
+    """
+    with corpora_extra():
+        from fastwarc.warc import ArchiveIterator, WarcRecordType
+        from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+    found = False
+    with _damage(path), open(path, "rb") as raw, _unpacked(path, raw) as stream:
+        if stream is raw and os.path.getsize(path):
+            raw.seek(-min(_END, os.path.getsize(path)), os.SEEK_END)
+            if raw.read().replace(b"\r", b"")[-2:] != b"\n\n":
+                raise EOFError("it ends in the middle of a record")
+            raw.seek(0)
+        records = ArchiveIterator(stream, auto_decode="all", record_types=WarcRecordType.any_type)
+        for record in records:
+            found = True
+            data = record.reader.read(_MAX_PAGE)
+            if record.record_type not in (WarcRecordType.response, WarcRecordType.conversion):
+                continue
+            place = f"{path}:byte {record.stream_pos}"
+            fields = {
+                key: value
+                for key, header in (("url", "WARC-Target-URI"), ("date", "WARC-Date"))
+                if (value := record.headers.get(header))
+            }
+            name = record.headers.get("WARC-Record-ID") or place
+            if record.record_type == WarcRecordType.conversion:
+                yield Raw(place, data.decode("utf-8", "replace"), name, fields)
+            elif (record.http_content_type or _PAGES[0]) in _PAGES:
+                encoding = record.http_charset or detect_encoding(data) or "utf-8"
+                text = bytes_to_str(data, encoding, fallback_encodings=("utf-8", "windows-1252"))
+                yield Raw(place, text, name, fields, is_html=True)
+    if not found and os.path.getsize(path):
+        raise DataError(f"--input {path}: holds no WARC record: rename or remove the file")
+
+
+@contextmanager
+def _damage(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError) as error:
+        remedy = "copy or download it again, or remove it"
+        raise DataError(f"--input {path}: damaged or truncated ({error}): {remedy}") from error
+
+
+def _unpacked(path: str, raw: BinaryIO) -> BinaryIO:
+    """Unpack with Python's gzip, which reports a truncated file; FastWARC stops without a word."""
+    if path.lower().endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
+    return raw

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from megatron.corpora.overlaps import TaskNgrams, cut_out, read_tasks
+from megatron.corpora.plan import TasksStep
+from megatron.errors import DataError
+
+_WORDS = "alpha Beta gamma's delta, épsilon “zeta” 中文 eta. theta! iota".split()
+
+
+def _naive(text: str, ngrams: set[tuple[str, ...]]) -> set[tuple[int, int]]:
+    words = [(m[0].lower(), m.start(), m.end()) for m in re.finditer(r"[^\W一-鿿]+|[一-鿿]", text)]
+    return {
+        (words[i][1], words[i + len(ngram) - 1][2])
+        for ngram in ngrams
+        for i in range(len(words) - len(ngram) + 1)
+        if tuple(word for word, _, _ in words[i : i + len(ngram)]) == ngram
+    }
+
+
+def test_overlaps_are_those_of_a_plain_search() -> None:
+    generator = random.Random(1)
+    texts = [" ".join(generator.choices(_WORDS, k=generator.randrange(60))) for _ in range(200)]
+    tasks = [" ".join(generator.choices(_WORDS, k=generator.randrange(6))) for _ in range(100)]
+    ngrams = set()
+    for task in tasks:
+        words = [word.lower() for word in re.findall(r"[^\W一-鿿]+|[一-鿿]", task)]
+        if len(words) >= 4:
+            ngrams |= {tuple(words[i : i + 4]) for i in range(len(words) - 3)}
+        elif len(words) >= 3:
+            ngrams.add(tuple(words))
+    found = TaskNgrams.of_texts(tasks, longest=4, shortest=3).find(texts)
+    for text, overlaps in zip(texts, found, strict=True):
+        assert {(one.start, one.end) for one in overlaps} == _naive(text, ngrams)
+    assert sum(map(len, found)) > 100
+
+
+def test_no_tasks_overlap_with_nothing() -> None:
+    assert TaskNgrams.of_texts([], 13, 8).find(["a b", ""]) == [[], []]
+    assert TaskNgrams.of_texts(["", "too short"], 13, 8).find(["too short"]) == [[]]
+
+
+def test_a_cut_reaches_to_the_ends_of_sentences() -> None:
+    step = TasksStep(margin=5, min_characters=10, max_ngram=3, min_ngram=3)
+    ngrams = TaskNgrams.of_texts(["leaked test answer"], 3, 3)
+    text = "First sentence stays here. Second goes: leaked test answer, all of it. Third one stays."
+    assert cut_out(text, ngrams.find([text])[0], step) == [
+        "First sentence stays here.",
+        " Third one stays.",
+    ]
+    short = "leaked test answer"
+    assert cut_out(short, ngrams.find([short])[0], step) == []
+    assert cut_out("short", [], step) == ["short"]
+
+
+def test_task_files_of_each_kind(tmp_path) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(json.dumps({"question": {"text": "why"}, "answers": ["so", "be"]}) + "\n\n")
+    table = tmp_path / "b.tsv"
+    table.write_text('one\ttwo\nfirst "\tsecond\n')
+    plain = tmp_path / "c.txt"
+    plain.write_text("a\nb")
+    files = [str(lines), str(table), str(plain)]
+    assert read_tasks(files, ()) == ["why", "so", "be", 'first "', "second", "a", "b"]
+    assert read_tasks([str(lines)], ("answers",)) == ["so", "be"]
+    assert read_tasks([str(table)], ("two",)) == ["second"]
+    with pytest.raises(DataError, match=r"a.jsonl: no answer in any line"):
+        read_tasks([str(lines)], ("answer",))
+    with pytest.raises(DataError, match=r"missing.txt: cannot be read"):
+        read_tasks([str(tmp_path / "missing.txt")], ())
+    lines.write_text("{")
+    with pytest.raises(DataError, match=r"a.jsonl:1: broken JSON"):
+        read_tasks([str(lines)], ())

@@ -1,0 +1,255 @@
+"""The whole pipeline: what it finds, and that nothing but its input and settings matters."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corpora]'")
+
+from megatron.config.data import TokenizerConfig
+from megatron.corpora import blocks, sources
+from megatron.corpora.plan import CorpusPlan, TasksStep, TokenizeStep, default_steps, plan_from_dict
+from megatron.corpora.run import DATASET, Cluster, build_corpus
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import ConfigError, DataError
+from tests.corpora.planted import SMALL, Planted, plant, score
+from tests.tokenizer.test_gpt2 import GOOD, write_pair
+from tools import build_corpus as command
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces():
+    """Cut even the small corpus into several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_SMALLEST_PIECE", 100_000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> Planted:
+    return plant(tmp_path_factory.mktemp("planted") / "corpus", SMALL, seed=1, shared=False)
+
+
+@pytest.fixture(scope="module")
+def plan(planted, tmp_path_factory) -> CorpusPlan:
+    tokenizer = write_pair(tmp_path_factory.mktemp("tokenizer"), GOOD, "a b\n")
+    steps = {
+        **default_steps(),
+        "tasks": TasksStep(tuple(map(str, planted.tasks)), ("text",)),
+        "tokenize": TokenizeStep(tokenizer),
+    }
+    return CorpusPlan((str(planted.folder),), steps)
+
+
+def _result(folder: Path) -> dict[str, bytes]:
+    """Every file that a pipeline leaves for its user."""
+    files = [*folder.glob("text/*"), *folder.glob("dropped/*/*"), *folder.glob(f"{DATASET}.*")]
+    files += [folder / "report.json", folder / "report.png", folder / "plan.json"]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def expected(plan, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "corpus"
+    build_corpus(plan, folder, Cluster(workers=1), overwrite=False)
+    assert len(list(folder.glob("text/*"))) >= 3
+    return folder
+
+
+def test_planted_documents_are_found(planted, expected) -> None:
+    for name, found in score(planted, expected).items():
+        assert found.precision >= 0.97, name
+        assert found.recall >= 0.97, name
+
+
+def test_the_report_accounts_for_every_document(planted, expected) -> None:
+    report = json.loads((expected / "report.json").read_bytes())
+    dropped = sum(one["documents"] for one in report["dropped"])
+    texts = [json.loads(line) for f in expected.glob("text/*") for line in f.open()]
+    parts = {record["id"].partition("#")[0] for record in texts}
+    assert report["read"] == len(planted.texts) == dropped + len(parts)
+    assert report["kept"]["documents"] == len(texts)
+    assert report["kept"]["bytes"] == sum(len(record["text"].encode()) for record in texts)
+    assert all(one["samples"] for one in report["dropped"])
+    assert (expected / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_dataset_holds_the_text(expected) -> None:
+    dataset = IndexedDataset(expected / DATASET)
+    assert len(dataset) == json.loads((expected / "report.json").read_bytes())["kept"]["documents"]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_output_does_not_depend_on_the_number_of_processes(
+    plan, expected, tmp_path, workers
+) -> None:
+    build_corpus(plan, tmp_path / "corpus", Cluster(workers=workers), overwrite=False)
+    assert _result(tmp_path / "corpus") == _result(expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_output_does_not_depend_on_the_executor(plan, expected, tmp_path) -> None:
+    build_corpus(plan, tmp_path / "corpus", Cluster("ray", workers=2), overwrite=False)
+    assert _result(tmp_path / "corpus") == _result(expected)
+
+
+def _run_killed(plan: CorpusPlan, folder: Path, at: str) -> None:
+    """Run in a child that is killed just before the file `at` gets its name."""
+    child = os.fork()
+    if child == 0:
+        original = blocks.output
+
+        @contextmanager
+        def output(path: Path):
+            with original(path) as file:
+                yield file
+                if str(path).endswith(at):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        blocks.output = output
+        encode = blocks.ShardEncoder.run
+
+        def run(self, data, rank=0, world_size=1):
+            encode(self, data, rank, world_size)
+            if at == f"tokens/{rank:05d}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return []
+
+        blocks.ShardEncoder.run = run
+        from megatron.corpora import report
+
+        report.output = output
+        try:
+            build_corpus(plan, folder, Cluster(workers=1), overwrite=False)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), f"the child was not killed at {at}"
+
+
+def test_a_run_that_is_killed_in_every_stage_ends_with_the_same_bytes(
+    plan, expected, tmp_path
+) -> None:
+    folder = tmp_path / "corpus"
+    places = ("clean/00000.jsonl", "signatures/00001.npy", "dropped/clean/00002.json")
+    places += ("groups/00001.npy", "text/00000.jsonl", "dropped/select/00001.json")
+    for place in (*places, "tokens/00001", "report.json"):
+        _run_killed(plan, folder, place)
+    build_corpus(plan, folder, Cluster(workers=2), overwrite=False)
+    assert _result(folder) == _result(expected)
+    left = [str(path) for path in folder.rglob("*.tmp-*")]
+    assert not left
+
+
+def test_finished_tasks_are_not_repeated(plan, expected) -> None:
+    before = {path: path.stat().st_mtime_ns for path in expected.rglob("text/*")}
+    build_corpus(plan, expected, Cluster(workers=1), overwrite=False)
+    assert {path: path.stat().st_mtime_ns for path in expected.rglob("text/*")} == before
+
+
+def test_a_folder_with_another_corpus_is_refused(plan, expected, tmp_path) -> None:
+    other = CorpusPlan(plan.input, {**plan.steps, "fix": type(plan.steps["fix"])(newlines=False)})
+    with pytest.raises(ConfigError, match=r"steps.fix.newlines was True, is False.*--overwrite"):
+        build_corpus(other, expected, Cluster(), overwrite=False)
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other files"):
+        build_corpus(plan, tmp_path, Cluster(), overwrite=True)
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_a_plan_survives_yaml(plan, tmp_path, capsys) -> None:
+    assert plan_from_dict(plan.to_dict(), "plan") == plan
+    assert command.main(["--input", "a", "--language", "zh", "--print-plan"]) == 0
+    file = tmp_path / "plan.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert command.main(["--plan", str(file), "--print-plan"]) == 0
+    assert capsys.readouterr().out == file.read_text()
+
+
+def _fails(capsys, *words: str) -> str:
+    code = command.main(list(words))
+    message = capsys.readouterr().err
+    assert code in (6, 8, 9)
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    return message
+
+
+def _write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+_GOOD = b'{"text": "some words"}\n'
+_BAD_INPUTS = {
+    "broken.jsonl": (_GOOD + b"{broken\n", "broken.jsonl:byte 23: broken JSON"),
+    "utf8.jsonl": (_GOOD + b'{"text": "\xff"}\n', "utf8.jsonl:byte 23: bad UTF-8"),
+    "key.jsonl": (b'{"body": "x"}\n', "no text under the key 'text'"),
+    "list.jsonl": (b"[1]\n", "no text under the key 'text'"),
+    "cut.jsonl.gz": (gzip.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
+    "cut.jsonl.zst": (b"\x28\xb5\x2f\xfdxx", "unreadable or truncated"),
+    "bad.parquet": (b"PAR1", "not a readable parquet file"),
+    "bad.warc": (b"garbage\r\n\r\n", "damaged or truncated"),
+    "cut.warc": (b"WARC/1.0\r\nContent-Length: 100\r\n\r\nabc", "ends in the middle of a record"),
+    "cut.warc.gz": (gzip.compress(b"WARC/1.0\r\n")[:-3], "damaged or truncated"),
+    "empty.jsonl": (b"", "all files are empty"),
+    "unknown.pdf": (b"x", "unknown suffix"),
+}
+
+
+@pytest.mark.parametrize("name", _BAD_INPUTS)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_input_ends_in_one_line(tmp_path, capsys, name, workers) -> None:
+    data, expected = _BAD_INPUTS[name]
+    path = _write(tmp_path / name, data)
+    out = tmp_path / "out"
+    words = ["--input", path, _write(tmp_path / "good.jsonl", _GOOD), "--output", str(out)]
+    if name == "empty.jsonl":
+        words.remove(str(tmp_path / "good.jsonl"))
+    message = _fails(capsys, *words, "--workers", workers)
+    assert name in message
+    assert expected in message
+    assert not list(out.glob("text/*"))
+
+
+def test_bad_lines_can_be_left_out(tmp_path, capsys) -> None:
+    path = _write(tmp_path / "a.jsonl", _GOOD + b"{broken\n" + _GOOD)
+    words = ["--input", path, "--output", str(tmp_path / "out"), "--skip-steps", "quality"]
+    assert command.main([*words, "language", "--on-error", "skip", "--workers", "1"]) == 0
+    output = capsys.readouterr().out
+    assert "read: bad line" in output
+    assert "duplicates: near-duplicate" in output
+
+
+def test_bad_flags_end_in_one_line(tmp_path, capsys) -> None:
+    good = _write(tmp_path / "good.jsonl", _GOOD)
+    out = ["--output", str(tmp_path / "out")]
+    assert "--input" in _fails(capsys, *out)
+    assert "--output" in _fails(capsys, "--input", good)
+    assert "--workers 0" in _fails(capsys, "--input", good, *out, "--workers", "0")
+    assert "--slurm-partition" in _fails(capsys, "--input", good, *out, "--executor", "slurm")
+    missing = _fails(capsys, "--input", good, *out, "--tasks", str(tmp_path / "no.jsonl"))
+    assert "no.jsonl: cannot be read" in missing
+    short = _write(tmp_path / "task.jsonl", b'{"text": "too short"}')
+    assert "at least 8 words" in _fails(capsys, "--input", good, *out, "--tasks", short)
+    plan = _write(tmp_path / "plan.yaml", b"input: [a]\nsteps: {languages: {}}\n")
+    assert "did you mean language?" in _fails(capsys, "--plan", plan, *out)
+    plan = _write(tmp_path / "plan.yaml", b"input: [a]\nsteps: {quality: {min_words: -1}}\n")
+    assert "steps.quality.min_words: -1 is negative" in _fails(capsys, "--plan", plan, *out)
+
+
+def test_an_unusable_tokenizer_is_found_before_any_work(planted, tmp_path) -> None:
+    steps = {"tokenize": TokenizeStep(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"))}
+    with pytest.raises((ConfigError, DataError), match="vocab-file"):
+        build_corpus(
+            CorpusPlan((str(planted.folder),), steps), tmp_path / "out", Cluster(), overwrite=False
+        )
+    assert not (tmp_path / "out").exists()
