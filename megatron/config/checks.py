@@ -73,6 +73,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.experts,
     rules_model.expert_groups,
     rules_model.gating,
+    rules_model.sinkhorn,
     rules_parallel.experts,
     rules_model.precision,
     rules_model.fp8,

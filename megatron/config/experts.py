@@ -77,7 +77,8 @@ class ExpertOptions:
         moe_router_bias_update_rate: Change of each expert's bias in an iteration.
         moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
             a micro-batch, seq_aux_loss over each sequence, global_aux_loss over the micro-batches
-            of a global batch so far.
+            of a global batch so far. sinkhorn: no loss; in training tokens choose by scores that
+            are balanced over experts (S-BASE).
         moe_aux_loss_coeff: Coefficient of each load-balancing loss.
         moe_z_loss_coeff: Coefficient of the z-loss, which keeps the router's logits small. Default:
             no z-loss.
@@ -127,7 +128,7 @@ class ExpertOptions:
     moe_router_enable_expert_bias: bool = flag(False, requires=_MIXTURE)
     moe_router_bias_update_rate: float = flag(1e-3, at_least=0, needs=_BIASED)
     moe_router_load_balancing_type: tuple[str, ...] = flag(
-        ("aux_loss",), choices=(*BALANCING_LOSSES, "none"), needs=_MIXTURE
+        ("aux_loss",), choices=(*BALANCING_LOSSES, "sinkhorn", "none"), needs=_MIXTURE
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), at_least=0, needs=_MIXTURE)
     moe_z_loss_coeff: float | None = flag(None, at_least=0, requires=_MIXTURE)
@@ -149,7 +150,9 @@ class ExpertOptions:
         """The load-balancing losses in use, each with its coefficient."""
         kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         pairs = zip(kinds, coefficients, strict=False)
-        return tuple((kind, weight) for kind, weight in pairs if kind != "none" and weight > 0)
+        return tuple(
+            (kind, weight) for kind, weight in pairs if kind in BALANCING_LOSSES and weight > 0
+        )
 
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:

@@ -22,6 +22,16 @@ _NOT_WITH_GATING: Exclusions = {
     "model.moe_router_enable_expert_bias": ((False,), "it has no biases"),
     "model.moe_token_drop_policy": (("probs",), "full experts keep tokens in an order of its own"),
 }
+_NOT_WITH_SINKHORN: Exclusions = {
+    "model.moe_router_gating": (("core",), "DeepSpeed has no such router"),
+    "model.moe_router_score_function": (
+        ("softmax",),
+        "weights are a softmax, or for one expert a sigmoid",
+    ),
+    "model.moe_router_num_groups": ((None,), "it balances over all experts"),
+    "model.moe_router_topk_scaling_factor": ((None,), "weights are the scores"),
+    "model.moe_router_enable_expert_bias": ((False,), "both balance the choice"),
+}
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
 
 
@@ -133,6 +143,25 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     elif len(set(kinds)) < len(kinds):
         yield "--moe-router-load-balancing-type names a loss twice: name each once"
+
+
+def sinkhorn(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each router flag that cannot be combined with Sinkhorn's balancing."""
+    model = config.model
+    kinds = model.moe_router_load_balancing_type
+    if not model.num_experts or "sinkhorn" not in kinds:
+        return
+    yield from excluded(config, "--moe-router-load-balancing-type sinkhorn", _NOT_WITH_SINKHORN)
+    if len(kinds) > 1:
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds)}: sinkhorn balances without a "
+            "loss: use it alone"
+        )
+    elif any(model.moe_aux_loss_coeff):
+        yield (
+            "--moe-router-load-balancing-type sinkhorn balances without a loss: drop "
+            "--moe-aux-loss-coeff"
+        )
 
 
 def gating(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -306,6 +306,7 @@ class RouterPlan:
             there are no biases.
         balancing: Load-balancing losses ("aux_loss", "seq_aux_loss", "global_aux_loss")
             with their coefficients.
+        sinkhorn: Whether tokens choose in training by scores that are balanced over experts.
         z_loss: Coefficient of the z-loss; `None` if there is none.
         jitter: Largest relative noise of the input in training; 0 for none.
         capacity: Multiple of an even share of the tokens beyond which an expert drops them; `None`
@@ -327,6 +328,7 @@ class RouterPlan:
     scale: float = 1.0
     bias_rate: float | None = None
     balancing: tuple[tuple[str, float], ...] = ()
+    sinkhorn: bool = False
     z_loss: float | None = None
     jitter: float = 0.0
     capacity: float | None = None

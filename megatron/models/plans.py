@@ -109,6 +109,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
     expert = replace(
         dense, inner=model.moe_ffn_hidden_size or model.ffn_hidden_size, defers_bias=False
     )
+    is_sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
     is_residual = model.mlp_type == "residual"
     gating = gating_plan(model) if model.moe_router_gating == "deepspeed" else None
     jitter = _JITTER if model.noisy_gate_policy == "Jitter" else 0.0
@@ -122,8 +123,10 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
             init=dense.init,
             experts=model.num_experts,
             chosen=model.moe_router_topk,
-            score=model.moe_router_score_function,
-            scores_all=model.moe_router_pre_softmax or gating is not None,
+            score="sigmoid"
+            if is_sinkhorn and model.moe_router_topk == 1
+            else model.moe_router_score_function,
+            scores_all=model.moe_router_pre_softmax or gating is not None or is_sinkhorn,
             groups=model.moe_router_num_groups or 1,
             groups_chosen=model.moe_router_group_topk or 1,
             scale=model.moe_router_topk_scaling_factor or 1.0,
@@ -131,6 +134,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
             if model.moe_router_enable_expert_bias
             else None,
             balancing=model.balancing,
+            sinkhorn=is_sinkhorn,
             z_loss=model.moe_z_loss_coeff,
             jitter=model.moe_input_jitter_eps or jitter,
             capacity=model.moe_expert_capacity_factor if model.moe_token_dropping else None,

@@ -26,6 +26,8 @@ from megatron.parallel.random import split_region, uniform
 from megatron.parallel.routing import attach
 
 _TINY = 1e-20  # added to sums of scores, as in Megatron Core
+_SMALL, _CONVERGED = 1e-8, 1e-4  # Megatron Core's, of Sinkhorn's rounds
+_MOST_ROUNDS = 1000
 
 
 class Routing(NamedTuple):
@@ -136,6 +138,8 @@ class Router(nn.Module):
         else:
             scores = torch.softmax(logits, dim=-1) if plan.scores_all else logits
         ranking = scores.detach()
+        if plan.sinkhorn and self.training:
+            ranking = balance(logits.detach())
         if self.state.bias is not None:
             ranking = ranking + self.state.bias
         if plan.groups > 1:
@@ -202,6 +206,27 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
     best = best_of_each.topk(plan.groups_chosen, dim=-1).indices
     is_out = torch.ones_like(best_of_each, dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(1)
+
+
+def balance(logits: Tensor) -> Tensor:
+    """Return scores whose sum is the same for all tokens and for all experts, by Sinkhorn's rounds.
+
+    Like Megatron Core's, the rounds end when the factors of the experts hardly change. The host
+    waits for the device in each of them.
+
+    Args:
+        logits: [T, experts].
+    """
+    scores = torch.exp(logits - logits.amax(-1, keepdim=True))  # a token's factor changes nothing
+    tokens, experts = scores.shape
+    of_experts = scores.new_ones(experts)
+    for _ in range(_MOST_ROUNDS):
+        of_tokens = 1 / (tokens * ((scores * of_experts).sum(1) + _SMALL))
+        before = of_experts
+        of_experts = 1 / (experts * ((scores * of_tokens.unsqueeze(1)).sum(0) + _SMALL))
+        if not (before - of_experts).abs().mean() > _CONVERGED:
+            break
+    return scores * of_experts * of_tokens.unsqueeze(1)
 
 
 def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:

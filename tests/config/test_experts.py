@@ -9,6 +9,7 @@ from tests.config.command import parse, problems
 
 MIXTURE = "--num-experts 8"
 GATED = f"{MIXTURE} --moe-router-gating deepspeed --moe-expert-capacity-factor 1"
+SINKHORN = f"{MIXTURE} --moe-router-load-balancing-type sinkhorn"
 SIGMOID = f"{MIXTURE} --moe-router-score-function sigmoid"
 
 
@@ -225,6 +226,10 @@ RULES = [
     ("--expert-model-parallel-size 2", 2, ["--num-experts"]),
     (f"{MIXTURE} --moe-shared-expert-gate", 1, ["--moe-shared-expert-intermediate-size"]),
     ("--mlp-type residual", 1, ["--num-experts"]),
+    (f"{SINKHORN} --moe-aux-loss-coeff 1", 1, ["balances without a loss: drop --moe-aux-loss"]),
+    (f"{SINKHORN} aux_loss --moe-aux-loss-coeff 0 1", 1, ["sinkhorn aux_loss: sinkhorn balances"]),
+    (f"{SINKHORN} --moe-router-score-function sigmoid", 1, ["for one expert a sigmoid: drop one"]),
+    (f"{SINKHORN} --moe-router-gating deepspeed", 1, ["DeepSpeed has no such router: drop one"]),
     ("--moe-per-layer-logging", 1, ["--num-experts"]),
     (
         f"{MIXTURE} --moe-pad-expert-input-to-capacity",
@@ -309,6 +314,7 @@ def test_all_mistakes_are_told_at_once():
         (f"{GATED} --disable-moe-top2-2nd-expert-sampling --noisy-gate-policy Jitter", 1),
         (f"{SIGMOID[:-7]} sqrtsoftplus --moe-router-enable-expert-bias", 1),
         (f"{MIXTURE} --moe-per-layer-logging", 1),
+        (f"{SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3", 1),
         (f"{GATED} --moe-pad-expert-input-to-capacity", 1),
         (f"{GATED} --moe-eval-capacity-factor 2 --moe-min-capacity 4", 1),
     ],

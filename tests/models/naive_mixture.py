@@ -94,6 +94,28 @@ def balancing_loss(
     return sum(losses) / sequences
 
 
+def sinkhorn(logits: Tensor) -> list[list[float]]:
+    """Ranks of the experts for each token, by the rounds that Core publishes."""
+    cost = logits.detach().exp().tolist()
+    tokens, experts = len(cost), len(cost[0])
+    columns, change = [1.0] * experts, 1.0
+    while change > 1e-4:
+        rows = [
+            1 / tokens / (sum(c * x for c, x in zip(columns, row, strict=True)) + 1e-8)
+            for row in cost
+        ]
+        old = columns
+        columns = [
+            1 / experts / (sum(r * row[e] for r, row in zip(rows, cost, strict=True)) + 1e-8)
+            for e in range(experts)
+        ]
+        change = sum(abs(a - b) for a, b in zip(old, columns, strict=True)) / experts
+    return [
+        [c * x * r for c, x in zip(columns, row, strict=True)]
+        for r, row in zip(rows, cost, strict=True)
+    ]
+
+
 def z_loss(logits: Tensor) -> Tensor:
     """The mean of the squared logarithms of the sums of exponentials."""
     return sum(row.exp().sum().log() ** 2 for row in logits) / len(logits)

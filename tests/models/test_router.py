@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from megatron.models.plan import InitPlan, RouterPlan
-from megatron.models.router import Router, Routing, capacity, drop, waiting, within_best_groups
+from megatron.models.router import (
+    Router,
+    Routing,
+    balance,
+    capacity,
+    drop,
+    waiting,
+    within_best_groups,
+)
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from tests.distributed import run_sharing_memory
@@ -100,6 +108,43 @@ def test_choices_factors_and_gradients(plan):
     routing = check(build(plan), tokens(), lambda logits: naive.assign(logits, plan, bias))
     assert routing.choices.shape == routing.weights.shape == (SEQUENCE * BATCH, plan.chosen)
     assert routing.weights.dtype == torch.float32
+
+
+SINKHORN = {
+    "one": replace(BASE, score="sigmoid", chosen=1, sinkhorn=True),
+    "two": replace(BASE, scores_all=True, sinkhorn=True),
+    "two, dropped": replace(BASE, scores_all=True, sinkhorn=True, capacity=0.5),
+}
+
+
+@pytest.mark.parametrize("plan", SINKHORN.values(), ids=SINKHORN)
+def test_balanced_scores_choose_and_plain_ones_weigh(plan):
+    def expected(logits):
+        ranks = naive.sinkhorn(logits)
+        found = []
+        for row, rank in zip(logits, ranks, strict=True):
+            scores = torch.sigmoid(row) if plan.chosen == 1 else row.exp() / row.exp().sum()
+            best = sorted(range(EXPERTS), key=lambda e, rank=rank: -rank[e])[: plan.chosen]
+            found.append({e: scores[e] for e in best})
+        return found if plan.capacity is None else naive.without_overflow(found, plan)
+
+    router = build(plan)
+    check(router, tokens(), expected)
+    evaluated = router.eval()(tokens())
+    plain = build(replace(plan, sinkhorn=False)).eval()(tokens())
+    assert torch.equal(evaluated.choices, plain.choices)  # only training balances
+
+
+def test_balanced_scores_have_even_sums():
+    logits = 2 * torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(4))
+    logits[:, 0] += 5
+    scores = balance(logits + torch.linspace(0, 1000, 40).unsqueeze(1))  # no overflow
+    even = torch.full((EXPERTS,), 1 / EXPERTS)
+    torch.testing.assert_close(scores.sum(0), even, rtol=1e-4, atol=0)
+    torch.testing.assert_close(scores.sum(1), torch.full((40,), 1 / 40), rtol=2e-2, atol=0)
+    busiest = [torch.bincount(each.argmax(1)).max().item() for each in (logits, scores)]
+    assert busiest[0] > 25
+    assert busiest[1] < 15
 
 
 def test_a_bias_changes_choices_but_no_factor():

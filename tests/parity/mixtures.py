@@ -22,6 +22,7 @@ _BASE = """
 _CHOICE = "--moe-router-topk 2"
 _SHARED = "--moe-shared-expert-intermediate-size 16"
 SOFTMAX = f"{_CHOICE} {_SHARED} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+BALANCED = f"{_CHOICE} --moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 1e-3"
 GLOBAL = (
     f"{_CHOICE} --moe-router-load-balancing-type global_aux_loss seq_aux_loss "
     "--moe-aux-loss-coeff 1e-1 1e-2"
@@ -241,6 +242,8 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(1, flags=_FULL, network=GLOBAL),
     MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP, network=GLOBAL),
     MixtureCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_FULL} {_VIRTUAL}", network=GLOBAL),
+    # Balanced choices in place of losses, over the tokens of a process.
+    MixtureCase(4, pipeline=2, expert=2, network=BALANCED),
     # Biases in place of losses.
     MixtureCase(4, expert=4, network=SIGMOID),
     MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}", network=SIGMOID),
