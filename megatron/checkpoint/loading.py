@@ -158,7 +158,9 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign:
     if found.format == "deepspeed":
         from megatron.checkpoint.deepspeed.reader import DeepSpeedReader
 
-        return DeepSpeedReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
+        saved = DeepSpeedReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
+        _check_iteration(found, saved, "mp_rank_00_model_states.pt")
+        return saved
     reader = NativeReader(found.path, allow_foreign=allow_foreign)
     _check_iteration(found, reader, MANIFEST)
     if verify:
@@ -168,7 +170,9 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign:
 
 def _check_iteration(found: find.FoundCheckpoint, reader: Reader, file: str) -> None:
     """Check that the iteration in a file is that of the folder's name."""
-    if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
+    if reader.iteration != found.iteration and found.path.name.startswith(
+        ("iter_", find.DEEPSPEED)
+    ):
         raise CheckpointError(f"{file} is of iteration {reader.iteration}")
 
 

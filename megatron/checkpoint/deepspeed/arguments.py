@@ -12,7 +12,6 @@ from megatron.errors import CheckpointError
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 # Fields that give the weights another meaning, with the values that leave our networks as they are.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
-    "mlp_type": ("standard",),
     "num_experts_switch": (None,),
     "position_embedding_type": ("PositionEmbeddingType(2)",),  # BigScience: a learned table
     "retro_add_retriever": (False,),
@@ -56,6 +55,20 @@ def has_kinds_apart(args: Mapping[str, Json]) -> bool:
     return "ds_sequence_parallel_fpdt" in args and not args.get("group_query_attention")
 
 
+def has_other_angles(args: Mapping[str, Json]) -> bool:
+    """Return whether rotary positions were computed by angles that no other program uses.
+
+    Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c takes the
+    cosines of the angles for the angles of queries, and reuses them for keys.
+    """
+    return bool(
+        "ds_sequence_parallel_fpdt" in args
+        and not args["ds_sequence_parallel_fpdt"]
+        and args.get("use_rotary_position_embeddings")
+        and args.get("no_pipeline_parallel")
+    )
+
+
 def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings of a mixture of experts."""
     listed = args.get("num_experts")
@@ -66,19 +79,14 @@ def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
         raise CheckpointError(
             f"num_experts is {listed!r:.80}: all mixture layers must have equally many experts"
         )
-    layers, interval = args.get("num_layers"), args.get("expert_interval", 1)
-    is_valid = type(layers) is int and 0 < layers <= MAX_LAYERS
-    if not is_valid or type(interval) is not int or interval <= 0 or type(layers) is not int:
-        raise CheckpointError(f"expert_interval is {interval!r:.80} of {layers!r:.80} layers")
-    mixtures = [int((layer + 1) % interval == 0) for layer in range(layers)]
-    drops = args.get("moe_token_dropping", True)
+    interval = args.get("expert_interval", 1)
+    if type(interval) is not int or not 0 < interval <= MAX_LAYERS:
+        raise CheckpointError(f"expert_interval is {interval!r:.80}")
     return {
         "num_experts": counts.pop(),
-        "moe_layer_freq": f"[{','.join(map(str, mixtures))}]",
-        # A single expert's output is weighted by its probability among all; more than one by their
-        # shares among the chosen ones.
-        "moe_router_pre_softmax": args.get("topk", 1) == 1,
-        "moe_expert_capacity_factor": args.get("moe_train_capacity_factor") if drops else None,
+        "moe_layer_freq": f"last-of-{interval}",
+        "moe_router_gating": "deepspeed",
+        "moe_expert_capacity_factor": args.get("moe_train_capacity_factor"),
     }
 
 

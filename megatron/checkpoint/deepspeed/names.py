@@ -24,9 +24,19 @@ _EXPERT = re.compile(
     r"(language_model\.encoder\.layers\.\d{1,6}\.mlp\.)"
     r"deepspeed_moe\.experts\.deepspeed_experts\.(\d{1,6})\.(.+)"
 )
-_GATE = re.compile(
-    r"language_model\.encoder\.(layers\.\d{1,6})\.mlp\.deepspeed_moe\.gate\.wg\.weight"
-)
+_MIXTURE = re.compile(r"language_model\.encoder\.(layers\.\d{1,6}\.mlp)\.(.+)")
+_GATE = "deepspeed_moe.gate.wg.weight"
+# Modules of a mixture beside its experts: the MLP of residual experts, and its weight.
+_BESIDE = {
+    _GATE: "router.weight",
+    "coefficient.weight": "coefficient.weight",
+    "coefficient.bias": "coefficient.bias",
+    **{
+        f"mlp.dense_{theirs}.{kind}": f"shared.{ours}.{kind}"
+        for theirs, ours in (("h_to_4h", "up"), ("4h_to_h", "down"))
+        for kind in ("weight", "bias")
+    },
+}
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
 _MAX_DEPTH = 4
 _MAX_NAMES = 200_000
@@ -111,7 +121,7 @@ def shift_expert(name: str, by: int) -> str:
 
 def is_gate(name: str) -> bool:
     """Return whether a parameter is the gate of experts."""
-    return _GATE.fullmatch(name) is not None
+    return name.endswith(f".{_GATE}")
 
 
 def is_copy(name: str) -> bool:
@@ -134,10 +144,10 @@ def place_of(name: str) -> Destination:
     Raises:
         CheckpointError: Our networks have no such parameter.
     """
-    gate = _GATE.fullmatch(name)
-    if gate:
-        router = f"{gate[1]}.mlp.router.weight"
-        return Destination(router, router)
+    beside = _MIXTURE.fullmatch(name)
+    if beside is not None and beside[2] in _BESIDE:
+        ours = f"{beside[1]}.{_BESIDE[beside[2]]}"
+        return Destination(ours, ours.replace(".shared.", "."))
     expert, dense = None, name
     match = _EXPERT.fullmatch(name)
     if match:
@@ -146,13 +156,13 @@ def place_of(name: str) -> Destination:
         if not dense.startswith(_MODEL):
             raise KeyError(dense)
         path = dense.removeprefix(_MODEL)
-        ours = our_name(path, {"encoder": 0}, has_decoder=False, is_first=True)
+        found = our_name(path, {"encoder": 0}, has_decoder=False, is_first=True)
     except KeyError:
         raise CheckpointError(f"parameter {name[:200]} does not exist in our networks") from None
-    if ours is None:
+    if found is None:
         raise CheckpointError(f"parameter {name[:200]} is a copy of another")
     if expert is None:
-        return Destination(ours, ours)
-    if ".mlp." not in ours:
+        return Destination(found, found)
+    if ".mlp." not in found:
         raise CheckpointError(f"parameter {name[:200]} does not exist in our networks")
-    return Destination(ours.replace(".mlp.", ".mlp.experts."), ours, expert)
+    return Destination(found.replace(".mlp.", ".mlp.experts."), found, expert)

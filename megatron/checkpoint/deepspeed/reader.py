@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from megatron.checkpoint.deepspeed import names
 from megatron.checkpoint.deepspeed.arguments import (
     deepspeed_config,
     has_kinds_apart,
+    has_other_angles,
     megatron_arguments,
 )
 from megatron.checkpoint.deepspeed.files import StateFile, open_files
@@ -36,6 +38,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.layout import Axis
 
 _LARGEST_RANKS = 1 << 16
+_DTYPES = {str(one): one for one in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class DeepSpeedReader(Reader):
             name: HeldTensor(pieces[-1].box.end, pieces[0].value.dtype)
             for name, pieces in self._pieces.items()
         }
+        self._check_sizes()
         iteration = tree.get("iteration", tree.get("global_steps"))
         if type(iteration) is not int or iteration < 0:
             raise CheckpointError(f"{self._main.zip.path}: iteration {show(iteration)}")
@@ -115,7 +119,39 @@ class DeepSpeedReader(Reader):
         }
         if "rng_state" in tree:
             self._notices.append("random states are not taken over: dropout follows from --seed")
+        if has_other_angles(self._args):
+            self._notices.append(
+                "Megatron-DeepSpeed since December 2024 turns rotary positions by other angles "
+                "than every other program, and than this one: expect a higher loss at first"
+            )
         self.meta["notices"] = self._notices
+
+    def _check_sizes(self) -> None:
+        """Check that the tensors have the sizes that `args` say."""
+        heads = self._args.get("num_attention_heads")
+        groups = self._args.get("num_query_groups", heads)
+        if type(heads) is not int or type(groups) is not int or heads < 1 or groups < 1:
+            told = f"{show(heads)} heads and {show(groups)} groups"
+            raise CheckpointError(f"{self.path}: `args` say {told}")
+        parts = [name.split(".") for name in self.held if name.startswith("model.layers.")]
+        found = {
+            "num_layers": {1 + max((int(part[2]) for part in parts), default=0)},
+            "num_experts": {
+                held.shape[0]
+                for name, held in self.held.items()
+                if name.startswith("model.") and ".mlp.experts." in name
+            },
+        }
+        for field, sizes in found.items():
+            if sizes - {self._args.get(field)}:
+                told = f"{field} is {show(self._args.get(field))} in `args`"
+                raise CheckpointError(f"{self.path}: {told}, and the weights have {sizes}")
+        for name, held in self.held.items():
+            if held.dtype not in _DTYPES.values():
+                raise CheckpointError(f"{self.path}: {name} is {held}")
+            if name.endswith(".attention.qkv.weight") and held.shape[0] % (heads + 2 * groups):
+                kinds = f"{heads} heads and {groups} groups of key and value"
+                raise CheckpointError(f"{self.path}: {name} is {held}, not of {kinds}")
 
     def _find_split(self) -> int:
         """Return the tensor-parallel size, after checking that all ranks' files are there."""
@@ -241,40 +277,17 @@ class DeepSpeedReader(Reader):
 
     def _divided(self, rank: int, files: list[StateFile]) -> States:
         """Return the states of ZeRO 3, and fill the weights from the masters."""
-        shapes = _shapes(self._files.models[rank])
-        states = read_divided(files, shapes)
         own = self._own[rank]
-        for name in shapes:
-            value = own[self._whole(name)]
-            own[self._whole(name)] = value._replace(parts=states.values[MASTER, name].parts)
-        return self._renamed(states)
+        states = read_divided(files, {name: value.shape for name, value in own.items()})
+        for name, value in own.items():
+            own[name] = value._replace(parts=states.values[MASTER, name].parts)
+        return states
 
     def _partitions(self, rank: int, files: list[StateFile]) -> States:
         """Return the states of ZeRO 1 and 2, or of the bf16 optimizer."""
-        shapes = {}
-        for name, value in self._held_by(rank).items():
-            shapes[name] = value.shape
-        return self._renamed(read_partitions(files, shapes))
-
-    def _held_by(self, rank: int) -> dict[str, Value]:
-        """Return the weights of which a model-parallel rank's optimizer has states, by its names.
-
-        A stage of a PipelineModule names them, and they are in the files of layers.
-        """
-        if not self._files.layers:
-            return self._own[rank]
-        listed = set[str]()
-        for (model_rank, _), file in self._files.states.items():
-            tree = file.tree.get("optimizer_state_dict")
-            mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
-            if model_rank == rank and isinstance(mappings, list):
-                listed |= {name for one in mappings if isinstance(one, dict) for name in one}
-        weights = self._own[rank % self._tensor_size]
-        return {
-            name: weights[self._whole(name)]
-            for name in sorted(filter(_is_text, listed))
-            if self._whole(name) in weights
-        }
+        weights = self._own[rank % self._tensor_size if self._files.layers else rank]
+        shapes = {name: value.shape for name, value in weights.items()}
+        return read_partitions(files, shapes, self._whole)
 
     def _plain(self, rank: int) -> States | None:
         """Return the states of an optimizer without ZeRO."""
@@ -282,8 +295,7 @@ class DeepSpeedReader(Reader):
         if not self._files.experts:
             file = self._files.models[rank]
             shapes = {name: value.shape for name, value in own.items()}
-            states = read_plain(file, file.tree.get("optimizer"), shapes)
-            return None if states is None else self._renamed(states)
+            return read_plain(file, file.tree.get("optimizer"), shapes)
         result = States()
         files = {key[1]: file for key, file in self._files.expert_states.items() if key[0] == rank}
         count = 1 + max(names.local_expert(name) or 0 for name in own)
@@ -299,7 +311,7 @@ class DeepSpeedReader(Reader):
             for (kind, name), value in states.values.items():
                 whole = names.shift_expert(name, index * each)
                 result.values[kind, whole] = value
-        return self._renamed(result)
+        return result
 
     def _shapes_with_experts(
         self, own: Mapping[str, Value], each: int
@@ -321,11 +333,6 @@ class DeepSpeedReader(Reader):
                         shapes[one] = own[one].shape
         return shapes
 
-    def _renamed(self, states: States) -> States:
-        """Return states by the names of a whole model. Two stages may hold those of embeddings."""
-        values = {(kind, self._whole(name)): one for (kind, name), one in states.values.items()}
-        return States(values, states.steps)
-
     def _place_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
         """Yield each of our tensors with its pieces."""
         found = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
@@ -346,6 +353,12 @@ class DeepSpeedReader(Reader):
                     continue  # an fp32 weight is its own master
                 place = names.place_of(whole)
                 add(f"optimizer.{place.name}.{kind}", rank, place, value)
+        kinds = {kind for each in states or () for kind, _ in each.values}
+        kinds -= set() if has_masters else {MASTER}
+        weights = [name.removeprefix("model.") for name in found if name.startswith("model.")]
+        for name, kind in itertools.product(weights, sorted(kinds)):
+            if f"optimizer.{name}.{kind}" not in found:
+                raise CheckpointError(f"{kind} of {name} is missing")
         for name, values in found.items():
             yield name, self._place(name, values)
 
@@ -478,10 +491,9 @@ def _shapes(file: StateFile) -> dict[str, tuple[int, ...]]:
 
 
 def _dtype(told: Json) -> torch.dtype:
-    known = {str(one): one for one in (torch.float32, torch.float16, torch.bfloat16)}
-    if told not in known:
+    if told not in _DTYPES:
         raise CheckpointError(f"params_dtype is {show(told)}")
-    return known[told]
+    return _DTYPES[told]
 
 
 def _scalars(schedule: Any) -> dict[str, Json]:
@@ -489,10 +501,6 @@ def _scalars(schedule: Any) -> dict[str, Json]:
     if not isinstance(schedule, dict):
         return {}
     return {str(key): value for key, value in schedule.items() if type(value) in scalar}
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
 
 
 def _number(value: Any) -> int:

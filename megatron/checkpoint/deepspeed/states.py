@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,12 +69,16 @@ class States:
     steps: list[tuple[TorchZip, Any]] = field(default_factory=list)
 
 
-def read_partitions(files: Sequence[StateFile], shapes: Shapes) -> States:
+def read_partitions(
+    files: Sequence[StateFile], shapes: Shapes, whole_name: Callable[[str], str]
+) -> States:
     """Return the states in the files of ZeRO 1 and 2, or of the bf16 optimizer.
 
     Args:
         files: A model-parallel rank's files, by data-parallel rank.
-        shapes: The shapes of its parameters by name, with the numbers of all experts.
+        shapes: The shapes of parameters by their names in a whole model. It may have more than
+            this rank held.
+        whole_name: Returns the name in a whole model for that in the files.
 
     Raises:
         CheckpointError: Parts are missing or contradict each other.
@@ -83,10 +87,10 @@ def read_partitions(files: Sequence[StateFile], shapes: Shapes) -> States:
     parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
     experts = 1 + max((local_expert(name) or 0 for name in shapes), default=0)
     for rank, file in enumerate(files):
-        own = _count_experts(file)
+        own = _count_experts(file, whole_name)
         first = rank % max(1, experts // own) * own
         for kind, name, ref in _slices(file, result.steps):
-            parts[kind, shift_expert(name, first)].append((file.zip, ref))
+            parts[kind, shift_expert(whole_name(name), first)].append((file.zip, ref))
     for (kind, name), windows in parts.items():
         if name not in shapes:
             raise CheckpointError(f"{kind} of {name[:200]}: there is no such parameter")
@@ -97,7 +101,6 @@ def read_partitions(files: Sequence[StateFile], shapes: Shapes) -> States:
                 f"{math.prod(shapes[name]):,}"
             )
         result.values[kind, name] = Value(shapes[name], torch.float32, tuple(windows))
-    _check_complete(result, shapes)
     return result
 
 
@@ -160,11 +163,11 @@ def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> di
     return found
 
 
-def _count_experts(file: StateFile) -> int:
+def _count_experts(file: StateFile, whole_name: Callable[[str], str]) -> int:
     """Return the number of experts in each layer that a file's process held."""
     mappings = _optimizer(file).get("param_slice_mappings") or ()
     names = (name for one in mappings if isinstance(one, dict) for name in one)
-    return 1 + max((local_expert(str(name)) or 0 for name in names), default=0)
+    return 1 + max((local_expert(whole_name(str(name))) or 0 for name in names), default=0)
 
 
 def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
@@ -208,7 +211,6 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
             raise CheckpointError(f"{file.zip.path}: longer than its parameters")
     for (kind, name), windows in parts.items():
         result.values[kind, name] = Value(shapes[name], torch.float32, tuple(windows))
-    _check_complete(result, shapes)
     return result
 
 
@@ -258,15 +260,6 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
             parts = () if ref is None else ((file.zip, ref),)
             result.values[kind, name] = Value(shapes[name], torch.float32, parts)
     return result
-
-
-def _check_complete(states: States, shapes: Shapes) -> None:
-    """Check that each parameter has each kind of state that another one has."""
-    kinds = {kind for kind, _ in states.values}
-    for name in shapes:
-        for kind in sorted(kinds):
-            if (kind, name) not in states.values:
-                raise CheckpointError(f"{kind} of {name} is missing")
 
 
 def _optimizer(file: StateFile) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from megatron.checkpoint.find import FoundCheckpoint
 from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.errors import CheckpointError
 from tests.checkpoint.core.core_files import FILES, write_core
-from tests.checkpoint.legacy.test_malicious import CORPUS, MARK, Calls
+from tests.checkpoint.legacy.test_malicious import CORPUS, MARK, Calls, with_pickle
 from tests.checkpoint.states import read_all
 
 _HIDDEN, _LAYERS, _EXPERTS, _WORDS = 8, 2, 2, 16
@@ -100,18 +100,9 @@ def test_a_hostile_index_is_refused(folder, name):
     assert INDEX in refused(folder, "nothing in it was run")
 
 
-def _with_pickle(path, data):
-    """Put another tree into a file of torch.save, with a sound CRC."""
-    with zipfile.ZipFile(path) as archive:
-        records = {one.filename: archive.read(one) for one in archive.infolist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, held in records.items():
-            archive.writestr(name, data if name.endswith("data.pkl") else held)
-
-
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_hostile_common_file_is_refused(folder, name):
-    _with_pickle(folder / COMMON, CORPUS[name])
+    with_pickle(folder / COMMON, CORPUS[name])
     assert COMMON in refused(folder, "nothing in it was run")
 
 
