@@ -194,6 +194,8 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
     """
     training, layers = config.training, config.model.num_layers
     count = training.recompute_num_layers
+    if training.recompute_granularity == "selective":
+        yield from _recomputed_modules(config)
     if training.recompute_granularity != "full":
         return
     if training.recompute_activations:
@@ -205,6 +207,25 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--recompute-granularity full requires --recompute-method uniform or block"
     if count is not None and layers and count > layers:
         yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
+
+
+def _recomputed_modules(config: RunOptions) -> Iterator[str]:
+    """Yield an error for each of --recompute-modules that the network does not have."""
+    model, modules = config.model, config.training.recompute_modules
+    for name in ("moe", "moe_act", "shared_experts"):
+        if name in modules and not model.num_experts:
+            yield f"--recompute-modules {name} requires --num-experts: drop {name}"
+    shared = model.moe_shared_expert_intermediate_size
+    if "shared_experts" in modules and model.num_experts and not shared:
+        yield (
+            "--recompute-modules shared_experts requires --moe-shared-expert-intermediate-size: "
+            "drop shared_experts"
+        )
+    if "layernorm" in modules and config.precision.fp8_format is not None:
+        yield (
+            f"--recompute-modules layernorm with --fp8-format {config.precision.fp8_format}: its "
+            "output is kept in 8 bits only: drop layernorm"
+        )
 
 
 def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -17,8 +17,15 @@ _COLLECTS = Need(lambda run: run.training.manual_gc, "--manual-gc")
 _FULL = Need(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
 )
+_SELECTIVE = Need(
+    lambda run: run.training.recompute_granularity == "selective",
+    "--recompute-granularity selective",
+)
 _RECORDS = Need(lambda run: run.training.cuda_graph_impl != "none", "--cuda-graph-impl local")
 _DRY = Need(lambda run: run.training.dry_run, "--dry-run")
+
+
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +51,11 @@ class TrainingOptions:
         recompute_activations: Recompute the attention core in the backward pass. Same as
             --recompute-granularity selective.
         recompute_granularity: What to recompute in the backward pass: whole layers (full) or the
-            attention core (selective). Default: nothing.
+            parts that --recompute-modules names (selective). Default: nothing.
+        recompute_modules: With --recompute-granularity selective, recompute the attention core
+            (core_attn), the output of each layer's normalizations (layernorm), dense MLPs (mlp),
+            mixtures with routing and exchange (moe), the activation of experts (moe_act), or shared
+            experts (shared_experts).
         recompute_method: With --recompute-granularity full, recompute all layers in groups of
             --recompute-num-layers (uniform), or only that many layers (block).
         recompute_num_layers: Layers per group (uniform) or layers to recompute (block). Default: 1.
@@ -86,6 +97,9 @@ class TrainingOptions:
     deterministic_mode: bool = False
     recompute_activations: bool = False
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
+    recompute_modules: tuple[str, ...] = flag(
+        ("core_attn",), choices=RECOMPUTED_MODULES, needs=_SELECTIVE
+    )
     recompute_method: str | None = flag(None, choices=("uniform", "block"), requires=_FULL)
     recompute_num_layers: int | None = flag(None, unit="layers", at_least=1, requires=_FULL)
     exit_interval: int | None = flag(None, unit="iterations", at_least=1)

@@ -28,7 +28,13 @@ from megatron.models.plan import (
     WeightSplit,
     Work,
 )
-from megatron.models.recompute import RecomputePlan, layer_groups, recompute
+from megatron.models.recompute import (
+    RecomputePlan,
+    computed_again,
+    layer_groups,
+    recompute,
+    without_keeping,
+)
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Axis
 from megatron.parallel.random import split_region
@@ -60,6 +66,8 @@ class Sublayer(Protocol):
 MIXERS: dict[str, Any] = {"attention": SelfAttention, "cross_attention": CrossAttention}
 # An MLP is constructed with (plan, context) and called with x; the rest is as for a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
+# The name in --recompute-modules of each kind of MLP.
+_MODULES = {"dense": "mlp", "mixture": "moe"}
 
 
 def class_of(plan: SublayerPlan) -> Sublayer:
@@ -82,21 +90,12 @@ class Block(nn.Module):
         plan: The record of the layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the attention core in the backward pass instead of
-            keeping its intermediates.
     """
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: LayerPlan, context: BuildContext, layer_number: int) -> None:
         """Build the sublayers and their normalizations."""
         super().__init__()
-        hidden = plan.mixer.hidden
+        hidden, recompute_core = plan.mixer.hidden, "core_attn" in context.recomputed
         self.residual_after_norm = plan.residual_after_norm
         self.dropout = plan.dropout
         self.bias_dropout_add = context.kernels.bias_dropout_add
@@ -114,6 +113,10 @@ class Block(nn.Module):
             )
         self.mlp_norm = new_norm(plan.norm, hidden, context)
         self.mlp = MLPS[plan.mlp.kind](plan.mlp, replace(context, layer=layer_number))
+        self.keeps_norms = "layernorm" not in context.recomputed or plan.residual_after_norm
+        self.recomputes_mlp = _MODULES.get(plan.mlp.kind) in context.recomputed
+        self.routers = context.registry.routers
+        self.stops_early = not (context.gathers_weights and plan.mlp.kind == "mixture")
 
     @staticmethod
     def matrix_parameters(plan: LayerPlan, split: WeightSplit) -> int:
@@ -173,6 +176,22 @@ class Block(nn.Module):
             stream = self._add(stream, norm, cross, (encoder,), "cross output")
         return self._add(stream, self.mlp_norm, self.mlp, (), "mlp output")
 
+    def _compute(
+        self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
+    ) -> Tensor:
+        """Return the output of a sublayer, of which backward may compute parts again."""
+        if not torch.is_grad_enabled():
+            return sublayer(normal, *inputs)
+        if sublayer is self.mlp and self.recomputes_mlp:
+            return computed_again(
+                sublayer, normal, again=self.routers.paused, stops_early=self.stops_early
+            )
+        if self.keeps_norms:
+            return sublayer(normal, *inputs)
+        kept = joined.detach()
+        with without_keeping(normal, lambda: norm(Stream(kept))[1]):
+            return sublayer(normal, *inputs)
+
     def _add(
         self, stream: Stream, norm: nn.Module, sublayer: Any, inputs: tuple[Any, ...], site: str
     ) -> Stream:
@@ -183,7 +202,8 @@ class Block(nn.Module):
         handovers = getattr(sublayer, "handovers", NO_HANDOVERS)
         joined, normal = norm(stream, handovers.forward)
         residual = normal if self.residual_after_norm else joined
-        update, bias = sublayer(normal, *inputs), sublayer.bias_to_add
+        update = self._compute(norm, sublayer, joined, normal, *inputs)
+        bias = sublayer.bias_to_add
         if not self.training or self.dropout == 0:
             update = update if bias is None else update + bias
             return Stream(residual, update, handovers.backward)
@@ -216,13 +236,9 @@ class LayerStack(nn.ModuleDict):
     ) -> None:
         """Build the layers that this process holds, and decide which are recomputed."""
         super().__init__()
+        context = replace(context, recomputed=recompute.parts if recompute else frozenset())
         for index in layers:
-            self[str(index)] = Block(
-                plans[index],
-                context,
-                numbered_after + index + 1,
-                recompute_core=recompute is not None and recompute.granularity == "selective",
-            )
+            self[str(index)] = Block(plans[index], context, numbered_after + index + 1)
         self.groups = layer_groups(recompute, layers)
         layout = context.layout
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1

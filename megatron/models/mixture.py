@@ -26,6 +26,7 @@ from megatron.models.plan import (
     WeightSplit,
     Work,
 )
+from megatron.models.recompute import computed_again, without_keeping
 from megatron.models.router import Router, Routing
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_exchange import ExpertExchange
@@ -49,6 +50,7 @@ class Mixture(nn.Module):
         self.router = Router(plan.router, context)
         self.experts = Experts(plan.expert, plan.router.experts, context)
         self.shared = None if plan.shared is None else MLP(plan.shared, context)
+        self.recomputes_shared = "shared_experts" in context.recomputed
         self.shared_gate = None
         if plan.gates_shared:
             self.shared_gate = context.new_parameter(
@@ -118,7 +120,7 @@ class Mixture(nn.Module):
         routing: Routing = self.router(x)
         out: Tensor = self.experts(x.flatten(0, 1), routing).view_as(x)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = computed_again(self.shared, x) if self.recomputes_shared else self.shared(x)
             if self.coefficient is not None:
                 of_experts, of_shared = self.coefficient(x).unbind(-1)
                 return out * of_experts.unsqueeze(-1) + shared * of_shared.unsqueeze(-1)
@@ -179,6 +181,7 @@ class Experts(nn.Module):
             bias=plan.bias,
         )
         self.activation = context.kernels.activation(plan.activation)
+        self.recomputes_activation = "moe_act" in context.recomputed
         self._library = context.kernels.library
         self._exchange = ExpertExchange(context.layout, experts, self._library)
 
@@ -190,8 +193,14 @@ class Experts(nn.Module):
         arrived = self._exchange.send(tokens, *routing)
         grouping = Grouping.of(arrived.choices, self._exchange.local, arrived.rows)
         rows = spread(arrived.tokens, grouping, self._library)  # [n, h]
-        inner = self.activation(self.up(rows, grouping))  # [n, f]
-        outputs = self.down(inner, grouping)  # [n, h]
+        before = self.up(rows, grouping)  # [n, f], or [n, 2 f] if gated
+        inner = self.activation(before)  # [n, f]
+        if self.recomputes_activation and torch.is_grad_enabled():
+            kept = before.detach()
+            with without_keeping(inner, lambda: self.activation(kept)):
+                outputs = self.down(inner, grouping)  # [n, h]
+        else:
+            outputs = self.down(inner, grouping)
         outputs = collect(outputs, arrived.weights, grouping, self._library)  # [R, h]
         return self._exchange.bring_back(outputs, arrived)
 

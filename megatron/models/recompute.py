@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +30,25 @@ class RecomputePlan:
     """The activations to recompute in the backward pass, trading time for memory.
 
     Attributes:
-        granularity: "full" recomputes whole layers, "selective" the attention core of each layer.
+        granularity: "full" recomputes whole layers, "selective" the `modules` of each layer.
         method: For "full": "uniform" recomputes every group of `num_layers` layers, "block" the
             first `num_layers` layers, one by one.
         num_layers: Layers per group with "uniform"; all recomputed layers with "block".
         split_inputs: For "full": whether each tensor rank keeps only its part of a group's input,
             which the ranks gather when it is needed.
+        modules: For "selective": names of --recompute-modules.
     """
 
     granularity: str
     method: str = "uniform"
     num_layers: int = 1
     split_inputs: bool = False
+    modules: tuple[str, ...] = ("core_attn",)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The parts of a layer that are recomputed; empty if whole layers are."""
+        return frozenset(self.modules if self.granularity == "selective" else ())
 
     @classmethod
     def from_config(
@@ -51,7 +58,8 @@ class RecomputePlan:
         if training.recompute_granularity is None:
             return None
         method, count = training.recompute_method or "uniform", training.recompute_num_layers or 1
-        return cls(training.recompute_granularity, method, count, split_inputs)
+        modules = training.recompute_modules
+        return cls(training.recompute_granularity, method, count, split_inputs, modules)
 
     def bytes_kept(self, per_layer: list[int], boundary: int, batch: MicroBatch) -> int:
         """Count the bytes that layers keep for the backward pass of a micro-batch.
@@ -108,15 +116,7 @@ def recompute(
             the middle of their forward.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
-        with set_checkpoint_early_stop(stops_early):
-            return checkpoint(
-                function,
-                layers,
-                x,
-                *others,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), again()),
-            )
+        return computed_again(function, layers, x, *others, again=again, stops_early=stops_early)
     shape, has_gradient = x.shape, x.requires_grad
     # It is a copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
@@ -128,7 +128,71 @@ def recompute(
         joined = all_gather(part, split_over).view(shape)
         return function(layers, joined.requires_grad_(has_gradient), *others)
 
+    return computed_again(run, *others, again=again, stops_early=stops_early)
+
+
+def computed_again(
+    function: Callable[..., Tensor],
+    *inputs: Any,
+    again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    stops_early: bool = True,
+) -> Tensor:
+    """Return function(*inputs), keeping only the inputs; backward computes it again.
+
+    Args:
+        function: The function.
+        *inputs: Its arguments.
+        again: Returns the context in which backward computes it.
+        stops_early: Whether backward computes no more than it needs.
+    """
     with set_checkpoint_early_stop(stops_early):
-        return checkpoint(
-            run, *others, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
+        out: Tensor = checkpoint(
+            function, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
         )
+    return out
+
+
+def without_keeping(result: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
+    """Return a context whose operations do not keep `result`; their backward computes it again.
+
+    Args:
+        result: The tensor, which may be freed after the context.
+        compute: Computes it a second time. It should close over tensors that are kept anyway.
+    """
+    forgotten = _Forgotten(result, compute)
+    return torch.autograd.graph.saved_tensors_hooks(forgotten.pack, forgotten.unpack)
+
+
+class _View(NamedTuple):
+    """The form in which an operation saw a whole tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Forgotten:
+    """A tensor that is computed again when the first backward asks for it, for all that do."""
+
+    def __init__(self, result: Tensor, compute: Callable[[], Tensor]) -> None:
+        self._address, self._elements = result.data_ptr(), result.numel()
+        self._compute = compute
+        self._value: Tensor | None = None
+        self._missing = 0  # backward passes that have yet to ask
+
+    def pack(self, x: Tensor) -> Tensor | _View:
+        if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:
+            return x
+        self._missing += 1
+        return _View(x.shape, x.stride())
+
+    def unpack(self, kept: Tensor | _View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self._value is None:
+            with torch.no_grad():
+                self._value = self._compute()
+        value = self._value
+        self._missing -= 1
+        if self._missing <= 0:
+            self._value = None
+        return value.as_strided(kept.shape, kept.stride)

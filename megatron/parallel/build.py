@@ -94,6 +94,7 @@ class BuildContext:
         weight_gradients: The queue in which the backward pass leaves weight gradients for later;
             `None` computes them at once.
         registry: The registry where layers announce what they will need.
+        recomputed: The parts of a layer that backward recomputes (--recompute-modules).
     """
 
     layout: Layout
@@ -107,6 +108,7 @@ class BuildContext:
     exchange: Exchange | None = None
     weight_gradients: WeightGradientQueue | None = None
     registry: LayerRegistry = field(default_factory=LayerRegistry)
+    recomputed: frozenset[str] = frozenset()
 
     @property
     def gathers_weights(self) -> bool:

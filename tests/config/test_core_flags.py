@@ -281,7 +281,6 @@ _LATER_REFUSED = {
     "--num-layers-at-end-in-bf16 2": "every block",
     "--fp4-format e2m1": "--fp8-format",
     "--optimizer-offload-fraction 0.5": "--optimizer-cpu-offload",
-    "--recompute-modules core_attn mlp": "--recompute-granularity selective",
     "--moe-latent-size 8": "this kind of expert",
     "--moe-expert-rank-capacity-factor 2": "this kind of expert",
 }

@@ -10,6 +10,7 @@ from tests.config.command import parse, problems
 MIXTURE = "--num-experts 8"
 GATED = f"{MIXTURE} --moe-router-gating deepspeed --moe-expert-capacity-factor 1"
 SINKHORN = f"{MIXTURE} --moe-router-load-balancing-type sinkhorn"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 SIGMOID = f"{MIXTURE} --moe-router-score-function sigmoid"
 
 
@@ -211,6 +212,19 @@ RULES = [
         ["--expert-model-parallel-size 2 x 2 parts of an expert do not divide the 2 processes"],
     ),
     (f"{MIXTURE} --bf16 --fp8-format hybrid", 1, ["experts multiply in 16 bits or fp32"]),
+    (f"{SELECTIVE} moe", 1, ["--recompute-modules moe requires --num-experts"]),
+    (f"{SELECTIVE} core_attn mla_up_proj", 1, ["--recompute-modules core_attn mla_up_proj"]),
+    (
+        f"{MIXTURE} {SELECTIVE} shared_experts",
+        1,
+        ["shared_experts requires --moe-shared-expert-intermediate-size"],
+    ),
+    (
+        f"{SELECTIVE} layernorm --bf16 --fp8-format hybrid",
+        1,
+        ["its output is kept in 8 bits only: drop layernorm"],
+    ),
+    (f"{MIXTURE} --moe-layer-recompute", 1, ["--recompute-modules moe"]),
     (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over other processes"]),
     (f"{MIXTURE} --cuda-graph-impl local", 1, ["the number of an expert's tokens differs"]),
     (

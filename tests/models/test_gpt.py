@@ -315,7 +315,14 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+PARTS = [
+    RecomputePlan("selective", modules=("layernorm",)),
+    RecomputePlan("selective", modules=("mlp",)),
+    RecomputePlan("selective", modules=("core_attn", "layernorm", "mlp")),
+]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *PARTS], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_recomputation_gives_the_same_bits(plan, fused):
     flags = {"masked_softmax_fusion": fused}  # dropout stays on

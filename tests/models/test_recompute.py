@@ -1,9 +1,29 @@
 """The recomputation plan: which layers run together and which are computed again."""
 
+import weakref
+
 import pytest
+import torch
 
 from megatron.config.training import TrainingOptions
-from megatron.models.recompute import LayerGroup, RecomputePlan, layer_groups
+from megatron.models.recompute import (
+    LayerGroup,
+    RecomputePlan,
+    layer_groups,
+    without_keeping,
+)
+from tests.models.small import batch, gpt, loss_and_gradients
+
+MIXTURE = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "num_experts": 4,
+    "moe_layer_freq": "([0]+[1]*2)",
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_aux_loss_coeff": (1e-2,),
+    "swiglu": True,
+    "add_bias_linear": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +53,10 @@ def test_groups(plan, expected):
         ({"recompute_granularity": "selective"}, RecomputePlan("selective")),
         ({"recompute_granularity": "full"}, RecomputePlan("full", "uniform", 1)),
         (
+            {"recompute_granularity": "selective", "recompute_modules": ("moe", "mlp")},
+            RecomputePlan("selective", modules=("moe", "mlp")),
+        ),
+        (
             {
                 "recompute_granularity": "full",
                 "recompute_method": "block",
@@ -44,3 +68,83 @@ def test_groups(plan, expected):
 )
 def test_plan_from_flags(flags, plan):
     assert RecomputePlan.from_config(TrainingOptions(**flags)) == plan
+
+
+def test_a_forgotten_tensor_is_computed_once_for_all_that_ask():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    calls = []
+
+    def double():
+        calls.append(1)
+        return kept * 2
+
+    y = x * 2
+    kept, memory = x.detach(), weakref.ref(y.untyped_storage())
+    with without_keeping(y, double):
+        out = (y.flatten() * y.flatten().exp()).sum() + (y @ y.t()).sum()
+    del y
+    assert memory() is None
+    assert not calls
+    out.backward()
+    assert len(calls) == 1
+    z = x.detach() * 2
+    ones = torch.ones(3, 3, dtype=torch.float64)
+    torch.testing.assert_close(x.grad, 2 * ((1 + z) * z.exp() + 2 * ones @ z))
+
+
+def _counts(model):
+    return [state.counts.tolist() for state in model.layers.routers.states]
+
+
+@pytest.mark.parametrize("module", ["layernorm", "mlp", "moe", "moe_act", "shared_experts"])
+def test_parts_of_a_mixture_give_the_same_bits(module):
+    kept, again = gpt(MIXTURE), gpt(MIXTURE, recompute=_parts(module))
+    expected = loss_and_gradients(kept)
+    torch.testing.assert_close(loss_and_gradients(again), expected, rtol=0, atol=0)
+    assert _counts(again) == _counts(kept)
+
+
+def _parts(*modules):
+    return RecomputePlan("selective", modules=modules)
+
+
+def _kept(model):
+    """Whether a forward pass keeps the outputs of normalizations, and of experts' activations."""
+    seen = []
+
+    def watch(activation):
+        def watched(x):
+            out = activation(x)
+            seen.append(weakref.ref(out.untyped_storage()))
+            return out
+
+        return watched
+
+    for name, module in model.layers.named_modules():
+        if name.endswith(("attention_norm", "mlp_norm")):
+            module.register_forward_hook(
+                lambda _m, _i, out: seen.append(weakref.ref(out[1].untyped_storage()))
+            )
+        elif name.endswith("experts"):
+            module.activation = watch(module.activation)
+    tokens, labels = batch()
+    loss = model(tokens, labels=labels)
+    alive = [ref() is not None for ref in seen]
+    loss.mean().backward()
+    return "".join("01"[each] for each in alive)
+
+
+@pytest.mark.parametrize(
+    ("modules", "kept"),
+    [
+        ((), "11 111 111"),
+        (("layernorm",), "00 001 001"),
+        (("moe_act",), "11 110 110"),
+        (("layernorm", "moe_act"), "00 000 000"),
+        (("moe",), "11 110 110"),  # which keeps its input
+        (("layernorm", "mlp"), "01 001 001"),
+    ],
+)
+def test_what_is_recomputed_is_not_kept(modules, kept):
+    """A dense layer with its two normalizations; two mixtures with theirs and an activation."""
+    assert _kept(gpt(MIXTURE, recompute=_parts(*modules))) == kept.replace(" ", "")

@@ -76,13 +76,23 @@ class MixtureCase:
         return found
 
     @property
-    def name(self) -> str:
-        """The grid and the flags in words."""
+    def grid(self) -> str:
+        """The sizes of the grid in words, without those that are 1."""
         grid = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
         sizes = grid_sizes(self.processes, **grid) | {"expert": self.expert}
         words = [f"{axis} {size}" for axis, size in reversed(sizes.items()) if size > 1]
         words += [f"expert_tensor {self.expert_tensor}"] if self.expert_tensor else []
-        return " ".join([" x ".join(words), self.flags, self.network.replace(SOFTMAX, "")])
+        return " x ".join(words) or "one process"
+
+    @property
+    def shown_flags(self) -> str:
+        """The flags that the plain mixture on one process has not."""
+        return " ".join(f"{self.flags} {self.network.replace(SOFTMAX, '')}".split())
+
+    @property
+    def name(self) -> str:
+        """The grid and the flags in words."""
+        return f"{self.grid} {self.shown_flags}"
 
     @property
     def words(self) -> list[str]:
@@ -196,6 +206,13 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(1, flags=_FULL),
     MixtureCase(2, expert=2, flags=_FULL),
     MixtureCase(2, expert=2, flags=_SELECTIVE),
+    MixtureCase(4, expert=2, flags=f"{_ZERO3} {_SELECTIVE} --recompute-modules moe mlp"),
+    MixtureCase(
+        4,
+        tensor=2,
+        expert=2,
+        flags=f"{_SP} {_SELECTIVE} --recompute-modules layernorm moe_act shared_experts",
+    ),
     MixtureCase(2, tensor=2, flags=f"{_FULL} --distribute-saved-activations"),
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=f"{_SP} {_FULL}"),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_BUBBLE} {_FULL}"),
@@ -252,6 +269,10 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, context=2, pipeline=2, expert=2, network=SIGMOID),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_VIRTUAL} {_FULL}", network=SIGMOID),
 )
+
+
+# Those of docs/layouts.md. In 16 bits rounding alone soon sends a token elsewhere.
+IN_FP32 = tuple(case for case in MIXTURES if case.tolerance == 1e-5)
 
 
 class MixtureCurves(NamedTuple):

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.parity.mixtures import MIXTURES, SIGMOID, SOFTMAX, MixtureCase, alone, differences
+from tests.distributed import run_sharing_memory
+from tests.parity.mixtures import (
+    MIXTURES,
+    SIGMOID,
+    SOFTMAX,
+    MixtureCase,
+    alone,
+    differences,
+    train_mixture,
+)
 
 
 @pytest.mark.slow
@@ -25,6 +34,31 @@ def test_the_curves_are_those_of_a_training(network):
     if network == SIGMOID:
         assert len(biases) == 3
         assert all(0 < bias.abs().max() < 0.21 for bias in biases.values())
+
+
+def _exchanges(layout, words):
+    """How often experts exchanged tokens, and the losses."""
+    kinds, transfer = [], layout.journal.transfer
+
+    def noted(kind, ranks, work):
+        kinds.append((kind, ranks))
+        return transfer(kind, ranks, work)
+
+    layout.journal.transfer = noted
+    curves = train_mixture(layout, words)
+    return kinds.count(("all-to-all", layout.expert.ranks)), curves.losses
+
+
+def test_only_whole_mixtures_exchange_tokens_again():
+    case = MixtureCase(2, expert=2, iterations=1)
+    again = "--recompute-granularity selective --recompute-modules"
+    (kept, losses), *_ = run_sharing_memory(2, _exchanges, case.words, **case.sizes)
+    assert kept > 0
+    for modules, more in (("layernorm moe_act shared_experts mlp core_attn", 0), ("moe", 1)):
+        words = [*case.words, *again.split(), *modules.split()]
+        for count, ours in run_sharing_memory(2, _exchanges, words, **case.sizes):
+            assert (count > kept) == bool(more)
+            assert ours == losses
 
 
 def test_no_layout_of_a_mixture_stands_twice():
