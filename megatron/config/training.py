@@ -79,6 +79,8 @@ class TrainingOptions:
         cuda_graph_warmup_steps: Iterations before the first recording with --cuda-graph-impl.
         dry_run: Check everything, print parameters, layout, memory and tokens per step, and exit.
         dry_run_world_size: Number of processes to assume with --dry-run. Default: as launched.
+        dry_run_memory_gib: Memory of a device in GiB. With --dry-run, a mixture's plan says from
+            which imbalance of experts on it is too little.
     """
 
     micro_batch_size: int | None = flag(
@@ -117,6 +119,7 @@ class TrainingOptions:
     cuda_graph_warmup_steps: int = flag(3, unit="iterations", requires=_RECORDS)
     dry_run: bool = False
     dry_run_world_size: int | None = flag(None, unit="processes", at_least=1, requires=_DRY)
+    dry_run_memory_gib: float | None = flag(None, unit="GiB", above=0, requires=_DRY)
 
 
 @dataclass(frozen=True, kw_only=True)

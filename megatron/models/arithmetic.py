@@ -84,12 +84,15 @@ def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) ->
     return sum(Block.matrix_parameters(plan.layers[i], split) for i in part.layers)
 
 
-def largest_layer(plan: ModelPlan, split: WeightSplit) -> int:
-    """Count the parameters of the largest layer that one process holds."""
+def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
+    """Count the parameters of the largest layer that one process holds, and those of experts."""
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )
-    return max(count_part_parameters(plan, part, split) for part in alone)
+    return max(
+        (count_part_parameters(plan, part, split), count_part_experts(plan, part, split))
+        for part in alone
+    )
 
 
 def largest_matrix(plan: ModelPlan, split: WeightSplit) -> int:
@@ -122,14 +125,16 @@ def part_activations(
         batch, length=seq_length + (decoder_seq_length or 0)
     )  # a T5 passes on encoder and decoder
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
-    per_layer = []
+    per_layer, again = [], [0]
     for index in part.layers:
         length, read = plan.lengths(index, seq_length, decoder_seq_length)
         seen = replace(batch, length=length, encoder_length=read)
         per_layer.append(Block.activation_bytes(plan.layers[index], seen))
+        whole = Block.activation_bytes(plan.layers[index], replace(seen, recomputed=frozenset()))
+        again.append(whole - per_layer[-1])
     total = sum(per_layer)
     if recompute is not None:
-        total = recompute.bytes_kept(per_layer, boundary, batch)
+        total = recompute.bytes_kept(per_layer, boundary, batch) + max(again)
     if plan.position_bias is not None:
         for stack in plan.stacks(part):
             length, read = plan.lengths(stack.start, seq_length, decoder_seq_length)

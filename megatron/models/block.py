@@ -145,8 +145,16 @@ class Block(nn.Module):
         """Count the bytes kept for the backward pass, including those of the normalizations."""
         # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
-        around = entry * (batch.tokens * plan.mixer.hidden // batch.sequence)
-        return sum(around + class_of(part).activation_bytes(part, batch) for part in plan.sublayers)
+        tokens = batch.tokens * plan.mixer.hidden // batch.sequence
+        total = 0
+        for part in plan.sublayers:
+            if _MODULES.get(part.kind) in batch.recomputed:  # keeps its input
+                total += entry * tokens
+                continue
+            forgets = "layernorm" in batch.recomputed and not plan.residual_after_norm
+            total += (entry - batch.width * forgets) * tokens
+            total += class_of(part).activation_bytes(part, batch)
+        return total
 
     def forward(
         self,

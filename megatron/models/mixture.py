@@ -27,7 +27,7 @@ from megatron.models.plan import (
     Work,
 )
 from megatron.models.recompute import computed_again, without_keeping
-from megatron.models.router import Router, Routing
+from megatron.models.router import Router, Routing, capacity
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_exchange import ExpertExchange
 from megatron.parallel.linear import Owner
@@ -104,16 +104,35 @@ class Mixture(nn.Module):
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
         """Count the bytes of the scores, and of each row's input, activation and output.
 
-        This assumes that all experts get equally many rows, so that a process receives as many rows
-        as it sends.
+        A process receives `batch.imbalance` times as many rows as it sends: as many if all experts
+        get equally many.
         """
-        router = plan.router
+        router, forgotten = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
         # Each of the ranks that split an expert has the rows of all these ranks.
-        rows = batch.tokens * batch.expert_tensor // batch.tensor
-        elements = (plan.expert.up + plan.expert.inner) // batch.expert_tensor + 2 * plan.hidden
-        shared = 0 if plan.shared is None else MLP.activation_bytes(plan.shared, batch)
-        return scores + batch.width * rows * router.chosen * elements + shared
+        rows = int(batch.expert_tokens * router.chosen * batch.imbalance)
+        inner = plan.expert.up + (0 if "moe_act" in forgotten else plan.expert.inner)
+        elements = inner // batch.expert_tensor + 2 * plan.hidden
+        shared = 0
+        if plan.shared is not None and "shared_experts" not in forgotten:
+            shared = MLP.activation_bytes(plan.shared, batch)
+        return scores + batch.width * rows * elements + shared
+
+    @staticmethod
+    def largest_imbalance(plan: MixturePlan, ranks: int, tokens: int) -> float:
+        """Return the rows of a process whose experts all tokens choose, in even shares.
+
+        Args:
+            plan: The record of the mixture.
+            ranks: Number of processes that divide the experts.
+            tokens: Tokens that a process routes at once.
+        """
+        router = plan.router
+        largest = ranks * min(router.experts // ranks, router.chosen) / router.chosen
+        limit = capacity(tokens, router)
+        if limit is None:
+            return largest
+        return min(largest, max(router.experts * limit / (tokens * router.chosen), 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""

@@ -86,6 +86,8 @@ class MicroBatch:
         context: Number of context-parallel ranks.
         width: Bytes per activation.
         keeps_scores: Whether attention keeps every score for the backward pass.
+        recomputed: The parts of a layer that backward recomputes (--recompute-modules).
+        imbalance: Rows of this process's experts, as a multiple of an even share.
         losses: Micro-batches whose losses are held until their backward pass.
         chunked_loss: Whether the loss is computed in chunks, so that it never holds all logits.
     """
@@ -99,6 +101,8 @@ class MicroBatch:
     context: int = 1
     width: int = 4
     keeps_scores: bool = False
+    recomputed: frozenset[str] = frozenset()
+    imbalance: float = 1.0
     losses: int = 1
     chunked_loss: bool = False
 
@@ -106,6 +110,11 @@ class MicroBatch:
     def tokens(self) -> int:
         """Tokens on this process."""
         return self.sequences * self.length // self.context
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens that this process sends to experts, or has sent together with its expert ranks."""
+        return self.tokens * self.expert_tensor // self.tensor
 
     @property
     def encoder_tokens(self) -> int:

@@ -61,26 +61,36 @@ class MemoryEstimate:
     @property
     def amount(self) -> str:
         """The total as text with its unit."""
-        return _amount(self.total)
+        return amount(self.total)
 
     def describe(self) -> str:
         """Return the total and its parts as text."""
         names = ["parameters", "gradients", "optimizer", "activations"]
         names += ["messages"] if self.messages else []
-        parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
-        host = f", and {_amount(self.host)} of host memory" if self.host else ""
+        parts = ", ".join(f"{name} {amount(getattr(self, name))}" for name in names)
+        host = f", and {amount(self.host)} of host memory" if self.host else ""
         return f"{self.amount} ({parts}){host}"
 
 
-def _amount(size: int) -> str:
+def amount(size: int) -> str:
     """Format a number of bytes in MiB or GiB."""
     return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
-def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> MemoryEstimate:
+def largest_process(
+    config: RunConfig, plan: ModelPlan, world_size: int, imbalance: float = 1.0
+) -> MemoryEstimate:
     """Return the estimate for the process that needs the most memory.
 
-    Pipeline stages differ, but all ranks of a stage need the same.
+    Pipeline stages differ, but all ranks of a stage need the same if all experts get equally many
+    tokens.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        world_size: The number of processes.
+        imbalance: Tokens of the process's experts in every mixture layer, as a multiple of an even
+            share.
     """
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
@@ -90,14 +100,32 @@ def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> Memo
     ]
     samples = training.micro_batch_size * layouts[0].data.size
     micro_batches = training.global_batch_size // samples
-    estimates = [estimate_memory(config, plan, layout, micro_batches) for layout in layouts]
+    estimates = [
+        estimate_memory(config, plan, layout, micro_batches, imbalance) for layout in layouts
+    ]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
+def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:
+    """Return a GPT's micro-batch on the process at `layout`, with one sequence a sample."""
+    return MicroBatch(
+        sequences=config.training.micro_batch_size,
+        length=config.data.decoder_seq_length or config.data.seq_length,
+        tensor=layout.tensor.size,
+        sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
+        expert_tensor=layout.expert_tensor.size,
+        context=layout.context.size,
+        width=config.precision.weight_dtype.itemsize,
+    )
+
+
 def estimate_memory(
-    config: RunConfig, plan: ModelPlan, layout: Layout, micro_batches: int
+    config: RunConfig, plan: ModelPlan, layout: Layout, micro_batches: int, imbalance: float = 1.0
 ) -> MemoryEstimate:
-    """Return the estimate for the process at `layout`, with `micro_batches` per update."""
+    """Return the estimate for the process at `layout`, with `micro_batches` per update.
+
+    `imbalance` is the load of the process's experts, as a multiple of an even share.
+    """
     cut = plan_model(config.model, config.parallel)
     parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
     kind = schedule_kind(config.parallel, len(parts))
@@ -105,21 +133,18 @@ def estimate_memory(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
     )
     texts, numbers = plan.head_spec.sequences, config.precision
-    batch = MicroBatch(
-        sequences=config.training.micro_batch_size * texts,
-        length=config.data.decoder_seq_length or config.data.seq_length,
-        tensor=layout.tensor.size,
-        sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
-        expert_tensor=layout.expert_tensor.size,
-        context=layout.context.size,
-        width=numbers.weight_dtype.itemsize,
-        keeps_scores=not config.model.masked_softmax_fusion
-        and config.training.recompute_granularity != "selective",
-        losses=loss_bound(kind, micro_batches),
-        chunked_loss=numbers.cross_entropy_fusion_impl == "linear",
-    )
     recompute = RecomputePlan.from_config(
         config.training, split_inputs=config.parallel.distribute_saved_activations
+    )
+    recomputed = recompute.parts if recompute else frozenset()
+    batch = replace(
+        micro_batch(config, layout),
+        sequences=config.training.micro_batch_size * texts,
+        imbalance=imbalance,
+        keeps_scores=not config.model.masked_softmax_fusion and "core_attn" not in recomputed,
+        recomputed=recomputed,
+        losses=loss_bound(kind, micro_batches),
+        chunked_loss=numbers.cross_entropy_fusion_impl == "linear",
     )
     lengths = (config.data.seq_length, config.data.decoder_seq_length)
     activations = sum(
@@ -166,9 +191,10 @@ def _kept_for_weights(
     states = (4 * moments + copies) * updated
     if is_shared:
         # Two layers are gathered at a time: the current one and the next, which exists twice while
-        # it arrives as one buffer and is split into parameters.
-        layer = largest_layer(plan, split)
-        gathered = width * (outside + 3 * layer)
+        # it arrives as one buffer and is split into parameters. Experts are gathered only in the
+        # layer that needs them.
+        layer, experts = largest_layer(plan, split)
+        gathered = width * (outside + 3 * layer - experts)
         leaving = width * outside + (width + summed) * layer
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
     else:

@@ -15,6 +15,7 @@ from megatron.models.arithmetic import (
 )
 from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
+from megatron.training.expert_plan import expert_rows
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import pipeline_rows
 
@@ -120,6 +121,7 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
             "memory per process",
             f"at most about {largest_process(config, plan, world_size).describe()}{evenly}",
         ),
+        *expert_rows(config, plan, micro_batches, world_size),
         *pipeline_rows(config, plan, micro_batches, world_size),
     ]
 

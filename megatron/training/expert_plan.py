@@ -1,0 +1,157 @@
+"""The plan of a mixture's experts: where they are, who exchanges tokens, and how many bytes.
+
+Everything follows from the flags, so it can be printed for any number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.command import PanelRow
+from megatron.config import RunConfig
+from megatron.models.mixture import Mixture
+from megatron.models.plan import MixturePlan, ModelPlan
+from megatron.parallel.layout import Layout
+from megatron.training.memory import amount, largest_process, micro_batch
+
+_SHOWN_GROUPS = 4
+_CHOICE, _WEIGHT = 8, 4  # bytes of an expert's number (int64) and of its weight (fp32)
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The exchange of tokens in one mixture layer and one micro-batch, for one process.
+
+    Attributes:
+        local: Experts on each process.
+        groups: The processes that exchange tokens, group by group, first groups only.
+        group_count: Number of such groups in the run.
+        tokens: Tokens that a process has.
+        others: Other processes that a token is sent to on average, if all choices are equally
+            likely.
+        most_others: The most other processes that a token is sent to.
+        bytes_per_copy: Bytes that forward and backward send for each token and other process: the
+            token with its choices, the result, and the gradients of both.
+    """
+
+    local: int
+    groups: tuple[tuple[int, ...], ...]
+    group_count: int
+    tokens: int
+    others: float
+    most_others: int
+    bytes_per_copy: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a process sends in forward and backward, and as many that it receives."""
+        return int(self.tokens * self.others * self.bytes_per_copy)
+
+    def describe_groups(self) -> str:
+        """Return the first groups of processes as text."""
+        shown = " | ".join(" ".join(map(str, group)) for group in self.groups)
+        return f"{shown}{' | ...' if len(self.groups) < self.group_count else ''}"
+
+
+def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> ExchangePlan:
+    """Plan the exchange of a mixture layer.
+
+    Args:
+        config: The run's configuration.
+        mixture: The layer's record.
+        world_size: The number of processes.
+    """
+    sizes, router = config.parallel.sizes, mixture.router
+    layout = Layout.at(0, world_size, **sizes)
+    ranks = layout.expert.size
+    groups: list[tuple[int, ...]] = []
+    rank = 0
+    while rank < world_size and len(groups) < _SHOWN_GROUPS:
+        if not any(rank in group for group in groups):
+            groups.append(Layout.at(rank, world_size, **sizes).expert.ranks)
+        rank += 1
+    local = router.experts // ranks
+    # The chance that a token chooses none of the experts of a certain process.
+    spared = math.comb(router.experts - local, router.chosen)
+    reached = 1 - spared / math.comb(router.experts, router.chosen)
+    batch = micro_batch(config, layout)
+    # There: tokens, choices, weights. Back: results. Then the gradients of all but the choices.
+    vectors, scalars = 4 * mixture.hidden * batch.width, router.chosen * (_CHOICE + 2 * _WEIGHT)
+    return ExchangePlan(
+        local=local,
+        groups=tuple(groups),
+        group_count=world_size // ranks,
+        tokens=batch.expert_tokens,
+        others=(ranks - 1) * reached,
+        most_others=min(ranks - 1, router.chosen),
+        bytes_per_copy=vectors + scalars,
+    )
+
+
+def expert_rows(
+    config: RunConfig, plan: ModelPlan, micro_batches: int, world_size: int
+) -> list[PanelRow]:
+    """Return the panel's rows about experts; none without a mixture.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        micro_batches: Micro-batches of an update.
+        world_size: The number of processes.
+    """
+    mixtures = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MixturePlan)]
+    if not mixtures:
+        return []
+    mixture, count = mixtures[0], len(mixtures)
+    exchange = plan_exchange(config, mixture, world_size)
+    experts = mixture.router.experts
+    placed = f"{experts} in each of {count} layers, {mixture.router.chosen} for a token"
+    if exchange.local == experts:
+        return [("experts", f"{placed}, all of them on each process")]
+    sent = exchange.bytes * micro_batches
+    layers = -(-count // config.parallel.pipeline_model_parallel_size)
+    rows = [
+        (
+            "experts",
+            f"{placed}, {exchange.local} on each process; processes that exchange tokens: "
+            f"{exchange.describe_groups()}",
+        ),
+        (
+            "exchange of tokens",
+            f"a token goes to {exchange.others:.2f} other processes if all experts are chosen "
+            f"alike, at most to {exchange.most_others}; a process sends {amount(exchange.bytes)} "
+            f"for a layer and micro-batch, {amount(sent)} for a layer and iteration, "
+            f"{amount(sent * layers)} for {layers} layers",
+        ),
+    ]
+    batch = micro_batch(config, Layout.at(0, world_size, **config.parallel.sizes))
+    ranks, tokens = len(exchange.groups[0]), batch.tokens // batch.sequence
+    worst = Mixture.largest_imbalance(mixture, ranks, tokens)
+    even, uneven = (largest_process(config, plan, world_size, each) for each in (1.0, worst))
+    told = (
+        f"at most about {uneven.amount}, if all tokens choose the experts of one process "
+        f"({worst:.2f} even shares)"
+    )
+    size = config.training.dry_run_memory_gib
+    if size is not None and even.total != uneven.total:
+        share = (uneven.total - even.total) / (worst - 1)
+        told += f"; {full_at(size * 2**30, even.total, share, worst)}"
+    return [*rows, ("memory if load is uneven", told)]
+
+
+def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
+    """Say at which load of a process's experts its device is full.
+
+    Args:
+        memory: Memory of the device in bytes.
+        even: Bytes that a process needs if the load is even.
+        per_share: Bytes that each further even share needs.
+        worst: The largest possible load in even shares.
+    """
+    shares = 1 + (memory - even) / per_share
+    if shares < 1:
+        return f"{amount(int(memory))} are too few even for an even load"
+    if shares >= worst:
+        return f"{amount(int(memory))} are enough for any load"
+    return f"{amount(int(memory))} are full at {shares:.2f} even shares"
