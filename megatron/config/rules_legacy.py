@@ -86,6 +86,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         ("--position-embedding-type relative", model.position_embedding_type == "relative"),
         ("--geglu", model.geglu),
         ("--relu", model.relu),
+        ("--mlp-type residual", model.mlp_type == "residual"),
         ("--scale-decoder-outputs", model.scale_decoder_outputs),
         ("--disable-output-bias", not model.add_output_bias),
         (f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),

@@ -173,6 +173,10 @@ def test_torch_dist_is_written() -> None:
     ("words", "line"),
     [
         ("--relu", "--ckpt-format torch_dist with --relu: Megatron Core does not support it"),
+        (
+            "--num-experts 4 --mlp-type residual",
+            "--ckpt-format torch_dist with --mlp-type residual: Megatron Core does not support it",
+        ),
         ("--decoupled-lr 0.5", "--ckpt-format torch_dist with --decoupled-lr 0.5: such optimizer"),
         (
             "--optimizer sgd --use-distributed-optimizer",

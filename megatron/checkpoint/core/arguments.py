@@ -85,6 +85,11 @@ def core_arguments(
         transformer_impl=config.checkpoint.transformer_impl,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         norm_epsilon=model.norm_epsilon,
+        # DeepSpeed's softmax is over all experts. Two or more weights add up to 1, as Core's do.
+        moe_router_pre_softmax=model.moe_router_topk == 1
+        if model.moe_router_gating == "deepspeed"
+        else model.moe_router_pre_softmax,
+        moe_token_dropping=False,  # always off there; a capacity factor drops tokens all the same
         moe_layer_freq=int(pattern) if pattern.isdigit() else [int(one) for one in layers],
         ckpt_format="torch_dist",
         use_dist_ckpt=True,
