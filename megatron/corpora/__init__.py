@@ -7,6 +7,7 @@
     minhash         near-duplicates: signatures, equal bands, groups
     overlaps        overlaps with the files of evaluation tasks
     blocks          the steps as blocks of datatrove
+    records         JSON lines in and out, for the commands of single steps
     report          what was left out and why: counts, samples, a picture, speed
     local           datatrove's local executor on our processes
     run             stages and executors: local processes, SLURM, Ray

@@ -9,7 +9,6 @@ datatrove measures the time of each block (`track_time`); the speed table is mad
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from megatron.corpora import cleaning
 from megatron.corpora.minhash import group, sign
 from megatron.corpora.overlaps import TaskNgrams, cut_out
 from megatron.corpora.plan import CorpusPlan, DuplicatesStep, TasksStep, TokenizeStep
+from megatron.corpora.records import dump_record
 from megatron.corpora.requirements import corpora_extra
 from megatron.corpora.sources import Piece, read_piece
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
@@ -410,10 +410,7 @@ def _line(document: Document) -> bytes:
     hidden = (*_MARKS, "text", "id")
     fields = {key: value for key, value in document.metadata.items() if key not in hidden}
     record = {"text": document.text, "id": document.id, **fields}
-    try:
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # a number of more than 64 bits
-        return f"{json.dumps(record, ensure_ascii=False)}\n".encode()
+    return dump_record(record)
 
 
 @cache

@@ -13,7 +13,7 @@ stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,21 +107,43 @@ def group(signatures: NDArray[np.uint16], settings: MinHash) -> NDArray[np.int64
         signatures: The signatures of all documents in order, `[values, documents]`.
         settings: The settings of the signatures.
     """
-    count = signatures.shape[1]
-    roots = np.arange(count)
+    roots = np.arange(signatures.shape[1])
+    for first, second in _pairs_by_band(signatures, settings):
+        apart = roots[first] != roots[second]
+        first, second = first[apart], second[apart]  # noqa: PLW2901 - the pairs still to compare
+        alike = similarity(signatures, first, second) >= settings.similarity
+        roots = join(roots, first[alike], second[alike])
+    return roots
+
+
+def similar_pairs(
+    signatures: NDArray[np.uint16], settings: MinHash
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return pairs of near-duplicates, through which all of a group are connected.
+
+    Returns:
+        The first and the second document of each pair, `[pairs]` each, in order.
+    """
+    found = [np.empty((0, 2), np.int64)]
+    for first, second in _pairs_by_band(signatures, settings):
+        alike = similarity(signatures, first, second) >= settings.similarity
+        pairs = np.stack([first[alike], second[alike]], axis=1)
+        found.append(np.unique(np.sort(pairs, axis=1), axis=0))
+    pairs = np.unique(np.concatenate(found), axis=0)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _pairs_by_band(
+    signatures: NDArray[np.uint16], settings: MinHash
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the pairs to compare, a band at a time."""
     (usable,) = np.nonzero(signatures[0] != NO_WORDS)
     for band in range(settings.bands):
-        rows = signatures[band * settings.rows : (band + 1) * settings.rows]
-        keys = np.zeros(count, np.uint64)
-        for row in rows:
+        keys = np.zeros(signatures.shape[1], np.uint64)
+        for row in signatures[band * settings.rows : (band + 1) * settings.rows]:
             keys = mix(keys * np.uint64(0x100000001B3) + row)
         first, second = _candidates(keys[usable])
-        first, second = usable[first], usable[second]
-        fresh = roots[first] != roots[second]
-        first, second = first[fresh], second[fresh]
-        alike = _similarity(signatures, first, second) >= settings.similarity
-        roots = _join(roots, first[alike], second[alike])
-    return roots
+        yield usable[first], usable[second]
 
 
 def _candidates(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -137,7 +159,7 @@ def _candidates(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np
     return first, second
 
 
-def _similarity(
+def similarity(
     signatures: NDArray[np.uint16], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return the share of equal values of each pair, `[pairs]`."""
@@ -147,7 +169,7 @@ def _similarity(
     return equal / len(signatures)
 
 
-def _join(
+def join(
     roots: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Join the groups of each pair. The root of a group is its first document."""

@@ -139,6 +139,15 @@ def _sums(joined: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np
     return mix((running[ends] - running[starts]) * down[starts])
 
 
+def count_words(texts: Sequence[bytes]) -> NDArray[np.int64]:
+    """Return the number of words of each document, `[documents]`."""
+    counts = [np.empty(0, np.int64)]
+    for first, last in batches(texts):
+        words = split_words(texts[first:last])
+        counts.append(np.bincount(words.documents, minlength=words.batch))
+    return np.concatenate(counts)
+
+
 def mix(values: U64) -> U64:
     """Spread every bit of 64-bit values over all bits (the finalizer of MurmurHash3)."""
     values = values ^ (values >> np.uint64(33))

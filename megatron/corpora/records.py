@@ -1,0 +1,144 @@
+"""JSON lines in, JSON lines out: what the commands for single steps have in common."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron.data.preprocess import map_in_order
+from megatron.data.text_input import TextBlock, load_line, read_blocks
+from megatron.durable import renamed_when_done, writing_to
+from megatron.errors import ConfigError, DataError
+
+Record = dict[str, Any]
+# Takes the records of a block, and returns those for each output, and counts.
+Transform = Callable[[list[Record]], tuple[list[list[Record]], Counter[str]]]
+_SMALL = 1 << 20  # bytes of a file that need no processes of their own
+_LESS_MEMORY = "To reduce memory, use fewer processes"
+
+
+def parse_records(block: TextBlock, keys: Sequence[str] = ()) -> list[Record]:
+    """Return the JSON objects of a block of lines.
+
+    Args:
+        block: The lines.
+        keys: Keys that every object must have, with a text.
+
+    Raises:
+        DataError: A line is no JSON object, or lacks a key.
+    """
+    records = []
+    offset = block.offset
+    for line in block.read().removesuffix(b"\n").split(b"\n"):
+        if line and not line.isspace():
+            where = f"{block.path}: line at byte {offset}"
+            try:
+                record = load_line(line)
+            except ValueError as error:
+                raise DataError(f"{where}: {error}: fix or remove the line") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{where}: expected a JSON object: fix or remove the line")
+            for key in keys:
+                if not isinstance(record.get(key), str):
+                    raise DataError(f"{where}: no text under the key {key!r}: fix the line or key")
+            records.append(record)
+        offset += len(line) + 1
+    return records
+
+
+def read_records(path: str, keys: Sequence[str] = ()) -> Iterator[Record]:
+    """Yield the JSON objects of a file of JSON lines.
+
+    Raises:
+        DataError: The file cannot be read, or `parse_records` refuses a line.
+    """
+    for block in _blocks(path):
+        yield from parse_records(block, keys)
+
+
+def transform_records(
+    path: str, outputs: Sequence[str], transform: Transform, keys: Sequence[str], workers: int
+) -> Counter[str]:
+    """Write what a function makes of the records of a file, in order.
+
+    Args:
+        path: A file of JSON lines.
+        outputs: The files to write. They get their names when everything is written.
+        transform: The function. It runs in several processes, on a block of lines at a time.
+        keys: Keys that every record must have, with a text.
+        workers: The number of processes. The output does not depend on it.
+
+    Returns:
+        The sum of the function's counts.
+
+    Raises:
+        DataError: The file cannot be read, or a line is bad. No output is left.
+        StorageError: An output cannot be written.
+    """
+    counts: Counter[str] = Counter()
+    with ExitStack() as stack:
+        files = []
+        for name in outputs:
+            stack.enter_context(writing_to("output", name))
+            files.append(stack.enter_context(renamed_when_done(Path(name))))
+        for results, found in map_records(path, transform, keys, workers):
+            counts += found
+            for file, records in zip(files, results, strict=True):
+                file.write(b"".join(map(dump_record, records)))
+    return counts
+
+
+def map_records(
+    path: str, transform: Transform, keys: Sequence[str], workers: int
+) -> Iterator[tuple[list[list[Record]], Counter[str]]]:
+    """Yield what a function returns for each block of a file's records, in order.
+
+    The arguments are those of `transform_records`.
+
+    Raises:
+        DataError: The file cannot be read, or a line is bad.
+    """
+    work = partial(_transform_block, transform, tuple(keys))
+    small = Path(path).is_file() and Path(path).stat().st_size < _SMALL
+    blocks = partial(_blocks, path)
+    with map_in_order(work, blocks, 0 if small else workers, _LESS_MEMORY) as results:
+        yield from results
+
+
+def write_records(path: str, records: Iterator[Record]) -> int:
+    """Write JSON lines into a file that gets its name when it is complete; return their number."""
+    count = 0
+    with writing_to("output", path), renamed_when_done(Path(path)) as file:
+        for record in records:
+            file.write(dump_record(record))
+            count += 1
+    return count
+
+
+def dump_record(record: Record) -> bytes:
+    """Return a record as a line of JSON."""
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # a number of more than 64 bits
+        return f"{json.dumps(record, ensure_ascii=False)}\n".encode()
+
+
+def _transform_block(
+    transform: Transform, keys: tuple[str, ...], block: TextBlock
+) -> tuple[list[list[Record]], Counter[str]]:
+    return transform(parse_records(block, keys))
+
+
+def _blocks(path: str) -> Iterator[TextBlock]:
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file: check the name")
+    if path.lower().endswith((".txt", ".parquet")):
+        raise ConfigError(f"{path}: expected JSON lines: give a .json or .jsonl file")
+    yield from read_blocks([path], ["text"])

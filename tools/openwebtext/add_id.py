@@ -1,0 +1,59 @@
+"""Add an ID to each record of a file of JSON lines: PREFIX-0000000001, PREFIX-0000000002, ...
+
+    python tools/openwebtext/add_id.py --input-file in.json --output-file out.json --id-prefix cc
+
+The key is adlr_id, as in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("add_id.py", __doc__)
+    parser.add_argument("--input-file", required=True, metavar="FILE", help="JSON lines.")
+    parser.add_argument("--output-file", required=True, metavar="FILE", help="File to write.")
+    parser.add_argument("--id-prefix", required=True, metavar="TEXT", help="Prefix of the IDs.")
+    parser.add_argument(
+        "--log-interval", type=int, default=100, help="Accepted for old scripts; no effect."
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the records with their IDs.
+
+    Raises:
+        UserError: The input or the output needs to be changed.
+    """
+    from megatron.corpora.records import read_records, write_records
+
+    def numbered() -> Any:
+        for number, record in enumerate(read_records(options.input_file), 1):
+            yield {**record, "adlr_id": f"{options.id_prefix}-{number:010d}"}
+
+    count = write_records(options.output_file, numbered())
+    print(f"{options.output_file}: {count:,} records")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,76 @@
+"""Clean a list of addresses: no unwanted sites, no files that are not pages, no duplicates.
+
+    python tools/openwebtext/blacklist_urls.py urls/ clean_urls.txt
+
+reads all .txt files of the folder, one address a line, and writes the good ones in their order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError
+
+_SHOWN = 3  # addresses of each reason
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("blacklist_urls.py", __doc__)
+    parser.add_argument("path", metavar="DIR", help="Folder with .txt files, or one such file.")
+    parser.add_argument("output", metavar="FILE", help="File to write.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the good addresses, and print what was left out.
+
+    Raises:
+        UserError: The input or the output needs to be changed.
+    """
+    from megatron.corpora.cleaning import judge_url
+    from megatron.corpora.plan import UrlStep
+    from megatron.durable import renamed_when_done, writing_to
+
+    path = Path(options.path)
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise ConfigError(f"{path}: no such file, or a folder without .txt files")
+    seen: set[str] = set()
+    counts: Counter[str] = Counter()
+    with writing_to("output", options.output), renamed_when_done(Path(options.output)) as output:
+        for file in files:
+            for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+                url = line.strip()
+                if not url:
+                    continue
+                reason = judge_url(url, UrlStep()) or ("duplicate" if url in seen else "")
+                counts[reason or "kept"] += 1
+                if not reason:
+                    seen.add(url)
+                    output.write(f"{url}\n".encode())
+                elif counts[reason] <= _SHOWN:
+                    print(f"{reason}: {url}")
+    print(f"{counts.total():,} addresses of {len(files):,} files")
+    for reason, count in sorted(counts.items()):
+        print(f"  {reason:<20}{count:>12,}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

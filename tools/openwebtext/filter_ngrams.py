@@ -1,0 +1,210 @@
+r"""Cut out of a corpus whatever also stands in the files of evaluation tasks.
+
+    python tools/openwebtext/filter_ngrams.py --tasks lambada squad.jsonl \
+        --lambada-path lambada_test.jsonl --dedup-dataset data.json text --output clean.json
+
+A run of 13 words that also stands in a task is cut out with 200 characters on both sides, up to the
+ends of sentences. What is left on both sides become documents of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError, DataError
+
+_LAMBADA = "lambada"
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("filter_ngrams.py", __doc__)
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="TASK",
+        help="Task files (JSON lines, TSV, text), or lambada, whose file is --lambada-path.",
+    )
+    parser.add_argument("--lambada-path", metavar="FILE", help="LAMBADA's test set.")
+    parser.add_argument(
+        "--dedup-dataset",
+        nargs=2,
+        required=True,
+        metavar=("FILE", "KEY"),
+        help="JSON lines, and the key of the text.",
+    )
+    parser.add_argument("--output", metavar="FILE", help="File to write.")
+    parser.add_argument(
+        "--num-threads", type=int, default=40, help="Most processes (default: 40, one per core)."
+    )
+    sizes = (
+        ("--max-ngram-size", 13, "Words of a run."),
+        ("--min-ngram-size", 8, "Words below which a text of a task is ignored."),
+        ("--filter-text-char-len", 200, "Characters up to which a remaining part is left out."),
+        ("--key-threshold", 10, "Runs that occur this often in the corpus are no overlaps."),
+        ("--splits-count", 10, "Parts above which a document is left out."),
+        ("--remove-char-each-side", 200, "Characters to cut on each side."),
+    )
+    for name, default, text in sizes:
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    parser.add_argument("--save-dictionary", metavar="FILE", help="File for the tasks' runs.")
+    parser.add_argument("--load-dictionary", metavar="FILE", help="Runs to use instead of --tasks.")
+    return parser
+
+
+def _count(
+    ngrams: Any, key: str, records: list[dict[str, Any]]
+) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
+    counts: Counter[str] = Counter()
+    for overlaps in ngrams.find([record[key] for record in records]):
+        counts.update(str(overlap.ngram) for overlap in overlaps)
+    return [], counts
+
+
+def _cut(
+    ngrams: Any, step: Any, key: str, records: list[dict[str, Any]]
+) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
+    from megatron.corpora.overlaps import cut_out
+
+    results, counts = [], Counter({"docs": len(records)})
+    found = ngrams.find([record[key] for record in records])
+    for record, overlaps in zip(records, found, strict=True):
+        parts = cut_out(record[key], overlaps, step)
+        counts["splitted"] += len(parts) > 1
+        counts["ignored"] += not parts
+        counts["trimmed"] += len(parts) == 1 and bool(overlaps)
+        counts["splits > threshold"] += len(parts) > step.max_parts
+        kept = parts if len(parts) <= step.max_parts else []
+        results.append({"record": record, "parts": kept})
+    return [results], counts
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the clean documents.
+
+    Raises:
+        UserError: The flags, the input or the output need to be changed.
+    """
+    import numpy as np
+
+    from megatron.corpora.overlaps import TaskNgrams, read_tasks
+    from megatron.corpora.plan import TasksStep
+    from megatron.corpora.records import map_records, write_records
+    from megatron.environment import usable_cores
+
+    workers = min(options.num_threads, usable_cores())
+    if workers < 1 or not 1 <= options.min_ngram_size <= options.max_ngram_size:
+        raise ConfigError("--num-threads, --min-ngram-size, --max-ngram-size: give 1 or more")
+    data, key = options.dedup_dataset
+    if options.load_dictionary:
+        ngrams = _load(options.load_dictionary)
+    else:
+        texts = read_tasks(_task_files(options), ())
+        ngrams = TaskNgrams.of_texts(texts, options.max_ngram_size, options.min_ngram_size)
+        counts: Counter[str] = Counter()
+        for _, found in map_records(data, partial(_count, ngrams, key), [key], workers):
+            counts += found
+        common = [int(n) for n, count in counts.items() if count >= options.key_threshold]
+        frequent = np.array(common, np.uint64)
+        kept = {size: np.setdiff1d(known, frequent) for size, known in ngrams.hashes.items()}
+        ngrams = TaskNgrams({size: known for size, known in kept.items() if len(known)})
+        print(f"{ngrams.count:,} runs of words; {len(common):,} are too frequent to be overlaps")
+    if options.save_dictionary:
+        _save(options.save_dictionary, ngrams)
+    if not options.output:
+        return
+    step = TasksStep(
+        margin=options.remove_char_each_side,
+        min_characters=options.filter_text_char_len,
+        max_parts=options.splits_count,
+    )
+    prefix = "-".join(Path(task).stem for task in options.tasks)
+    total: Counter[str] = Counter()
+
+    def parts() -> Any:
+        number = 0
+        for (results,), found in map_records(
+            data, partial(_cut, ngrams, step, key), [key], workers
+        ):
+            total.update(found)
+            for result in results:
+                number += 1
+                record = result["record"]
+                own = f"{record['split_id']}-" if "split_id" in record else ""
+                for place, part in enumerate(result["parts"]):
+                    split = f"{own}{prefix}-{number:010d}-{place:04d}"
+                    yield {**record, key: part, "split_id": split}
+
+    write_records(options.output, parts())
+    print(" ".join(f"{name} {count}" for name, count in total.items()))
+
+
+def _task_files(options: argparse.Namespace) -> list[str]:
+    """Return the files of `--tasks`.
+
+    Raises:
+        ConfigError: A task is given by name.
+    """
+    files = []
+    for task in options.tasks:
+        if task == _LAMBADA:
+            if not options.lambada_path:
+                raise ConfigError("--tasks lambada: give its test set as --lambada-path")
+            files.append(options.lambada_path)
+        elif not Path(task).is_file():
+            raise ConfigError(
+                f"--tasks {task}: no such file: give the task's file instead of its name; nothing "
+                "is downloaded"
+            )
+        else:
+            files.append(task)
+    return files
+
+
+def _save(file: str, ngrams: Any) -> None:
+    import numpy as np
+
+    from megatron.durable import renamed_when_done, writing_to
+
+    with writing_to("--save-dictionary", file), renamed_when_done(Path(file)) as target:
+        np.savez(target, **{str(size): known for size, known in ngrams.hashes.items()})
+
+
+def _load(file: str) -> Any:
+    import numpy as np
+
+    from megatron.corpora.overlaps import TaskNgrams
+
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            return TaskNgrams({int(size): stored[size] for size in stored.files})
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"--load-dictionary {file}: not written by --save-dictionary ({error}): make it again; "
+            "the pickles of Megatron-LM are not read, as they run code"
+        ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,177 @@
+r"""Find near-duplicates among the documents of files of JSON lines, by MinHash.
+
+    python tools/openwebtext/find_duplicates.py --inputs cc.json cc_id news.json news_id \
+        --output duplicates.json
+
+writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py reads. Similarity
+is that of 5-grams of words, estimated from the fingerprints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError, DataError
+
+_SIMILAR = 0.5  # pairs below are not written
+_BATCH = 4096  # documents
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("find_duplicates.py", __doc__)
+    parser.add_argument("--seed", type=int, default=1234, help="Seed of the hash (default: 1234).")
+    parser.add_argument(
+        "--inputs", nargs="*", default=[], metavar="FILE KEY", help="Files, each with its ID's key."
+    )
+    parser.add_argument(
+        "--load-fingerprints", nargs="*", default=[], metavar="FILE", help="Fingerprints to add."
+    )
+    parser.add_argument("--save-fingerprints", metavar="FILE", help="File for all fingerprints.")
+    parser.add_argument("--output", metavar="FILE", help="File for the duplicates.")
+    parser.add_argument(
+        "--jaccard",
+        default="union",
+        choices=("union", "min", "max"),
+        help="What the common n-grams are divided by (default: union).",
+    )
+    parser.add_argument("--num-bands", type=int, default=10, help="Number of bands (default: 10).")
+    parser.add_argument(
+        "--num-seeds", type=int, default=100, help="Number of values of all bands (default: 100)."
+    )
+    for name in ("--heuristic-iter", "--jaccard-parallel"):
+        options: dict[str, Any] = {"type": int} if name == "--heuristic-iter" else {}
+        options = options or {"action": "store_true"}
+        parser.add_argument(name, help="Accepted for old scripts; no effect.", **options)
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Make fingerprints, compare them, and write what was asked for.
+
+    Raises:
+        UserError: The flags, the input or the output need to be changed.
+    """
+    import numpy as np
+
+    from megatron.corpora.minhash import MinHash, similar_pairs, similarity
+    from megatron.corpora.records import write_records
+
+    bands, values = options.num_bands, options.num_seeds
+    if bands < 1 or values % bands or values < bands:
+        raise ConfigError(f"--num-seeds {values}: give a multiple of --num-bands {bands}")
+    if len(options.inputs) % 2:
+        raise ConfigError(f"--inputs {' '.join(options.inputs)}: give a key after each file")
+    if not options.inputs and not options.load_fingerprints:
+        raise ConfigError("--inputs: give files and keys, or --load-fingerprints")
+    settings = MinHash(bands=bands, rows=values // bands, similarity=_SIMILAR, seed=options.seed)
+    parts = [_load(file, settings) for file in options.load_fingerprints]
+    for file, key in zip(options.inputs[::2], options.inputs[1::2], strict=True):
+        parts.append(_fingerprints(file, key, settings))
+    names = [name for part in parts for name in part[0]]
+    counts = np.concatenate([part[1] for part in parts])
+    signatures = np.concatenate([part[2] for part in parts], axis=1)
+    print(f"{len(names):,} documents")
+    if options.save_fingerprints:
+        _save(options.save_fingerprints, (names, counts, signatures), settings)
+    if not options.output:
+        return
+    first, second = similar_pairs(signatures, settings)
+    alike = similarity(signatures, first, second)
+    if options.jaccard != "union":
+        common = alike * (counts[first] + counts[second]) / (1 + alike)
+        smallest = options.jaccard == "min"
+        either = (np.minimum if smallest else np.maximum)(counts[first], counts[second])
+        alike = np.minimum(common / np.maximum(either, 1), 1.0)
+    found: dict[str, list[dict[str, float]]] = {}
+    for one, other, value in zip(first.tolist(), second.tolist(), alike.tolist(), strict=True):
+        if names[one] != names[other]:
+            found.setdefault(names[one], []).append({names[other]: round(value, 4)})
+    write_records(options.output, ({name: others} for name, others in found.items()))
+    print(f"{options.output}: {len(first):,} pairs of near-duplicates")
+
+
+def _fingerprints(file: str, key: str, settings: Any) -> tuple[list[str], Any, Any]:
+    """Return the IDs, the numbers of words and the signatures of a file's documents."""
+    import numpy as np
+
+    from megatron.corpora.minhash import sign
+    from megatron.corpora.records import read_records
+    from megatron.corpora.words import count_words
+
+    names: list[str] = []
+    counts = [np.empty(0, np.int64)]
+    signatures = [np.empty((settings.values, 0), np.uint16)]
+    batch: list[bytes] = []
+
+    def finish() -> None:
+        counts.append(count_words(batch))
+        signatures.append(sign(batch, settings))
+        batch.clear()
+
+    for record in read_records(file, ["text"]):
+        if key not in record:
+            raise DataError(f"{file}: document {len(names) + 1} has no key {key!r}: fix --inputs")
+        names.append(str(record[key]))
+        batch.append(record["text"].encode())
+        if len(batch) == _BATCH:
+            finish()
+    finish()
+    return names, np.concatenate(counts), np.concatenate(signatures, axis=1)
+
+
+def _save(file: str, part: tuple[list[str], Any, Any], settings: Any) -> None:
+    import json
+
+    import numpy as np
+
+    from megatron.durable import renamed_when_done, writing_to
+
+    names, counts, signatures = part
+    data = np.frombuffer(json.dumps(names).encode(), np.uint8)
+    made = np.array([settings.bands, settings.rows, settings.seed])
+    with writing_to("--save-fingerprints", file), renamed_when_done(Path(file)) as target:
+        np.savez(target, names=data, counts=counts, signatures=signatures, made=made)
+
+
+def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
+    import json
+
+    import numpy as np
+
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            made = stored["made"].tolist()
+            names = json.loads(stored["names"].tobytes())
+            part = (names, stored["counts"], stored["signatures"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"--load-fingerprints {file}: not fingerprints of this tool ({error}): make them again "
+            "with --save-fingerprints; the pickles of Megatron-LM are not read, as they run code"
+        ) from None
+    if made != [settings.bands, settings.rows, settings.seed]:
+        raise DataError(
+            f"--load-fingerprints {file}: made with --num-bands {made[0]} --num-seeds "
+            f"{made[0] * made[1]} --seed {made[2]}: give these flags"
+        )
+    return part
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,86 @@
+"""Group the IDs that find_duplicates.py found to be similar.
+
+    python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json 0.7
+
+writes a line {"0": ["id", "other id", ...]} for each group of near-duplicates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError, DataError
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("group_duplicate_url.py", __doc__)
+    parser.add_argument("input", metavar="INPUT", help="What find_duplicates.py wrote.")
+    parser.add_argument("output", metavar="OUTPUT", help="File to write.")
+    parser.add_argument(
+        "similarity",
+        metavar="SIMILARITY",
+        nargs="?",
+        type=float,
+        default=0.7,
+        help="Smallest similarity within a group (default: 0.7).",
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the groups.
+
+    Raises:
+        UserError: The input or the output needs to be changed.
+    """
+    import numpy as np
+
+    from megatron.corpora.minhash import join
+    from megatron.corpora.records import read_records, write_records
+
+    if not 0 <= options.similarity <= 1:
+        raise ConfigError(f"similarity {options.similarity}: give a number from 0 to 1")
+    numbers: dict[str, int] = {}
+    pairs: list[tuple[int, int]] = []
+    for record in read_records(options.input):
+        try:
+            for main_id, others in record.items():
+                first = numbers.setdefault(main_id, len(numbers))
+                for other in others:
+                    for other_id, value in other.items():
+                        if value >= options.similarity:
+                            pairs.append((first, numbers.setdefault(other_id, len(numbers))))
+        except (AttributeError, TypeError):
+            raise DataError(
+                f"{options.input}: not what find_duplicates.py writes: {str(record)[:100]}"
+            ) from None
+    ends = np.array(pairs, np.int64).reshape(-1, 2)
+    roots = join(np.arange(len(numbers)), ends[:, 0], ends[:, 1])
+    groups: dict[int, list[str]] = {}
+    for name, root in zip(numbers, roots.tolist(), strict=True):
+        groups.setdefault(root, []).append(name)
+    large = [members for members in groups.values() if len(members) > 1]
+    write_records(options.output, ({str(i): members} for i, members in enumerate(large)))
+    found = sum(map(len, large))
+    removed = found - len(large)
+    print(f"out of {found} urls, only {len(large)} are unique and {removed} should be removed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

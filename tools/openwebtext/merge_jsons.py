@@ -1,0 +1,65 @@
+"""Join the .json files of a folder, in the order of their names, into one file of JSON lines.
+
+python tools/openwebtext/merge_jsons.py --json_path folder --output_file merged.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("merge_jsons.py", __doc__)
+    parser.add_argument(
+        "--json_path", "--json-path", default=".", metavar="DIR", help="Folder (default: here)."
+    )
+    parser.add_argument(
+        "--output_file",
+        "--output-file",
+        default="merged_output.json",
+        metavar="FILE",
+        help="File to write (default: merged_output.json).",
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the joined file.
+
+    Raises:
+        UserError: The input or the output needs to be changed.
+    """
+    from megatron.corpora.records import read_records, write_records
+
+    output = Path(options.output_file).resolve()
+    files = sorted(
+        file for file in Path(options.json_path).glob("*.json") if file.resolve() != output
+    )
+    if not files:
+        raise ConfigError(f"--json_path {options.json_path}: holds no .json file")
+    records = chain.from_iterable(read_records(str(file)) for file in files)
+    count = write_records(options.output_file, records)
+    print(f"{options.output_file}: {count:,} records of {len(files):,} files")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

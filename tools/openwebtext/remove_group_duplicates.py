@@ -1,0 +1,72 @@
+"""Remove all documents of each group of near-duplicates but the first.
+
+python tools/openwebtext/remove_group_duplicates.py groups.json data.json deduplicated.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.environment import usable_cores
+from megatron.errors import DataError
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("remove_group_duplicates.py", __doc__)
+    parser.add_argument("groups", metavar="GROUPS", help="What group_duplicate_url.py wrote.")
+    parser.add_argument("data", metavar="DATA", help="JSON lines with a text and an ID.")
+    parser.add_argument("output", metavar="OUTPUT", help="File to write.")
+    parser.add_argument("--key", default="url", metavar="KEY", help="Key of the ID (default: url).")
+    return parser
+
+
+def _remove(
+    removed: frozenset[str], key: str, records: list[dict[str, Any]]
+) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
+    kept = [record for record in records if record[key] not in removed]
+    counts = Counter({"written": len(kept), "removed": len(records) - len(kept)})
+    return [kept], counts
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the other documents.
+
+    Raises:
+        UserError: The input or the output needs to be changed.
+    """
+    from megatron.corpora.records import read_records, transform_records
+
+    removed: set[str] = set()
+    for record in read_records(options.groups):
+        for members in record.values():
+            if not isinstance(members, list):
+                raise DataError(f"{options.groups}: not what group_duplicate_url.py writes")
+            removed.update(members[1:])
+    print(f"will be removing {len(removed)} urls")
+    work = partial(_remove, frozenset(removed), options.key)
+    keys = ["text", options.key]
+    counts = transform_records(options.data, [options.output], work, keys, usable_cores())
+    print(f"written: {counts['written']} | removed: {counts['removed']}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())
