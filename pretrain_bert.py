@@ -77,6 +77,7 @@ class BertRecipe:
                 samples,
                 is_builder=layout.world.rank == 0,
                 barrier=layout.wait_for_all,
+                unit=config.training.samples_per_unit,
             ),
             seq_length=config.data.seq_length,
             tokenizer=tokenizer,

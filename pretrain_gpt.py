@@ -83,6 +83,7 @@ class GPTRecipe:
                 samples,
                 is_builder=layout.world.rank == 0,
                 barrier=layout.wait_for_all,
+                unit=config.training.samples_per_unit,
             ),
             seq_length=config.data.seq_length,
             vocab_size=tokenizer.vocab_size,

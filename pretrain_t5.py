@@ -76,6 +76,7 @@ class T5Recipe:
                 samples,
                 is_builder=layout.world.rank == 0,
                 barrier=layout.wait_for_all,
+                unit=config.training.samples_per_unit,
             ),
             encoder_seq_length=config.data.seq_length,
             decoder_seq_length=config.data.decoder_tokens,

@@ -40,6 +40,15 @@ MAY_HAVE_SENTINELS = (
 SPLIT_NAMES = ("train", "valid", "test")
 
 
+def is_number(word: str) -> bool:
+    """Whether a word of --data-path is a number. If one is, every other word must be a weight."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 # Conditions that the flags below need or require.
 _TIKTOKEN = Need(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
@@ -50,6 +59,9 @@ _APPENDS = Need(
     "a WordPiece or SentencePiece vocabulary",
 )
 _WHOLE_CORPUS = Need(lambda run: run.data.data_path is not None, "--data-path")
+_BLEND = Need(
+    lambda run: len(run.data.train_data_path or run.data.data_path or ()) > 1, "several datasets"
+)
 _SAVE = Need(lambda run: run.checkpoint.save is not None, "--save")
 _FIM = Need(lambda run: run.data.fim_data, "--fim-data")
 _FRAGMENTS = Need(lambda run: run.data.fim_split_sample is not None, "--fim-split-sample")
@@ -105,6 +117,9 @@ class DataOptions:
         text_key: The key of a document's text in JSON lines, or the column in parquet files, when
             --data-path names text files.
         skip_bad_lines: Leave out lines of text files that hold no document, with a warning.
+        blend_schedule: Weights of the training datasets that change during the run: for each phase
+            START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations, or
+            samples with --train-samples.
         split: Relative shares of the documents in --data-path for training, validation and test.
         train_data_path: Training data, in the format of --data-path.
         valid_data_path: Validation data, in the format of --data-path.
@@ -151,6 +166,7 @@ class DataOptions:
     data_path: tuple[str, ...] | None = flag(None, required="required unless --mock-data is given")
     text_key: str = flag("text", only_for=("gpt",))
     skip_bad_lines: bool = flag(False, only_for=("gpt",))
+    blend_schedule: tuple[str, ...] | None = flag(None, needs=_BLEND)
     split: str = flag("969, 30, 1", is_common=True, needs=_WHOLE_CORPUS)
     train_data_path: tuple[str, ...] | None = None
     valid_data_path: tuple[str, ...] | None = None

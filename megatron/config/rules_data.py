@@ -11,6 +11,7 @@ from megatron.config.data import (
     TOKENIZER_NEEDS,
     DataOptions,
     TokenizerConfig,
+    is_number,
 )
 from megatron.config.fields import text_to
 from megatron.config.run import RunOptions
@@ -70,18 +71,18 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"{name}: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
         elif not all(word.strip() for word in words):
             yield f"{name}: contains an empty word, perhaps from an unset variable: give a prefix"
-        elif len(words) > 1 and len(words) % 2:
+        elif len(words) == 1 or not any(map(is_number, words)):
+            continue
+        elif len(words) % 2:
             yield (
                 f"{name} has {len(words)} words: give one prefix, or pairs WEIGHT PREFIX "
                 "WEIGHT PREFIX ..."
             )
-        elif len(words) > 1:
-            wrong = [repr(word) for word in words[::2] if not _is_weight(word)]
-            if wrong:
-                yield (
-                    f"{name}: {', '.join(wrong)} must be a weight above 0: give pairs WEIGHT "
-                    "PREFIX WEIGHT PREFIX ..."
-                )
+        elif wrong := [repr(word) for word in words[::2] if not _is_weight(word)]:
+            yield (
+                f"{name}: {', '.join(wrong)} must be a weight above 0: give pairs WEIGHT "
+                "PREFIX WEIGHT PREFIX ..."
+            )
 
 
 def _is_weight(word: str) -> bool:

@@ -129,6 +129,11 @@ class TrainingConfig(TrainingOptions):
     micro_batch_size: int = field()
     global_batch_size: int = field()
 
+    @property
+    def samples_per_unit(self) -> int:
+        """Number of samples in a unit of the run's length: an iteration, or a sample."""
+        return self.global_batch_size if self.train_samples is None else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:

@@ -6,7 +6,9 @@ samples of one part of one indexed dataset.
 A blend draws from several datasets in fixed proportions. Its sample i comes from the dataset that
 lags furthest behind its share: with weights w and t samples taken from each so far, the one whose
 `w * max(i, 1) - t` is largest, or the first of several with the same value. The order is that of
-Megatron-LM, computed with the same floating-point operations.
+Megatron-LM, computed with the same floating-point operations. With --blend-schedule the weights
+change during the run; each phase is then such a blend, which continues in every dataset where the
+phase before it stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import SPLIT_NAMES, DataConfig
+from megatron.config.data import SPLIT_NAMES, DataConfig, is_number
 from megatron.data.cache import ArraySpec, IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
@@ -47,6 +49,7 @@ class DataRequest(NamedTuple):
         is_builder: True in exactly one process, which writes caches before the others look for them
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
+        unit: The number of samples in a unit of --blend-schedule: those of an iteration, or 1.
     """
 
     data: DataConfig
@@ -54,6 +57,7 @@ class DataRequest(NamedTuple):
     samples: tuple[int, int, int]
     is_builder: bool = True
     barrier: Callable[[], None] = lambda: None
+    unit: int = 1
 
     def cache(self, *folders: Path) -> IndexCache:
         """Return the cache in `folders`, and in that of --data-cache-path if it is given."""
@@ -93,11 +97,14 @@ class Datasets(NamedTuple):
     test: SampleDataset | None
 
 
+_Source = IndexedDataset | TextCorpus | TFRecords
+
+
 class _Member(NamedTuple):
     """One dataset of a split's blend; `documents` counts the whole dataset's documents."""
 
     weight: float
-    data: IndexedDataset | TextCorpus | TFRecords
+    data: _Source
     bounds: tuple[int, int]
     documents: int
 
@@ -149,15 +156,17 @@ def build_datasets(
         return Datasets(*(_build_split(*split, request, build) for split in enumerate(members)))
 
 
-def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, str]]:
-    """Parse weights and prefixes from `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
+    """Parse weights and prefixes from `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+
+    Without weights, which are then `None`, datasets are blended in proportion to their sizes.
 
     Raises:
         ConfigError: A weight is missing or not a positive number.
     """
-    if len(paths) == 1:
-        return [(1.0, paths[0])]
-    pairs = []
+    if len(paths) == 1 or not any(map(is_number, paths)):
+        return [(None, path.strip()) for path in paths]
+    pairs: list[tuple[float | None, str]] = []
     for position in range(0, len(paths), 2):
         text, prefix = paths[position], paths[position + 1 : position + 2]
         try:
@@ -171,6 +180,53 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, s
             )
         pairs.append((weight, prefix[0].strip()))
     return pairs
+
+
+class BlendPhase(NamedTuple):
+    """A part of a run with a blend of its own.
+
+    Attributes:
+        start: The first sample.
+        weights: The proportions in which to draw from the datasets, `[d]`. Some may be 0.
+    """
+
+    start: int
+    weights: tuple[float, ...]
+
+
+def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list[BlendPhase]:
+    """Parse phases from `START:WEIGHT,WEIGHT,... START:WEIGHT,WEIGHT,...`.
+
+    Args:
+        words: The words of --blend-schedule.
+        datasets: The number of training datasets, d.
+        unit: The number of samples in a unit of START.
+
+    Raises:
+        ConfigError: A word has another form, the starts do not ascend from 0, or a phase does not
+            have a weight for each dataset.
+    """
+    phases: list[BlendPhase] = []
+    for word in words:
+        start, _, text = word.partition(":")
+        try:
+            weights = tuple(float(weight) for weight in text.split(","))
+        except ValueError:
+            weights = ()
+        previous = phases[-1].start // unit if phases else -1
+        if (
+            not (start.isascii() and start.isdigit() and int(start) > previous)
+            or not (phases or int(start) == 0)
+            or len(weights) != datasets
+            or not (min(weights) >= 0 and 0 < sum(weights) < math.inf)
+        ):
+            raise ConfigError(
+                f"--blend-schedule: {word!r} is not a phase of {datasets} datasets: write "
+                "START:WEIGHT,WEIGHT,... with a weight for each dataset, none negative and at "
+                "least one above 0; the first START is 0, and each is above the one before"
+            )
+        phases.append(BlendPhase(int(start) * unit, weights))
+    return phases
 
 
 def parse_split(text: str) -> tuple[float, ...]:
@@ -249,12 +305,6 @@ def _files_of(prefix: str, data: DataConfig) -> Sequence[Path]:
     return records or (idx_path(prefix), bin_path(prefix))
 
 
-def _warm_up(path: Path) -> None:
-    with path.open("rb") as file:
-        while file.read(1 << 24):
-            pass
-
-
 def _open_members(
     data: DataConfig,
     count_documents: Callable[[IndexedDataset], int],
@@ -274,36 +324,54 @@ def _open_members(
         named = [("--data-path", data.data_path, [0, 1, 2])]
     splits: tuple[list[_Member], list[_Member], list[_Member]] = ([], [], [])
     for flag, path, takers in named:
-        for weight, prefix in parse_weighted_paths(path, flag):
-            opened: IndexedDataset | TextCorpus | TFRecords
-            records = find_tfrecords(prefix) if reads_tfrecords else []
-            if records:
-                opened = TFRecords(prefix, records)
-                documents = len(opened)
-            elif is_text(prefix):
-                if not reads_text:
-                    raise ConfigError(
-                        f"{flag} {prefix}: only pretrain_gpt.py trains on text files; this program "
-                        "needs sentences: run tools/preprocess_data.py --split-sentences first"
-                    )
-                if data.dataloader_type == "cyclic":
-                    raise ConfigError(
-                        f"--dataloader-type cyclic: {flag} {prefix} is text, which is read in "
-                        "streams with an order of their own: drop --dataloader-type"
-                    )
-                opened = TextCorpus(prefix, data.text_key)
-                documents = len(opened)
-            else:
-                opened = IndexedDataset(prefix)
+        pairs = parse_weighted_paths(path, flag)
+        for weight, prefix in pairs:
+            opened = _open(
+                prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
+            )
+            documents = len(opened)
+            if isinstance(opened, IndexedDataset):
                 documents = count_documents(opened)
-                if data.mmap_warmup:
-                    _warm_up(bin_path(prefix))
             bounds = [(0, documents)] * 3
             if len(takers) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))
+            size = len(opened)
+            if not isinstance(opened, TFRecords):
+                size = opened.size if isinstance(opened, TextCorpus) else opened.num_tokens
             for i in takers:
-                splits[i].append(_Member(weight, opened, bounds[i], documents))
+                share = size if weight is None else weight
+                splits[i].append(_Member(share, opened, bounds[i], documents))
+        if len({type(member.data) for member in splits[takers[0]]}) > 1 and pairs[0][0] is None:
+            raise ConfigError(
+                f"{flag} blends text and indexed datasets, whose sizes cannot be compared: give "
+                "WEIGHT PREFIX WEIGHT PREFIX ..."
+            )
     return splits
+
+
+def _open(
+    prefix: str, flag: str, data: DataConfig, *, reads_text: bool, reads_tfrecords: bool
+) -> _Source:
+    """Open one dataset, or list one text's files."""
+    if reads_tfrecords and (records := find_tfrecords(prefix)):
+        return TFRecords(prefix, records)
+    if not is_text(prefix):
+        if data.mmap_warmup:
+            with bin_path(prefix).open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+        return IndexedDataset(prefix)
+    if not reads_text:
+        raise ConfigError(
+            f"{flag} {prefix}: only pretrain_gpt.py trains on text files; this program needs "
+            "sentences: run tools/preprocess_data.py --split-sentences first"
+        )
+    if data.dataloader_type == "cyclic":
+        raise ConfigError(
+            f"--dataloader-type cyclic: {flag} {prefix} is text, which is read in streams with an "
+            "order of their own: drop --dataloader-type"
+        )
+    return TextCorpus(prefix, data.text_key)
 
 
 def _build_split(
@@ -330,13 +398,21 @@ def _build_split(
         warn(f"--split {flag!r} leaves no {split} document in {left_out}: not part of the blend")
     if len(members) == 1:
         return build(split, kept[0], num_samples, 0)
-    weights = [member.weight for member in kept]
-    counts = samples_of_each(weights, num_samples)
+    phases = [BlendPhase(0, tuple(member.weight for member in kept))]
+    if split == "train" and request.data.blend_schedule is not None:
+        asked = parse_blend_schedule(request.data.blend_schedule, len(members), request.unit)
+        if len(kept) < len(members):
+            raise ConfigError(
+                f"--blend-schedule: --split {flag!r} leaves a dataset without training documents: "
+                "drop the dataset, or change --split"
+            )
+        phases = [phase for phase in asked if phase.start < num_samples]
+    counts = samples_of_each(phases, num_samples)
     datasets = [
         build(split, member, count, index)
         for index, (member, count) in enumerate(zip(kept, counts, strict=True))
     ]
-    return blend(datasets, weights, sum(counts), request.cache())
+    return blend(datasets, phases, sum(counts), request.cache())
 
 
 class BlendIndex(NamedTuple):
@@ -352,7 +428,7 @@ class BlendIndex(NamedTuple):
 
 
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return the weights divided by their sum, `[d]`.
+    """Return weights divided by their sum, `[d]`.
 
     They are divided twice, first by Python's sum and then by numpy's, as in Megatron, because the
     last bit decides ties.
@@ -362,10 +438,15 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
     return shares / shares.sum()
 
 
-def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
+def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]:
     """Return the number of samples to prepare from each dataset: its share plus half a percent."""
-    total = sum(weights, 0.0)
-    return [math.ceil(num_samples * (weight / total) * 1.005) for weight in weights]
+    ends = [*(phase.start for phase in phases[1:]), num_samples]
+    shares = [0.0] * len(phases[0].weights)
+    for (start, weights), end in zip(phases, ends, strict=True):
+        total = sum(weights, 0.0)
+        for number, weight in enumerate(weights):
+            shares[number] += (end - start) * (weight / total)
+    return [max(1, math.ceil(share * 1.005)) for share in shares]
 
 
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
@@ -400,6 +481,29 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
     numbers[np.argsort(flat, kind="stable")] = np.arange(size) - firsts
     return BlendIndex(flat, numbers)
+
+
+def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
+    """Return the first `size` samples of a blend whose weights change.
+
+    Args:
+        phases: The phases; the last goes on to the end.
+        size: The number of samples n.
+    """
+    count = len(phases[0].weights)
+    if len(phases) == 1:
+        return build_blend_index(normalize(phases[0].weights), size)
+    datasets = np.empty(size, np.uint8 if count < 255 else np.int16)
+    samples = np.empty(size, np.int64)
+    taken = np.zeros(count, np.int64)
+    ends = [*(phase.start for phase in phases[1:]), size]
+    for (start, weights), end in zip(phases, ends, strict=True):
+        drawn = np.flatnonzero(weights)
+        index = build_blend_index(normalize([weights[i] for i in drawn]), end - start)
+        datasets[start:end] = drawn[index.datasets]
+        samples[start:end] = index.samples + taken[datasets[start:end]]
+        taken += np.bincount(datasets[start:end], minlength=count)
+    return BlendIndex(datasets, samples)
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -471,13 +575,13 @@ class BlendedDataset:
 
 
 def blend(
-    datasets: Sequence[DescribedDataset], weights: Sequence[float], size: int, cache: IndexCache
+    datasets: Sequence[DescribedDataset], phases: Sequence[BlendPhase], size: int, cache: IndexCache
 ) -> BlendedDataset:
-    """Blend datasets in fixed proportions.
+    """Blend datasets.
 
     Args:
         datasets: The datasets to draw from. Their descriptions are part of the index's name.
-        weights: The proportions in which to draw from them.
+        phases: The proportions in which to draw from them, from which sample on.
         size: The number of samples in the blend.
         cache: The cache for the index. Without a folder, the index is kept in memory only.
 
@@ -489,13 +593,16 @@ def blend(
             f"--data-path: {len(datasets)} datasets are given, but at most {_MAX_DATASETS} can be "
             "blended: join some of them with tools/merge_datasets.py"
         )
-    shares = normalize(weights)
+    shares = [normalize(weights) for _, weights in phases]
+    starts = np.array([phase.start for phase in phases])
     members = "".join(f"{dataset.description}\n\n" for dataset in datasets)
-    description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares}\nSize: {size}\n"
+    description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares[0]}\nSize: {size}\n"
+    if len(phases) > 1:
+        description += f"Starts: {starts}\n"
     dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
     specs = [ArraySpec("index", dtype, (size,)), ArraySpec("sample_index", np.dtype("i8"), (size,))]
     # The description gives the shares to eight digits, as in Megatron; ties depend on all of them.
     arrays = cache.load_or_build(
-        description, specs, lambda: build_blend_index(shares, size), inputs=(shares,)
+        description, specs, lambda: build_phases(phases, size), inputs=(*shares, starts)
     )
     return BlendedDataset(datasets, BlendIndex(*arrays))

@@ -84,7 +84,8 @@ class TextCorpus:
         self.key = key
         self.files = find_inputs([name])
         self.sizes = [os.path.getsize(path) for path in self.files]
-        self.piece_bytes = min(max(sum(self.sizes) // _PIECES, _LEAST), _MOST)
+        self.size = sum(self.sizes)  # in bytes
+        self.piece_bytes = min(max(self.size // _PIECES, _LEAST), _MOST)
         # The number of pieces in the files up to and including each.
         self._ends = np.cumsum(
             [

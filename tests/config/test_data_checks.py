@@ -12,7 +12,7 @@ from tests.config.command import parse, problems
     [
         ("", "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"),
         (
-            "--data-path a b c",
+            "--data-path 1 b 2",
             "--data-path has 3 words: give one prefix, or pairs WEIGHT PREFIX WEIGHT PREFIX ...",
         ),
         (

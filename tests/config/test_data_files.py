@@ -189,10 +189,10 @@ def test_a_json_file_that_cannot_be_taken(folder: Path, content: str, said: str)
 )  # fmt: skip
 def test_what_goes_with_a_file(folder: Path, words: str, lines: list[str]) -> None:
     (folder / "t").write_text("0.3 a 0.7 b")
-    (folder / "odd").write_text("a b c")
+    (folder / "odd").write_text("1 b 2")
     (folder / "j").write_text(_EACH)
     (folder / "untrained").write_text('{"train": null, "valid": "a", "test": null}')
-    (folder / "unweighted").write_text('{"train": "a", "valid": "x a", "test": null}')
+    (folder / "unweighted").write_text('{"train": "a", "valid": "x 1", "test": null}')
     assert problems(words, without=["--mock-data"]) == lines
 
 

@@ -12,12 +12,19 @@ from megatron.data import datasets as datasets_module
 from megatron.data.cache import IndexCache
 from megatron.data.datasets import (
     BlendedDataset,
+    BlendPhase,
     blend,
     build_blend_index,
+    build_phases,
     normalize,
+    parse_blend_schedule,
     samples_of_each,
 )
 from megatron.data.mock import MockDataset
+from megatron.errors import ConfigError
+from megatron.parallel.layout import Layout
+from tests.data.corpus import write_corpus
+from tests.training import toy
 
 
 def loop(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:
@@ -75,10 +82,65 @@ def test_wrong_guesses_are_mended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_members_hold_what_the_run_takes(num_samples: int) -> None:
     for seed in range(20):
         weights = np.random.RandomState(seed).dirichlet(np.ones(9)).tolist()
-        counts = samples_of_each(weights, num_samples)
+        counts = samples_of_each([BlendPhase(0, tuple(weights))], num_samples)
         index = build_blend_index(normalize(weights), sum(counts))
         used = np.bincount(index.datasets[:num_samples], minlength=9)
         assert (used <= counts).all()
+
+
+def test_phases_are_blends_that_continue_in_each_dataset() -> None:
+    phases = [BlendPhase(0, (3, 1, 0)), BlendPhase(40, (0, 1, 1)), BlendPhase(70, (1, 0, 0))]
+    index = build_phases(phases, 100)
+    found = [index.datasets[a:b].tolist() for a, b in ((0, 40), (40, 70), (70, 100))]
+    first, second = (
+        build_blend_index(normalize([3, 1]), 40),
+        build_blend_index(normalize([1, 1]), 30),
+    )
+    assert found == [first.datasets.tolist(), (second.datasets + 1).tolist(), [0] * 30]
+    for member in range(3):
+        own = index.samples[index.datasets == member]
+        assert own.tolist() == list(range(len(own)))
+    assert samples_of_each(phases, 100) == [61, 26, 16]  # 60, 25 and 15, and half a percent
+    assert build_phases(phases[:1], 50).datasets.tolist() == (
+        build_blend_index(normalize([3, 1, 0]), 50).datasets.tolist()
+    )
+
+
+def test_a_schedule_is_parsed_and_checked() -> None:
+    words = ["0:1,0", "20:0.5,0.5"]
+    assert parse_blend_schedule(words, 2, 8) == [
+        BlendPhase(0, (1.0, 0.0)),
+        BlendPhase(160, (0.5, 0.5)),
+    ]
+    for wrong in ("1:1,1", "0:1", "0:1,1,1", "0:-1,2", "0:0,0", "0:inf,1", "0:nan,1", "0", "x:1,1"):
+        with pytest.raises(ConfigError, match=f"--blend-schedule: '{wrong}' is not a phase of 2"):
+            parse_blend_schedule([wrong], 2, 8)
+    with pytest.raises(ConfigError, match="'20:1,1' is not a phase"):
+        parse_blend_schedule(["0:1,1", "20:2,1", "20:1,1"], 2, 8)
+
+
+def sources(layout: Layout, words: list[str]) -> list[int]:
+    """From which dataset each training sample comes."""
+    train = toy.build_toy(layout, words).datasets[0]
+    assert isinstance(train, BlendedDataset)
+    return train.index.datasets.tolist()
+
+
+def test_flags_change_a_blend_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy, "TOY", [word for word in toy.TOY if word != "--mock-data"])
+    prefixes = [
+        str(write_corpus(tmp_path / f"c{i}", documents=100 + 200 * i, vocab_size=100, seed=i))
+        for i in range(2)
+    ]
+    words = ["--data-path", *prefixes, "--split", "1,0,0", "--eval-iters", "0"]
+    by_size = sources(Layout.single(), words)
+    assert 0.18 < by_size.count(0) / len(by_size) < 0.32
+    words += ["--blend-schedule", "0:1,0", "4:0,1"]
+    assert sources(Layout.single(), words)[:24] == [0] * 16 + [1] * 8  # 6 iterations of 4 samples
+    by_samples = [*words[:-3], "--blend-schedule", "0:1,0", "4:0,1", "--train-samples", "24"]
+    assert sources(Layout.single(), by_samples)[:24] == [0] * 4 + [1] * 20
+    with pytest.raises(ConfigError, match="--blend-schedule: '0:1' is not a phase of 2 datasets"):
+        sources(Layout.single(), [*words[:-3], "--blend-schedule", "0:1"])
 
 
 def mock(samples: int, split: int) -> MockDataset:
@@ -106,9 +168,10 @@ def test_cache_only_where_asked_for(tmp_path: Path) -> None:
         "Weights: [0.66666667 0.33333333]\nSize: 6\n"
     )
     digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-    blend(members, [2, 1], 6, IndexCache(()))
+    phases = [BlendPhase(0, (2, 1))]
+    blend(members, phases, 6, IndexCache(()))
     assert list(tmp_path.iterdir()) == []
-    blended = blend(members, [2, 1], 6, IndexCache((tmp_path,)))
+    blended = blend(members, phases, 6, IndexCache((tmp_path,)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{digest}.dsc",
         f"{digest}.sha256",

@@ -155,12 +155,14 @@ def test_megatrons_cache_is_reproduced_to_the_byte(
 
 
 def test_weighted_paths() -> None:
-    assert parse_weighted_paths(["x"], "--data-path") == [(1.0, "x")]
+    assert parse_weighted_paths(["x"], "--data-path") == [(None, "x")]
+    assert parse_weighted_paths(["x", "y"], "--data-path") == [(None, "x"), (None, "y")]
     assert parse_weighted_paths(["0.3", "x", "7", " y"], "--data-path") == [(0.3, "x"), (7.0, "y")]
 
 
 @pytest.mark.parametrize(
-    "paths", [["x", "y"], ["1", "x", "2"], ["0", "x", "1", "y"], ["-1", "x"], ["inf", "x"]]
+    "paths",
+    [["1", "x", "y", "z"], ["1", "x", "2"], ["0", "x", "1", "y"], ["-1", "x"], ["inf", "x"]],
 )
 def test_weights_are_checked(paths: list[str]) -> None:
     with pytest.raises(ConfigError, match="--valid-data-path: value"):
