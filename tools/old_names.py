@@ -125,10 +125,13 @@ def run_old_name(script: str) -> NoReturn:
     """
     name = Path(script).resolve().relative_to(ROOT).as_posix()
     old, words = OLD_NAMES[name], sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        is_now = f"is gone: {old.remedy}"
+        if old.now:
+            is_now = f"runs {old.now}; `python {old.now} --help` lists its flags"
+        print(f"usage: {name} [flags of {old.era}]\n\n{name} is an old name, which {is_now}.")
+        sys.exit(0)
     if not old.now:
-        if {"-h", "--help"} & set(words):
-            print(f"usage: none: {name} ({old.era}) is gone: {old.remedy}")
-            sys.exit(0)
         say_on_stderr(f"error: {name} ({old.era}) is gone: {old.remedy}")
         sys.exit(ConfigError.exit_code)
     rank = int(os.environ.get("RANK") or 0)
@@ -149,11 +152,11 @@ def translated(old: OldName, words: Sequence[str]) -> list[str]:
         return list(words)
     now: list[str] = []
     for flag in split(words):
-        if flag.name in old.drops or (old.only and flag.name not in (*old.only, "-h", "--help")):
+        if flag.name in old.drops or (old.only and flag.name not in old.only):
             continue
         values = [old.renames.get(f"{flag.name} {value}", value) for value in flag.values]
         now += [word for word in (old.renames.get(flag.name, flag.name), *values) if word]
     for added in old.adds:
-        if added.split()[0] not in now and not {"-h", "--help"} & set(now):
+        if added.split()[0] not in now:
             now += added.split()
     return now

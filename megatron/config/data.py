@@ -11,6 +11,7 @@ from megatron.config.fields import MOST_IDS, Need, flag
 TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
+    "BertWordPieceTokenizer": ("vocab_file",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
@@ -18,6 +19,8 @@ TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "PretrainedFromHF": ("tokenizer_model",),
     "TikTokenizer": ("tokenizer_model",),
+    "EncDecTokenizer": ("vocab_file",),
+    "CharacterLevelTokenizer": (),
     "NullTokenizer": ("vocab_size",),
 }
 TOKENIZER_TYPES = tuple(TOKENIZER_NEEDS)
@@ -26,6 +29,7 @@ TOKENIZER_TYPES = tuple(TOKENIZER_NEEDS)
 APPENDS_SENTINELS = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
+    "BertWordPieceTokenizer",
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
 )

@@ -5,7 +5,7 @@
     library                                 calls to libraries, whose errors become DataError
     gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
     huggingface, sentencepiece, tiktoken    the other kinds
-    wordpiece                               BERT's kind
+    wordpiece, yuan                         BERT's kind, and that of the Chinese Yuan models
 
 Each kind imports its library only when it is built, so that no tool loads the other libraries.
 """

@@ -1,4 +1,4 @@
-"""Construction of tokenizers from the flags, and the simplest one, whose texts are ids."""
+"""Construction of tokenizers from the flags, and the simplest ones, of numbers and characters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ _CLASSES = {
     "GPT2BPETokenizer": ("gpt2", "GPT2Tokenizer"),
     "BertWordPieceLowerCase": ("wordpiece", "WordPieceTokenizer"),
     "BertWordPieceCase": ("wordpiece", "WordPieceTokenizer"),
+    "BertWordPieceTokenizer": ("wordpiece", "WordPieceTokenizer"),
     "SentencePieceTokenizer": ("sentencepiece", "SentencePieceTokenizer"),
     "GPTSentencePieceTokenizer": ("sentencepiece", "GPTSentencePieceTokenizer"),
     "Llama2Tokenizer": ("sentencepiece", "Llama2Tokenizer"),
     "HuggingFaceTokenizer": ("huggingface", "HuggingFaceTokenizer"),
     "PretrainedFromHF": ("huggingface", "HuggingFaceTokenizer"),
     "TikTokenizer": ("tiktoken", "TikTokenizer"),
+    "EncDecTokenizer": ("yuan", "EncDecTokenizer"),
+    "CharacterLevelTokenizer": ("build", "CharacterLevelTokenizer"),
     "NullTokenizer": ("build", "NullTokenizer"),
 }
 
@@ -122,3 +125,37 @@ class NullTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the numbers, separated by spaces."""
         return " ".join(str(i) for i in ids)
+
+
+class CharacterLevelTokenizer(Tokenizer):
+    """CharacterLevelTokenizer of 2019: the 256 characters of Latin-1, after 8 special entries."""
+
+    _SPECIAL = ("pad", "eos", "bos", "unk", "sep", "L2R", "ENC", "MASK")
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        """List the entries."""
+        first = len(self._SPECIAL)
+        self._vocab = {f"<{name}>": i for i, name in enumerate(self._SPECIAL)}
+        self._vocab |= {chr(i): first + i for i in range(256)}
+        ids = {name: self._vocab[f"<{name}>"] for name in ("pad", "eos", "bos", "sep")}
+        ids |= {"eod": ids["eos"], "cls": self._vocab["<ENC>"], "mask": self._vocab["<MASK>"]}
+        super().__init__("CharacterLevelTokenizer", digest(), ids, len(self._vocab))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return one id per character.
+
+        Raises:
+            DataError: A character is not one of the 256.
+        """
+        try:
+            return [len(self._SPECIAL) + code for code in text.encode("latin-1")]
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"CharacterLevelTokenizer knows the 256 characters of Latin-1, but found "
+                f"{text[error.start]!r} (U+{ord(text[error.start]):04X}): leave the text out or "
+                "choose another --tokenizer-type"
+            ) from None
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the characters, with special entries spelled out."""
+        return "".join(self.inv_vocab.get(int(i), "<unk>") for i in ids)

@@ -22,6 +22,7 @@ class WordPieceTokenizer(Tokenizer):
     """BertWordPieceLowerCase and BertWordPieceCase: `--vocab-file`, one entry per line.
 
     [BOS], [EOS] and `--vocab-extra-ids` sentinels are appended if the file lacks them.
+    BertWordPieceTokenizer, the name of 2019, is the second if the file has capitalized words.
 
     Raises:
         DataError: The file is missing, or lacks an entry that BERT needs.
@@ -30,8 +31,11 @@ class WordPieceTokenizer(Tokenizer):
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file, and append the entries that it lacks."""
         file = VocabularyFile.read("--vocab-file", config.vocab_file)
-        kind = config.tokenizer_type or ""
         vocab = self._vocab = _parse_vocab(file)
+        kind = config.tokenizer_type or ""
+        if kind == "BertWordPieceTokenizer":
+            is_cased = any(entry.isascii() and entry.istitle() for entry in vocab)
+            kind = "BertWordPieceCase" if is_cased else "BertWordPieceLowerCase"
         entries = len(vocab)
         make = partial(wordpiece_pipeline, vocab, lower_case="LowerCase" in kind)
         self._tokenizer = Library(file, "a BERT vocabulary", make)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
+from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -98,6 +98,28 @@ def test_damaged_wordpiece_vocabulary(tmp_path, lines, message):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=message):
         build("BertWordPieceCase", vocab_file=str(path))
+
+
+@pytest.mark.parametrize(("word", "kind"), [("Word", "Case"), ("word", "LowerCase")])
+def test_the_wordpiece_of_2019_follows_its_vocabulary(tmp_path, word, kind):
+    path = tmp_path / "v.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", word]))
+    old = build("BertWordPieceTokenizer", vocab_file=str(path))
+    now = build(f"BertWordPiece{kind}", vocab_file=str(path))
+    assert old.fingerprint() == now.fingerprint()
+    assert old.tokenize("Word") == [5]
+
+
+def test_characters():
+    """As in 2019: 8 special entries, then a character's code point."""
+    tokenizer = build("CharacterLevelTokenizer")
+    ids = tokenizer.tokenize("Aé\n")
+    assert ids == [8 + 65, 8 + 233, 8 + 10]
+    assert tokenizer.detokenize([*ids, tokenizer.eod]) == "Aé\n<eos>"
+    assert (tokenizer.pad, tokenizer.bos, tokenizer.cls, tokenizer.mask) == (0, 2, 6, 7)
+    assert tokenizer.vocab_size == 264
+    with pytest.raises(DataError, match=r"found '世' \(U\+4E16\)"):
+        tokenizer.tokenize("a世")
 
 
 # SentencePiece
@@ -194,6 +216,23 @@ def test_huggingface_file_and_folder(tokenizer_folder):
     assert tokenizer.detokenize([3, 1]) == "hello </s>"
     old_name = build("PretrainedFromHF", tokenizer_model=file)
     assert old_name.fingerprint() == tokenizer.fingerprint()
+
+
+def test_a_cached_model_is_found_by_its_name(tokenizer_folder, tmp_path, monkeypatch):
+    """In the layout in which Hugging Face keeps downloads."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--some--model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    file = tokenizer_folder / "tokenizer.json"
+    file.rename(model / "snapshots" / "abc" / "tokenizer.json")
+    tokenizer = build("PretrainedFromHF", tokenizer_model="some/model")
+    assert tokenizer.tokenize("hello") == [0, 3]
+    with pytest.raises(ConfigError, match="some/other: there is no .* `hf download NAME"):
+        build("PretrainedFromHF", tokenizer_model="some/other")
 
 
 def test_huggingface_settings_name_the_special_tokens(tokenizer_folder):
@@ -357,7 +396,7 @@ def test_unknown_and_missing_kind():
         build("Bert")
 
 
-@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+@pytest.mark.parametrize("kind", [kind for kind, needs in TOKENIZER_NEEDS.items() if needs])
 def test_missing_flags_are_named(kind):
     with pytest.raises(ConfigError, match=rf"--tokenizer-type {kind} requires --(vocab|token)"):
         build(kind)
@@ -371,7 +410,10 @@ def test_both_missing_flags_of_gpt2_are_named():
         build("GPT2BPETokenizer", vocab_file="v.json")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TOKENIZER_TYPES if kind != "NullTokenizer"])
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind, needs in TOKENIZER_NEEDS.items() if needs not in ((), ("vocab_size",))],
+)
 def test_missing_and_foreign_files_are_named(kind, tmp_path):
     nowhere = str(tmp_path / "nowhere")
     files = {"vocab_file": nowhere, "merge_file": nowhere, "tokenizer_model": nowhere}

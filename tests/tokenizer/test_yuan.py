@@ -1,0 +1,104 @@
+"""EncDecTokenizer of the Yuan models: ids of the original code, spelling, damaged vocabularies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import yuan
+from tests.tokenizer.test_kinds import build
+
+_ENTRIES = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<eod>", "\u2582"]
+_ENTRIES += ["a", "b", "##b", "abc", "##d", "中", "国", "中国", "<s_0>", "<s_1>", "[EOS]"]
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(_ENTRIES))
+    return str(tmp_path / "vocab.txt")
+
+
+# Computed by src/megatron/tokenizer/tokenization_enc_dec.py of Yuan-1.0, commit f36cb6d.
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (
+            "Hello world, this is GPT-3! 2021年发布的unbelievable模型",
+            [
+                21992,
+                12950,
+                9,
+                7738,
+                3253,
+                9851,
+                52910,
+                54,
+                95,
+                51,
+                48686,
+                44,
+                1392,
+                11,
+                46744,
+                2281,
+            ],
+        ),
+        ("第一<n>第二", [181, 3, 287]),
+    ],
+)
+def test_ids_of_the_original(shared_data, text, ids):
+    pytest.importorskip("jieba")
+    vocab = str(shared_data / "tokenizers" / "zh" / "yuan1.0-vocab.txt")
+    tokenizer = build("EncDecTokenizer", vocab_file=vocab)
+    assert (tokenizer.vocab_size, tokenizer.pad, tokenizer.eod, tokenizer.mask) == (53228, 5, 7, 6)
+    assert tokenizer.tokenize(text) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "entries", "spelled"),
+    [
+        ("a b", "a b", "a b"),  # the space is left out between words without Chinese characters
+        ("ab", "a ##b", "ab"),
+        ("abcd", "abc ##d", "abcd"),
+        ("a 中", "a \u2582 中", "a 中"),
+        (" a", "\u2582 a", " a"),
+        ("中国a\nb", "中国 a \u2583 b", "中国a\nb"),
+        ("中国中", "中国 中", "中国中"),
+        ("中文", "中 <unk>", "中<unk>"),
+        ("b" * 201, "<unk>", "<unk>"),
+        ("", "", ""),
+    ],
+)
+def test_pieces(small, text, entries, spelled):
+    pytest.importorskip("jieba")
+    tokenizer = build("EncDecTokenizer", vocab_file=small)
+    ids = tokenizer.tokenize(text)
+    assert [tokenizer.inv_vocab[i] for i in ids] == entries.split()
+    assert tokenizer.detokenize(ids) == spelled
+    assert tokenizer.additional_special_tokens_ids == [17, 18]
+
+
+def test_a_missing_library_is_named(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    yuan._segmenter.cache_clear()
+    with pytest.raises(ConfigError, match="needs jieba: pip install jieba"):
+        build("EncDecTokenizer", vocab_file=small)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([*_ENTRIES, "a"], "vocab.txt:21: entry 'a' is already on line 10"),
+        (
+            ["[PAD]", "[UNK]"],
+            "vocab.txt: no entry <unk>, <pad>, .*vocabulary of a Yuan",
+        ),
+    ],
+)
+def test_damaged_vocabularies(small, entries, message):
+    Path(small).write_text("\n".join(entries))
+    with pytest.raises(DataError, match=message):
+        build("EncDecTokenizer", vocab_file=small)
