@@ -2,8 +2,8 @@
 
     python tools/compare_layouts.py --out docs/layouts.md --overwrite
 
-This takes some minutes on two CPU cores, with up to eight gloo processes and no GPU. The layouts
-and the comparison are those of `tests/parity`.
+This takes about half an hour on two CPU cores, with up to eight gloo processes and no GPU. The
+layouts and the comparison are those of `tests/parity`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from megatron.durable import expect_no_file, writing_to
 from megatron.errors import NumericsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.parity.layouts import Difference, LayoutCase
+    from tests.parity.mixtures import MixtureCase
 
 _HEADING = """\
 # Layouts compared with one process
@@ -65,6 +68,27 @@ The others add the flags of their row, with micro-batches as small as the number
 requires.
 
 """
+_OF_MIXTURES = """
+## Mixtures of experts
+
+The same comparison for a toy mixture with 8 experts in the last three of its four layers. `expert`
+is `--expert-model-parallel-size`; `expert_tensor` is `--expert-tensor-parallel-size` where it is
+not the tensor-parallel size. The row shows the largest difference of any loss, the routers'
+included. The biases of routers, where there are any, are equal bit for bit. A row whose flags
+change the network is compared with one process that has these flags, too. The tests train each
+layout for its first iterations.
+
+A checkpoint that is saved in one layout is loaded in any other bit for bit.
+[A test](../tests/parity/test_mixture_checkpoints.py) passes one on from layout to layout, ZeRO
+stage 3 included, and back to the first.
+
+The run of one process is
+
+```bash
+{command}
+```
+
+"""
 _COLUMNS = ("layout", "processes", "flags", "loss", "gradient norm", "machine")
 
 
@@ -75,8 +99,18 @@ def machine() -> str:
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
 
 
-def page(rows: Iterable[tuple[LayoutCase, Difference]], where: str) -> str:
-    """Return the documentation page, with a row for each layout."""
+def page(
+    rows: Iterable[tuple[LayoutCase, Difference]],
+    mixtures: Iterable[tuple[MixtureCase, Mapping[str, float]]],
+    where: str,
+) -> str:
+    """Return the documentation page, with a row for each layout.
+
+    Args:
+        rows: The layouts of a dense GPT, and what each differs by from one process.
+        mixtures: The layouts of a mixture, and its largest differences by loss or "norm".
+        where: The machine.
+    """
     from tests.parity.layouts import (
         ITERATIONS,
         LOSS_TOLERANCE,
@@ -84,26 +118,51 @@ def page(rows: Iterable[tuple[LayoutCase, Difference]], where: str) -> str:
         OTHER_ITERATIONS,
         LayoutCase,
     )
+    from tests.parity.mixtures import MixtureCase
     from tests.training.toy import TOY
 
-    words = ["python pretrain_gpt.py", *TOY, *LayoutCase(1).words()]
     heading = _HEADING.format(
         iterations=ITERATIONS,
         short=OTHER_ITERATIONS,
         loss=LOSS_TOLERANCE,
         norm=NORM_TOLERANCE,
-        command=" \\\n    ".join(textwrap.wrap(" ".join(words), 90, break_on_hyphens=False)),
+        command=_command([*TOY, *LayoutCase(1).words()]),
     )
-    lines = [_row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
-    lines += [_row(cells(case, difference, where)) for case, difference in rows]
-    return heading + "\n".join(lines) + "\n"
+    of_mixtures = _OF_MIXTURES.format(command=_command([*TOY, *MixtureCase(1).words]))
+    return "".join(
+        [
+            heading,
+            _table(cells(case, difference, where) for case, difference in rows),
+            of_mixtures,
+            _table(mixture_cells(case, found, where) for case, found in mixtures),
+        ]
+    )
+
+
+def _command(words: Sequence[str]) -> str:
+    lines = textwrap.wrap(" ".join(["python pretrain_gpt.py", *words]), 90, break_on_hyphens=False)
+    return " \\\n    ".join(lines)
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([_row(_COLUMNS), _row(["---"] * len(_COLUMNS)), *map(_row, rows)]) + "\n"
 
 
 def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
     """Return the cells of one row."""
-    flags = f"`{case.shown_flags}`".replace("|", "\\|") if case.shown_flags else ""
     numbers = (f"{difference.loss:.1e}", f"{difference.norm:.1e}")
-    return [case.name, str(case.processes), flags, *numbers, where]
+    return [case.name, str(case.processes), _shown(case.shown_flags), *numbers, where]
+
+
+def mixture_cells(case: MixtureCase, found: Mapping[str, float], where: str) -> list[str]:
+    """Return the cells of one row of a mixture."""
+    loss = max(far for name, far in found.items() if name not in ("norm", "biases"))
+    numbers = (f"{loss:.1e}", f"{found['norm']:.1e}")
+    return [case.grid, str(case.processes), _shown(case.shown_flags), *numbers, where]
+
+
+def _shown(flags: str) -> str:
+    return f"`{flags}`".replace("|", "\\|") if flags else ""
 
 
 def _row(values: Sequence[str]) -> str:
@@ -133,6 +192,7 @@ def run(words: Sequence[str]) -> None:
     import torch
 
     from tests.parity.layouts import LAYOUTS, LOSS_TOLERANCE, NORM_TOLERANCE, compare
+    from tests.parity.mixtures import IN_FP32, differences
 
     torch.set_num_threads(1)  # as in the tests: forked ranks start clean
     rows = []
@@ -145,10 +205,21 @@ def run(words: Sequence[str]) -> None:
         for case, difference in rows
         if not (difference.loss <= LOSS_TOLERANCE and difference.norm <= NORM_TOLERANCE)
     ]
+    mixtures = []
+    for number, each in enumerate(IN_FP32, 1):
+        found = differences(each)
+        print(f"mixture {number}/{len(IN_FP32)} {each.name}: {dict(found)}", flush=True)
+        mixtures.append((each, found))
+    limits = {"norm": NORM_TOLERANCE, "biases": 0.0}
+    differing += [
+        f"{each.processes} processes, mixture, {each.name}: {dict(found)}"
+        for each, found in mixtures
+        if not all(far <= limits.get(name, LOSS_TOLERANCE) for name, far in found.items())
+    ]
     if differing:
         raise NumericsError("layouts that differ from one process:\n  " + "\n  ".join(differing))
     with writing_to("--out", options.out):
-        options.out.write_text(page(rows, machine()), encoding="utf-8")
+        options.out.write_text(page(rows, mixtures, machine()), encoding="utf-8")
     print(f"wrote {options.out}")
 
 

@@ -1,5 +1,7 @@
 """A mixture of experts trains in every layout as in one process."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.distributed import run_sharing_memory
@@ -13,11 +15,14 @@ from tests.parity.mixtures import (
     train_mixture,
 )
 
+ITERATIONS = 6
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MIXTURES, ids=lambda case: case.name)
 def test_losses_norms_and_biases_equal_the_single_process(case):
-    found = dict(differences(case))
+    """In the first iterations. tools/compare_layouts.py compares all 20: docs/layouts.md."""
+    found = dict(differences(replace(case, iterations=min(case.iterations, ITERATIONS))))
     assert found.pop("biases") == 0
     norm = found.pop("norm")
     for name, difference in found.items():
