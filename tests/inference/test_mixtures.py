@@ -14,7 +14,7 @@ from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.inference.server.live import make_settings, running, write_tokenizer
 from tests.inference.toy import drain, greedy, prompts, tokens_of, toy_engine
-from tests.parity.mixtures import SIGMOID, SOFTMAX, MixtureCase
+from tests.parity.mixtures import SIGMOID, SOFTMAX, TOP1, MixtureCase
 from tests.tools.test_checkpoint_util import convert
 from tests.training.toy import train_toy
 from tools import generate_samples_gpt
@@ -23,10 +23,13 @@ PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5], [8], [97, 9, 3, 2]]
 MORE = 8  # tokens
 # In training experts have room for few tokens; a text must not depend on those beside it.
 DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 0.5 --moe-input-jitter-eps 0.1"
+GATED = f"{TOP1} --moe-eval-capacity-factor 0.5"  # residual experts, of which a token draws one
 
 
 @pytest.fixture(
-    scope="module", params=[SOFTMAX, SIGMOID, DROPS], ids=["softmax", "sigmoid", "drops"]
+    scope="module",
+    params=[SOFTMAX, SIGMOID, DROPS, GATED],
+    ids=["softmax", "sigmoid", "drops", "DeepSpeed's gating"],
 )
 def trained(request, tmp_path_factory):
     """The folder of a trained toy mixture, and its model."""
@@ -36,7 +39,7 @@ def trained(request, tmp_path_factory):
     model = run.parts[0].eval()
     for module in model.modules():
         if isinstance(module, Router):
-            module.plan = replace(module.plan, capacity=None)
+            module.plan = replace(module.plan, capacity=None, eval_capacity=None)
     return folder, model
 
 
