@@ -61,7 +61,7 @@ def check_network(
             if speeds and not finetunes:
                 or_else += "; --finetune adapts to other rotary frequencies, from iteration 0"
         raise CheckpointError(
-            f"{flag} {reader.path}: the checkpoint is of another network:\n  "
+            f"{flag} {reader.path}: the checkpoint is for a different network:\n  "
             + "\n  ".join(differing.values())
             + f"\ngive its values{or_else}"
         )
@@ -101,7 +101,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"--load {reader.path}: the optimizer's states are of another run:\n  "
+            f"--load {reader.path}: the optimizer's states are from a different run:\n  "
             + "\n  ".join(differing)
             + "\ngive its values, or --no-load-optim to continue with fresh states (--finetune: "
             "from iteration 0)"

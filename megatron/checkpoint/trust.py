@@ -132,4 +132,4 @@ def check_owner(path: Path, status: os.stat_result, *, allow_foreign: bool) -> N
         raise CheckpointError(f"{path}: owned by another user (number {status.st_uid}): {remedy}")
     if status.st_mode & stat.S_IWOTH:
         remedy = f"chmod o-w once you know that it is sound, or {_ALLOW}"
-        raise CheckpointError(f"{path}: everybody may write to it: {remedy}")
+        raise CheckpointError(f"{path}: all users may write to it: {remedy}")

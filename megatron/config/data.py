@@ -81,7 +81,7 @@ class TokenizerConfig:
         tokenizer_type: Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT,
             BertWordPieceLowerCase for BERT and T5.
         tokenizer_model: Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder,
-            or the name of a model in the cache of Hugging Face), or tiktoken ranks.
+            or the name of a model in Hugging Face's cache), or tiktoken ranks.
         vocab_file: Vocabulary file (GPT-2 JSON or WordPiece text).
         merge_file: GPT-2 BPE merges file.
         vocab_size: Vocabulary size of NullTokenizer, or of a TikTokenizer .json.

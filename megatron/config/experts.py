@@ -53,16 +53,16 @@ class ExpertOptions:
             token passes through. Default: no shared experts.
         moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
         mlp_type: standard, or residual: every token also passes through a dense MLP as wide as an
-            expert, weighed against its experts by learned scores (DeepSpeed's residual experts).
-        moe_router_gating: How tokens choose experts and find room there: core as in Megatron Core,
+            expert, mixed with its experts by learned weights (DeepSpeed's residual experts).
+        moe_router_gating: How tokens are assigned to experts and dropped: core as in Megatron Core,
             deepspeed as in DeepSpeed (docs/experts.md).
         noisy_gate_policy: Noise of DeepSpeed's gating in training: RSample adds Gumbel noise to the
-            logits by which a token chooses its only expert, Jitter multiplies the router's input by
-            random numbers between 0.99 and 1.01. Default: none.
+            logits by which a token chooses its single expert, Jitter multiplies the router's input
+            by random numbers between 0.99 and 1.01. Default: none.
         moe_top2_2nd_expert_sampling: Draw each token's second expert in training, with Gumbel noise
             on the logits. Off: take the second best.
-        moe_use_rts: Keep random tokens of an expert that has more than its capacity. Off: the first
-            ones.
+        moe_use_rts: If an expert has more tokens than its capacity, keep random ones. Off: keep the
+            first ones.
         moe_router_topk: Number of experts that each token is sent to.
         moe_router_score_function: Function that turns the router's logits into scores.
         moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
@@ -94,7 +94,7 @@ class ExpertOptions:
         moe_pad_expert_input_to_capacity: Accepted for compatibility; no effect. Experts multiply
             the rows that they have.
         moe_per_layer_logging: Write the routers' losses of each layer to TensorBoard and the other
-            files of metrics, beside their means over layers.
+            files of metrics, in addition to their means over layers.
     """
 
     num_experts: int | None = flag(

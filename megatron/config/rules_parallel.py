@@ -75,7 +75,7 @@ _NOT_WITH_EXPERTS: Exclusions = {
     "precision.fp8_format": ((None,), "experts multiply in 16 bits or fp32"),
     "parallel.ddp_impl": (
         ("local",),
-        "experts are averaged over other processes than other layers",
+        "experts are averaged over different processes than other layers",
     ),
     "training.cuda_graph_impl": (("none",), "the number of an expert's tokens differs"),
     "checkpoint.ckpt_format": (("native", "torch_dist"), "Megatron-LM 23.08 has no such experts"),
@@ -299,7 +299,7 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
         for flag in (flag for flag, on in overlaps.items() if on):
             yield f"{flag}: --zero-stage 3 always communicates while it computes"
     elif parallel.ddp_impl == "torch" and parallel.overlap_grad_reduce:
-        yield "--overlap-grad-reduce: --DDP-impl torch always reduces during backward"
+        yield "--overlap-grad-reduce: --DDP-impl torch always reduces during the backward pass"
     if parallel.tp_comm_overlap and parallel.tensor_model_parallel_size == 1:
         yield "--tp-comm-overlap: no effect with a single tensor-parallel process"
 

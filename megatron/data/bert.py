@@ -142,7 +142,7 @@ def build_bert_datasets(
 ) -> Datasets:
     """Build the BERT datasets that the flags name. Every process calls this function.
 
-    A word of --data-path may also name TFRecords, whose samples are ready made.
+    A word of --data-path may also name TFRecords, which hold ready-made samples.
 
     Args:
         request: The data that the run needs.

@@ -130,7 +130,7 @@ def build_datasets(
         count_documents: A function that counts the documents that --split divides. By default each
             sequence is a document, as in Megatron's GPT.
         build_text: A function that makes the samples of text. Without one, text is refused.
-        reads_tfrecords: Whether `build_part` makes samples of TFRecords, too, one per record.
+        reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.

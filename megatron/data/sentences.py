@@ -149,7 +149,7 @@ def build_sentence_datasets(
         tokenizer: The tokenizer, which supplies the special ids.
         find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
         build: A function that makes the samples from sentences and special ids.
-        build_from_tfrecords: A function that makes them from TFRecords, if there is one.
+        build_from_tfrecords: The same from TFRecords; `None` if they are not supported.
 
     Raises:
         ConfigError: The vocabulary lacks a special token, no data is named, or --data-path or

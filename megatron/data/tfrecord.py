@@ -2,9 +2,9 @@
 
 A file is a sequence of records, little-endian:
 
-    u64 bytes of data | u32 check of the 8 bytes before | data | u32 check of the data
+    u64 bytes of data | u32 checksum of the 8 bytes before | data | u32 checksum of the data
 
-A check is a CRC-32C, rotated by 15 bits and increased by a constant. The data is a
+A checksum is a CRC-32C, rotated by 15 bits and increased by a constant. The data is a
 `tf.train.Example`, a protocol buffer that maps names to lists of integers or floating-point
 numbers. Of protocol buffers, only what this message needs is read.
 """
@@ -40,8 +40,8 @@ Numbers = NDArray[np.int64] | NDArray[np.float32]
 def find_tfrecords(path: str) -> list[Path]:
     """Return the TFRecord files that a file, a glob or a folder (`*.tfrecord*`) names, sorted.
 
-    A file is one if its name says so or if it begins with a record. There are none if `path` is the
-    prefix of an indexed dataset.
+    A file counts as one if its name says so or if it begins with a record. The list is empty if
+    `path` is the prefix of an indexed dataset.
     """
     if idx_path(path).exists():
         return []
@@ -64,7 +64,7 @@ def _is_tfrecord(path: Path) -> bool:
 class TFRecords:
     """The records of one or more files, mapped into memory.
 
-    It is cheap to send to another process, because only the paths are sent.
+    The object is cheap to send to another process, because only the paths are sent.
 
     Args:
         prefix: What `--data-path` says, for messages.
@@ -75,7 +75,7 @@ class TFRecords:
     """
 
     def __init__(self, prefix: str, paths: list[Path]) -> None:
-        """Map the files and find where their records are."""
+        """Map the files and locate their records."""
         self.prefix, self.paths = prefix, paths
         self._files: list[mmap.mmap] = []
         starts = []
@@ -133,7 +133,7 @@ def _record_starts(path: Path, content: mmap.mmap) -> Iterator[int]:
     """Yield the first byte of each record.
 
     Raises:
-        DataError: It is not a TFRecord file, or is truncated.
+        DataError: The file is not a TFRecord file, or is truncated.
     """
     start, total = 0, len(content)
     while start < total:
@@ -174,7 +174,7 @@ def _crc_tables() -> NDArray[np.uint32]:
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the check of some bytes."""
+    """Return the checksum of some bytes."""
     state, first = 0xFFFFFFFF, 0
     # A CRC is linear, so the bytes of a piece can be looked up at once: 50 us for 3 KB, which take
     # 300 us one by one.
@@ -370,7 +370,7 @@ class TFRecordDataset:
             )
         ids, positions, labels = (found[name] for name in ("input_ids", *_PREDICTIONS))
         weights = found.get(_WEIGHTS)
-        # Without weights, lists are filled up with position 0, which is [CLS] and never masked.
+        # Without weights, lists are padded with position 0, which is [CLS] and never masked.
         is_used = positions > 0 if weights is None else weights > 0
         if not len(positions) == len(labels) == len(is_used):
             raise DataError(f"{where}: lists of {sizes} numbers, which do not fit: {_DAMAGED}")

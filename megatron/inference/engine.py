@@ -256,8 +256,8 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
         )
     if sampling.beam_width > 1 and sampling.repetition_penalty != 1:
         raise RequestError(
-            f"repetition_penalty {sampling.repetition_penalty} does not go with beam search: give "
-            "repetition_penalty 1, or beam_width 1"
+            f"repetition_penalty {sampling.repetition_penalty} cannot be combined with beam "
+            "search: give repetition_penalty 1, or beam_width 1"
         )
     if sampling.top_logprobs > vocab:
         raise RequestError(

@@ -161,12 +161,12 @@ class Router(nn.Module):
         """Return this rank's part of experts x sum over experts of (share x mean score).
 
         It is 1 if all experts get equally many tokens. The parts of all ranks that share the
-        sequences add up to the loss of the micro-batch. That of the global batch takes the shares
-        of all micro-batches so far, as Megatron Core does.
+        sequences add up to the loss of the micro-batch. The loss over the global batch uses the
+        shares of all its micro-batches so far, as in Megatron Core.
 
         Args:
             kind: "aux_loss" over all sequences, "seq_aux_loss" for the mean of the losses of each,
-                or "global_aux_loss".
+                or "global_aux_loss" over the global batch.
             scores: Scores of each token, [s b, experts].
             best: The experts of each token that count, int64 [s b, n].
             sequences: Number of interleaved sequences b.

@@ -217,8 +217,9 @@ class Schedules:
             _check_equal(self, other)
         elif self.decoupled is None and other.decoupled is not None:
             raise CheckpointError(
-                "the checkpoint's schedule has a learning rate for word embeddings and output "
-                f"layer, and this run has none: give --decoupled-lr {other.decoupled.peak:g}"
+                "the checkpoint's schedule has a learning rate for the word embeddings "
+                "and the output layer, and this run has none: give "
+                f"--decoupled-lr {other.decoupled.peak:g}"
             )
         return other, samples
 

@@ -44,8 +44,8 @@ from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFac
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
 """A place, outside autograd, for one use's contribution to a weight's gradient.
 
-A backward enters the context once. The context yields the gradient [rows, columns], and whether to
-add to it or overwrite it. When the context ends, this use has made its contribution.
+A backward pass enters the context once. The context yields the gradient [rows, columns], and
+whether to add to it or overwrite it. When the context ends, this use has made its contribution.
 """
 
 

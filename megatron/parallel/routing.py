@@ -101,7 +101,7 @@ class RouterState:
         self.counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(self.counts.dtype))
 
     def mean_hits(self, hits: Tensor) -> Tensor:
-        """Return the mean over the update's micro-batches so far of what a loss counts.
+        """Return the mean of `hits` over the update's micro-batches so far.
 
         A micro-batch whose layers are computed a second time gets the same mean again.
 

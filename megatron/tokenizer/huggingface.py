@@ -134,7 +134,7 @@ def _find_file(given: str) -> Path:
     if not path.is_file():
         raise ConfigError(
             f"--tokenizer-model {given}: there is no tokenizer.json; give a local file or folder, "
-            "or the name of a model in the cache of Hugging Face (nothing is downloaded; "
+            "or the name of a model in Hugging Face's cache (nothing is downloaded; "
             "`hf download NAME tokenizer.json tokenizer_config.json` fills the cache)"
         )
     return path

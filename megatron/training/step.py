@@ -219,7 +219,7 @@ class _Reading:
     ]:
         """Return the optimizer's result, losses, two lists of flags, and the experts' load.
 
-        The losses are those of the log, and the routers' of each layer.
+        The losses are those of the log, and those of each layer's router.
         The first list says whether some rank wants to exit, and whether one has a checkpoint due.
         The second list says whether each micro-batch of this rank had a finite loss. The experts'
         load is `None` if no log line is due.
@@ -301,7 +301,7 @@ def unpack_router_losses(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the losses of the expert routers by log name, and those of each layer by tag.
 
-    Means over mixture layers have Megatron Core's names, and so have the tags.
+    The former are means over mixture layers. All names and tags are Megatron Core's.
 
     Args:
         values: The sum over ranks of `router_losses`.

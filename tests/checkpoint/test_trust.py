@@ -102,7 +102,7 @@ def test_what_everybody_may_write_to_is_refused(two, capsys, name):
     path.chmod(path.stat().st_mode | 0o002)
     assert assert_loads(two.parent, [1]) == 1
     told = capsys.readouterr().err
-    assert "everybody may write to it: chmod o-w" in told
+    assert "all users may write to it: chmod o-w" in told
     assert "or give --allow-foreign-checkpoints to load it nevertheless" in told
     assert assert_loads(two.parent, [2], allow_foreign=True) == 2
 
@@ -132,7 +132,7 @@ def test_hugging_face_folders_are_checked_alike(tmp_path, name):
     folder = write_folder(tmp_path / "hf", case.config, tensors_of(case))
     path = folder / name
     path.chmod(0o666)
-    with pytest.raises(CheckpointError, match=f"{name}: everybody may write to it"):
+    with pytest.raises(CheckpointError, match=f"{name}: all users may write to it"):
         HFReader(folder)
     HFReader(folder, allow_foreign=True)
     path.unlink()

@@ -225,7 +225,7 @@ RULES = [
         ["its output is kept in 8 bits only: drop layernorm"],
     ),
     (f"{MIXTURE} --moe-layer-recompute", 1, ["--recompute-modules moe"]),
-    (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over other processes"]),
+    (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over different processes"]),
     (f"{MIXTURE} --cuda-graph-impl local", 1, ["the number of an expert's tokens differs"]),
     (
         f"{MIXTURE} --ckpt-format legacy --save x --save-interval 5",

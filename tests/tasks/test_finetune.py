@@ -514,7 +514,9 @@ def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
     losses, last = finetune(Layout.single(), "SST-2", words)
     assert len(losses) == 8
     assert len(last.all_files.labels) == 23
-    with pytest.raises(CheckpointError, match=r"--pretrained-checkpoint .* another network") as no:
+    with pytest.raises(
+        CheckpointError, match=r"--pretrained-checkpoint .* different network"
+    ) as no:
         finetune(Layout.single(), "SST-2", [*words, "--num-attention-heads", "4"])
     assert "--num-attention-heads is 4 here and 2 in the checkpoint" in str(no.value)
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="Folder of checkpoints.")
     text = "Compare sizes only, instead of reading every byte and comparing digests."
     parser.add_argument("--no-verify", action="store_true", help=text)
-    text = "Also list all tensors and the meta data."
+    text = "Also list all tensors and the metadata."
     parser.add_argument("--details", action="store_true", help=text)
     parser.add_trust()
     args = parser.read(words)

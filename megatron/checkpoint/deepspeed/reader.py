@@ -118,7 +118,7 @@ class DeepSpeedReader(Reader):
             "legacy_args": self._args,
         }
         if "rng_state" in tree:
-            self._notices.append("random states are not taken over: dropout follows from --seed")
+            self._notices.append("random states are not loaded: dropout follows from --seed")
         if has_other_angles(self._args):
             self._notices.append(
                 "Megatron-DeepSpeed since December 2024 turns rotary positions by other angles "
@@ -272,7 +272,7 @@ class DeepSpeedReader(Reader):
             if not files.partitioned and not isinstance(mappings, list):
                 return "the optimizer's states were written by DeepSpeed before 0.7"
         if files.experts and self._tensor_size > 1:
-            return "the optimizer's states of experts beside tensor parallelism are not supported"
+            return "the optimizer's states of experts with tensor parallelism are not supported"
         return ""
 
     def _divided(self, rank: int, files: list[StateFile]) -> States:
@@ -439,7 +439,7 @@ class DeepSpeedReader(Reader):
         values = scaler.state if isinstance(scaler, Record) else None
         found = {key: values.get(key) for key in known} if isinstance(values, dict) else {}
         if not found or not all(type(one) in (int, float) for one in found.values()):
-            self._notices.append("the loss scale is of another kind and begins anew")
+            self._notices.append("the loss scale has another format and starts anew")
             return {}
         counts = {key: int(value or 0) for key, value in found.items()}
         good = max(0, counts["cur_iter"] - counts["last_overflow_iter"] - 1)

@@ -106,7 +106,7 @@ class Settings:
         """Take a number that is at least 0 and below 1."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
-            raise self.error(key, "expected a number from 0 to below 1")
+            raise self.error(key, "expected a number in [0, 1)")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
@@ -134,7 +134,7 @@ class Settings:
         """Take a list of integers in [0, `end`), or an empty list if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < end for i in value):
-            raise self.error(key, f"expected a list of integers from 0 to below {end}")
+            raise self.error(key, f"expected a list of integers in [0, {end})")
         return value
 
     def part(self, key: str) -> Settings:

@@ -81,7 +81,7 @@ class T5(rules.Family):
         if buckets % 2 or not 4 <= buckets < 2 * longest:
             raise settings.error(
                 "relative_attention_num_buckets",
-                f"expected an even number from 4 to below twice the max_distance {longest}",
+                f"expected an even number, at least 4 and below twice the max_distance {longest}",
             )
         settings.number("initializer_factor", 1.0)
         settings.share("classifier_dropout", 0.0)

@@ -178,7 +178,7 @@ def test_examples_say_what_to_set() -> None:
         ([], 9, "--load is required"),
         (["--load", "{empty}"], 4, "there is no checkpoint in this folder"),
         (["--load", "{checkpoint}", "--host", "0.0.0.0"], 9, "give --auth-token-file"),
-        (["--load", "{checkpoint}", "--num-layers", "3"], 4, "of another network"),
+        (["--load", "{checkpoint}", "--num-layers", "3"], 4, "for a different network"),
         (["--load", "{checkpoint}", "--top_p", "2"], 9, "--top_p 2: must be at most 1"),
         (
             ["--load", "{checkpoint}", "--tensor-model-parallel-size", "2"],
