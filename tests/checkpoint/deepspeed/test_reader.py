@@ -92,7 +92,7 @@ def test_it_holds_the_same_tensors_and_position(natives, tmp_path, network, form
     for key in ("iteration", "consumed_train_samples", "padded_vocab_size", "optimizer"):
         assert theirs.meta[key] == ours.meta[key], key
     notices = theirs.meta["notices"]
-    assert notices[0] == "random states are not taken over: dropout follows from --seed"
+    assert notices[0] == "random states are not loaded: dropout follows from --seed"
     # Its rotary positions were other ones since 2024, except in a PipelineModule.
     is_rotary = "rope" in " ".join(NETWORKS[network])
     assert len(notices) == 1 + (is_rotary and form.blocks and not form.stages)
@@ -235,7 +235,7 @@ def test_a_dynamic_loss_scale_is_taken_over(natives, tmp_path, kind):
     save(tree, states)
     reader = open_checkpoint(tmp_path)
     assert reader.meta["optimizer"]["loss_scale"] == expected
-    told = "the loss scale is of another kind and begins anew" in reader.meta["notices"]
+    told = "the loss scale has another format and starts anew" in reader.meta["notices"]
     assert told == (kind == "static")
 
 
