@@ -1,13 +1,16 @@
-"""Train a tokenizer on your own text: byte-level BPE (GPT-2's kind) or WordPiece (BERT's).
+"""Train a tokenizer on your own text: BPE (GPT-2's kind), WordPiece (BERT's) or SentencePiece.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-dir tokenizer
     python tools/train_tokenizer.py --input corpus.jsonl --kind wordpiece --output-dir tokenizer
+    python tools/train_tokenizer.py corpus.jsonl tokenizer --kind sentencepiece --model-type bpe
 
 The first writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file
 and --merge-file), the second vocab.txt (for BertWordPieceLowerCase, or with --cased for
 BertWordPieceCase, with --vocab-file). Both write tokenizer.json (for HuggingFaceTokenizer). The
-same input always gives the same files. An existing tokenizer is not replaced without --overwrite,
-because datasets and models may depend on it.
+third, which names the input and the folder without flags, writes tokenizer.model (for
+GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer, with --tokenizer-model) and
+tokenizer.vocab, a list to look at. The same input always gives the same files. An existing
+tokenizer is not replaced without --overwrite, because datasets and models may depend on it.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ from megatron.errors import ConfigError, DataError, StorageError
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
-# The files that the two kinds write.
+# The files that the kinds write.
 _NAMES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+_NAMES += ("tokenizer.model", "tokenizer.vocab")
+_SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and a piece
+_LONGEST_SENTENCE = 1 << 16  # bytes of a line that SentencePiece learns from
+_THREADS = 4  # always, because sums in another order give other scores
 # The library takes time quadratic in the length of a word: minutes for one of a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 _LARGEST_ALPHABET = 1000  # characters in a WordPiece vocabulary; words with others are unknown
@@ -46,11 +53,12 @@ Files = dict[str, bytes]
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("train_tokenizer.py", __doc__)
+    parser.add_argument("file", nargs="?", metavar="FILE", help="Short for --input FILE.")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="Short for --output-dir DIR.")
     text = parser.add_argument_group("Input")
     text.add_argument(
         "--input",
         nargs="+",
-        required=True,
         metavar="PATH",
         help="Files, glob patterns or directories: .jsonl or .json (one JSON object per line), "
         "also with .gz or .zst; .parquet; .txt.",
@@ -67,14 +75,28 @@ def build_parser() -> ToolParser:
     output = parser.add_argument_group("Tokenizer")
     output.add_argument(
         "--kind",
-        choices=("bpe", "wordpiece"),
+        choices=("bpe", "wordpiece", "sentencepiece"),
         default="bpe",
-        help="Kind of tokenizer: bpe as in GPT-2, wordpiece as in BERT (default: bpe).",
+        help="Kind of tokenizer: bpe as in GPT-2, wordpiece as in BERT, sentencepiece as in T5 and "
+        "Llama (default: bpe).",
+    )
+    output.add_argument(
+        "--model-type",
+        choices=("unigram", "bpe"),
+        help="With --kind sentencepiece, how pieces are chosen (default: unigram, as in T5; Llama "
+        "has bpe).",
+    )
+    output.add_argument(
+        "--character-coverage",
+        type=float,
+        metavar="X",
+        help="With --kind sentencepiece, share of the text's characters that get pieces of their "
+        "own; the others are spelled in bytes (default: 0.9995).",
     )
     output.add_argument(
         "--cased", action="store_true", help="With --kind wordpiece, keep upper case and accents."
     )
-    output.add_argument("--output-dir", required=True, metavar="DIR", help="Folder to write to.")
+    output.add_argument("--output-dir", metavar="DIR", help="Folder to write to.")
     output.add_argument(
         "--overwrite", action="store_true", help="Replace the tokenizer in that folder."
     )
@@ -119,14 +141,16 @@ def run(options: argparse.Namespace) -> None:
         f"in {time.monotonic() - started:.1f} s"
     )
     if size < options.vocab_size:
-        print(
-            f"The text gives fewer entries than --vocab-size {options.vocab_size:,}: no other pair "
-            f"occurs {options.min_frequency} times"
-        )
+        reason = f"no other pair occurs {options.min_frequency} times"
+        if options.kind == "sentencepiece":
+            reason = "it has no other pieces"
+        print(f"The text gives fewer entries than --vocab-size {options.vocab_size:,}: {reason}")
 
 
 def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, Files]:
     """Return the size of the vocabulary, and the files to write."""
+    if options.kind == "sentencepiece":
+        return _train_sentencepiece(_texts(paths, options), options)
     if options.kind == "bpe":
         tokenizer = _train_bpe(_texts(paths, options), options.vocab_size, options.min_frequency)
         return tokenizer.get_vocab_size(), _bpe_files(tokenizer)
@@ -135,6 +159,24 @@ def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, File
 
 
 def _check(options: argparse.Namespace) -> None:
+    _take_positions(options)
+    if options.kind == "sentencepiece" and options.vocab_size < _SMALLEST_PIECES:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: give at least {_SMALLEST_PIECES} (256 bytes, "
+            "<unk>, <s>, </s>, <pad> and a piece)"
+        )
+    for name, value in (
+        ("--model-type", options.model_type),
+        ("--character-coverage", options.character_coverage),
+    ):
+        if value is not None and options.kind != "sentencepiece":
+            raise ConfigError(
+                f"{name} {value} has an effect only with --kind sentencepiece: drop it"
+            )
+    if not 0.9 <= (options.character_coverage or 1) <= 1:
+        raise ConfigError(
+            f"--character-coverage {options.character_coverage}: give a share from 0.9 to 1"
+        )
     if options.kind == "bpe" and options.vocab_size < _SMALLEST:
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: give at least {_SMALLEST} (256 bytes and {_END})"
@@ -150,6 +192,32 @@ def _check(options: argparse.Namespace) -> None:
         )
     outputs = [os.path.join(options.output_dir, name) for name in _NAMES]
     expect_no_file("--output-dir", outputs, overwrite=options.overwrite)
+
+
+def _take_positions(options: argparse.Namespace) -> None:
+    """Take the words without flags as the values of --input and --output-dir.
+
+    Raises:
+        ConfigError: One of the two is missing or given twice.
+    """
+    if options.file is not None and options.folder is None and options.output_dir is None:
+        raise ConfigError("give FILE and DIR, or --input and --output-dir")
+    if options.file is not None:
+        if options.input is not None and options.folder is None:
+            options.file, options.folder = None, options.file
+        elif options.input is not None:
+            raise ConfigError(f"--input and FILE {options.file}: give only one of them")
+    if options.folder is not None and options.output_dir is not None:
+        raise ConfigError(f"--output-dir and DIR {options.folder}: give only one of them")
+    options.input = options.input or ([options.file] if options.file else None)
+    options.output_dir = options.output_dir or options.folder
+    missing = [
+        flag
+        for flag, value in (("--input", options.input), ("--output-dir", options.output_dir))
+        if not value
+    ]
+    if missing:
+        raise ConfigError(f"the following arguments are required: {', '.join(missing)}")
 
 
 def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
@@ -261,6 +329,53 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     tokenizer.add_special_tokens(_SPECIAL)
     tokenizer.decoder = WordPieceDecoder()
     return tokenizer
+
+
+def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> tuple[int, Files]:
+    """Train a SentencePiece model that spells every text, white space included, without loss.
+
+    Returns:
+        The number of pieces, and the files.
+
+    Raises:
+        ConfigError: The library refuses the size of the vocabulary.
+    """
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in _lines(text)),
+            model_writer=model,
+            model_type=options.model_type or "unigram",
+            vocab_size=options.vocab_size,
+            character_coverage=options.character_coverage or 0.9995,
+            hard_vocab_limit=False,  # a small text gives fewer entries
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=_LONGEST_SENTENCE,
+            num_threads=_THREADS,
+            pad_id=3,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        said = str(error).rpartition("] ")[2].strip().splitlines()[0]
+        raise ConfigError(f"--vocab-size {options.vocab_size}: {said}") from error
+    trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    size = trained.get_piece_size()
+    listed = [f"{trained.id_to_piece(i)}\t{trained.get_score(i):g}\n" for i in range(size)]
+    files = {"tokenizer.model": model.getvalue(), "tokenizer.vocab": "".join(listed).encode()}
+    return size, files
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yield the lines of a text, in pieces that are not too long for the library."""
+    step = _LONGEST_SENTENCE // 4  # characters, of up to 4 bytes
+    for line in text.split("\n"):
+        yield from (line[start : start + step] for start in range(0, len(line), step))
 
 
 def _alphabet(pipeline: Any, texts: Iterator[str]) -> list[str]:

@@ -169,3 +169,48 @@ def test_only_long_words_are_cut():
     texts = ["", "a few words " * 1000, "x" * 999 + " " + "y" * 999, "a " + "x" * 2500 + " b"]
     assert ["".join(train_tokenizer._cut(text)) for text in texts] == texts
     assert [len(list(train_tokenizer._cut(text))) for text in texts] == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_sentencepiece(tmp_path, model_type):
+    source = write(tmp_path / "in.jsonl", TEXT, "Naïve  spaces,\n\n世界 and\ttabs. " + TEXT)
+    flags = ["--kind", "sentencepiece", "--model-type", model_type, "--vocab-size", "300"]
+    for name in ("a", "b"):
+        words = [source, str(tmp_path / name), "--json-keys", "body", *flags]
+        assert train_tokenizer.main(words) == 0
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["tokenizer.model", "tokenizer.vocab"]
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    model = str(tmp_path / "a" / "tokenizer.model")
+    for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer", "SentencePieceTokenizer"):
+        tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=model))
+        for text in ("the tower\n\n  told\t世界 😀 ", TEXT, ""):
+            assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (1, 2, 3)
+    assert len(tokenizer.tokenize(TEXT)) < 0.7 * len(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("FILE", "give FILE and DIR, or --input and --output-dir"),
+        ("FILE DIR --input FILE", "--input and FILE .*: give only one of them"),
+        ("FILE DIR --output-dir DIR", "--output-dir and DIR .*: give only one of them"),
+        ("--output-dir DIR", "required: --input"),
+        ("FILE DIR --model-type bpe", "--model-type bpe has an effect only with --kind"),
+        ("FILE DIR --kind sentencepiece --vocab-size 260", "give at least 261"),
+        ("FILE DIR --kind sentencepiece --character-coverage 2", "give a share from 0.9 to 1"),
+        ("FILE DIR --kind sentencepiece --vocab-size 262 --model-type bpe", "--vocab-size 262: .*"),
+    ],
+)
+def test_mistakes_of_the_other_forms(tmp_path, capsys, words, message):
+    import re
+
+    source = write(tmp_path / "in.jsonl", TEXT)
+    words = words.replace("FILE", source).replace("DIR", str(tmp_path / "out"))
+    assert train_tokenizer.main([*words.split(), "--json-keys", "body"]) == 9
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
