@@ -58,6 +58,12 @@ def cuda_home() -> Path | None:
     return Path(found) if found else None
 
 
+def corpora_file() -> Path | None:
+    """Return the YAML file of named corpora that MEGATRON_CORPORA names, if any."""
+    found = os.environ.get("MEGATRON_CORPORA")
+    return Path(found).expanduser() if found else None
+
+
 def private_cache(name: str) -> Path:
     """Return this user's own folder for files that are compiled or kept between sessions.
 

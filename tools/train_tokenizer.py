@@ -38,8 +38,10 @@ _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
 # The files that the kinds write.
-_NAMES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
-_NAMES += ("tokenizer.model", "tokenizer.vocab")
+_NAMES = (
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "tokenizer.vocab"),
+)
 _SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and a piece
 _LONGEST_SENTENCE = 1 << 16  # bytes of a line that SentencePiece learns from
 _THREADS = 4  # always, because sums in another order give other scores

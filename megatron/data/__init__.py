@@ -1,5 +1,6 @@
 """Conversion of text files to token ids, and of token ids to micro-batches.
 
+    named                               names of corpora in a file of the user's
     preprocess, text_input              text to `.bin` and `.idx` files, before any training
     indexed                             reading and writing those files
     datasets, cache                     the datasets that the flags name: splits, blends, caches

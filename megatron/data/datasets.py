@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from megatron.config.data import SPLIT_NAMES, DataConfig, is_number
 from megatron.data.cache import ArraySpec, IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron.data.named import paths_of
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
 from megatron.data.text_stream import TextCorpus, TextDataset, is_text, text_members
 from megatron.data.tfrecord import TFRecords, find_tfrecords
@@ -165,7 +166,7 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | 
         ConfigError: A weight is missing or not a positive number.
     """
     if len(paths) == 1 or not any(map(is_number, paths)):
-        return [(None, path.strip()) for path in paths]
+        return [(None, _only_path(path.strip(), flag)) for path in paths]
     pairs: list[tuple[float | None, str]] = []
     for position in range(0, len(paths), 2):
         text, prefix = paths[position], paths[position + 1 : position + 2]
@@ -178,8 +179,18 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | 
                 f"{flag}: value {position + 1}, {text!r}, is not a positive weight followed by a "
                 "dataset: write one dataset, or WEIGHT DATASET WEIGHT DATASET ..."
             )
-        pairs.append((weight, prefix[0].strip()))
+        pairs.append((weight, _only_path(prefix[0].strip(), flag)))
     return pairs
+
+
+def _only_path(word: str, flag: str) -> str:
+    paths = paths_of(word)
+    if len(paths) > 1:
+        raise ConfigError(
+            f"{flag} {word}: this name stands for {len(paths)} paths: give the prefix of the "
+            "dataset that was made of them"
+        )
+    return paths[0]
 
 
 class BlendPhase(NamedTuple):

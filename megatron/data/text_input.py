@@ -13,6 +13,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import zlib
@@ -23,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from megatron.config.arguments import MAX_LINE_MB
+from megatron.data.named import paths_of
 from megatron.errors import DataError
 
 BLOCK_BYTES = 2 << 20
@@ -179,7 +181,8 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     """Return the files that the files, globs and folders of `--input` name.
 
     A folder stands for all files below it with a known suffix. A file without a suffix, such as
-    wiki_00, is one of JSON lines if it begins with an object. Files are in the order of the
+    wiki_00, is one of JSON lines if it begins with an object. A word may also be a name in the
+    file of `named.paths_of`. Files are in the order of the
     patterns, and within a glob or folder in the order of their names.
 
     Args:
@@ -196,7 +199,7 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     def is_known(path: str) -> bool:
         return bool(_suffix(path)) or path.lower().endswith(more)
 
-    for pattern in patterns:
+    for pattern in itertools.chain.from_iterable(map(paths_of, patterns)):
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
             matches = sorted(path for path in below if is_known(path))
