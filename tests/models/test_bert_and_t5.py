@@ -163,7 +163,15 @@ def test_16_bits_are_near_fp32(kind, flags):
 @pytest.mark.parametrize(
     ("kind", "flags"), [*((kind, {}) for kind in KINDS), ("t5", T5_KNOBS["1.1"])]
 )
-@pytest.mark.parametrize("plan", [RecomputePlan("selective"), RecomputePlan("full")], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        RecomputePlan("selective"),
+        RecomputePlan("selective", modules=("layernorm", "mlp")),
+        RecomputePlan("full"),
+    ],
+    ids=str,
+)
 def test_recomputation_gives_the_same_bits(kind, flags, plan):
     dropout = {"attention_dropout": 0.3, "hidden_dropout": 0.3, **flags}
     gradients = []

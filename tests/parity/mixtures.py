@@ -116,6 +116,7 @@ _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
 _BUBBLE = "--pipeline-schedule zero-bubble"
 _FULL = "--recompute-granularity full --recompute-method uniform"
 _SELECTIVE = "--recompute-granularity selective"
+_PARTS = "layernorm moe_act shared_experts"
 _A2A = "--cp-comm-type a2a"
 _ZERO3 = "--zero-stage 3"
 _PER_TOKEN = f"{SOFTMAX} --calculate-per-token-loss"
@@ -207,11 +208,15 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(2, expert=2, flags=_FULL),
     MixtureCase(2, expert=2, flags=_SELECTIVE),
     MixtureCase(4, expert=2, flags=f"{_ZERO3} {_SELECTIVE} --recompute-modules moe mlp"),
+    MixtureCase(4, expert=2, flags=f"{_ZERO3} {_SELECTIVE} --recompute-modules {_PARTS}"),
+    MixtureCase(
+        4, pipeline=2, expert=2, flags=f"{_BUBBLE} {_SELECTIVE} --recompute-modules {_PARTS}"
+    ),
     MixtureCase(
         4,
         tensor=2,
         expert=2,
-        flags=f"{_SP} {_SELECTIVE} --recompute-modules layernorm moe_act shared_experts",
+        flags=f"{_SP} {_SELECTIVE} --recompute-modules {_PARTS}",
     ),
     MixtureCase(2, tensor=2, flags=f"{_FULL} --distribute-saved-activations"),
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=f"{_SP} {_FULL}"),
@@ -229,6 +234,8 @@ MIXTURES: tuple[MixtureCase, ...] = (
         4, pipeline=2, expert=2, flags="--zero-stage 1", network=_FP16, tolerance=2e-4, iterations=6
     ),
     MixtureCase(2, expert=2, network=_BF16, tolerance=5e-3, iterations=4),
+    MixtureCase(4, expert=2, flags=_ZERO3, network=_BF16, tolerance=5e-3, iterations=4),
+    MixtureCase(4, expert=2, flags=_ZERO3, network=_FP16, tolerance=2e-4, iterations=6),
     MixtureCase(
         4,
         tensor=2,
