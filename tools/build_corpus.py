@@ -5,7 +5,7 @@ r"""Build a training corpus from crawl files: clean, deduplicate, decontaminate,
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
 writes corpus/text/*.jsonl, corpus/corpus_text_document.bin and .idx, and a report of what was left
-out and why. The same command continues a run that was interrupted.
+out and why. The same command continues an interrupted run.
 """
 
 from __future__ import annotations

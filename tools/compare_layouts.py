@@ -107,8 +107,9 @@ def page(
     """Return the documentation page, with a row for each layout.
 
     Args:
-        rows: The layouts of a dense GPT, and what each differs by from one process.
-        mixtures: The layouts of a mixture, and its largest differences by loss or "norm".
+        rows: The layouts of a dense GPT, each with its difference from one process.
+        mixtures: The layouts of a mixture, each with its largest differences by name of the loss or
+            "norm".
         where: The machine.
     """
     from tests.parity.layouts import (

@@ -77,7 +77,7 @@ class ExpertOptions:
         moe_router_bias_update_rate: Change of each expert's bias in an iteration.
         moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
             a micro-batch, seq_aux_loss over each sequence, global_aux_loss over the micro-batches
-            of a global batch so far. sinkhorn: no loss; in training tokens choose by scores that
+            of a global batch so far. sinkhorn: no loss; in training, tokens choose by scores that
             are balanced over experts (S-BASE).
         moe_aux_loss_coeff: Coefficient of each load-balancing loss.
         moe_z_loss_coeff: Coefficient of the z-loss, which keeps the router's logits small. Default:

@@ -43,7 +43,7 @@ class TrainingOptions:
         train_samples: Length of the run.
         skip_train: Skip training and only evaluate.
         iterations_to_skip: Iterations to skip. Their samples are passed over, and nothing is
-            updated, evaluated or saved. They are counted from 0 as in Megatron Core: N is iteration
+            updated, evaluated or saved. Iterations count from 0 as in Megatron Core: N is iteration
             N + 1 in the log.
         seed: Seed of weights, sample order and dropout.
         deterministic_mode: Use only algorithms that give bitwise identical results on every run of
@@ -79,8 +79,8 @@ class TrainingOptions:
         cuda_graph_warmup_steps: Iterations before the first recording with --cuda-graph-impl.
         dry_run: Check everything, print parameters, layout, memory and tokens per step, and exit.
         dry_run_world_size: Number of processes to assume with --dry-run. Default: as launched.
-        dry_run_memory_gib: Memory of a device in GiB. With --dry-run, a mixture's plan says from
-            which imbalance of experts on it is too little.
+        dry_run_memory_gib: Memory of a device in GiB. With --dry-run, a mixture's plan says at
+            which imbalance of experts it no longer suffices.
     """
 
     micro_batch_size: int | None = flag(

@@ -1,8 +1,8 @@
 """The steps of a plan as blocks of datatrove, which its executors run on pieces of the input.
 
-A document that a step leaves out flows on, marked with the reason, so that the block at the end
-counts everything in one place. Files get their names when they are complete, so a task that was
-killed starts again, and one that has finished is not repeated.
+A document that a step leaves out flows on, marked with the reason, so that the last block counts
+everything in one place. Files get their names when they are complete, so a task that was killed
+starts again, and one that has finished is not repeated.
 
 datatrove measures the time of each block (`track_time`); the speed table is made from its files.
 """
@@ -38,7 +38,7 @@ with corpora_extra():
     from datatrove.pipeline.base import PipelineStep
 
 # Marks of a document: (step, reason, detail) if it is left out; the steps that have changed it;
-# (name of the whole document, what was cut out); whether its text is HTML.
+# (name of the whole document, what was cut out); whether the text is HTML.
 _DROPPED, _CHANGED, _CUT, _HTML = _MARKS = ("_dropped", "_changed", "_cut", "_html")
 _SAMPLES = 3  # of each reason in each piece
 _SAMPLE_CHARACTERS = 300
@@ -55,7 +55,7 @@ def shard(folder: Path, rank: int, suffix: str) -> Path:
 
 @contextmanager
 def output(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that gets its name when it is complete, after removing a killed task's."""
+    """Remove what a killed task left, and yield a new file that gets its name when complete."""
     with writing_to("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}{TEMPORARY}*"):
@@ -134,7 +134,7 @@ class PerDocument(CorpusBlock):
         self.change = change
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, those to leave out with a mark."""
+        """Yield all documents, and mark those to leave out."""
         for document in data:
             if _DROPPED not in document.metadata:
                 with self.track_time():
@@ -184,7 +184,7 @@ _PER_DOCUMENT: dict[str, Callable[[Any, Document], str]] = {
 
 
 def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
-    """Return the blocks of those steps of a plan that look at one document at a time."""
+    """Return the blocks for the steps of a plan that look at one document at a time."""
     return [
         PerDocument(name, partial(change, plan.steps[name]))
         for name, change in _PER_DOCUMENT.items()
@@ -193,7 +193,7 @@ def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
 
 
 def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]:
-    """Yield documents in batches, and beside them those that are not marked."""
+    """Yield batches of documents, each with a list of its unmarked ones."""
     batch: list[Document] = []
     for document in data:
         batch.append(document)
@@ -204,11 +204,11 @@ def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]
 
 
 class SignatureWriter(CorpusBlock):
-    """Writes the MinHash signatures of a piece's documents beside them.
+    """Writes the MinHash signatures of a piece's documents.
 
     Args:
         folder: The folder of the signatures.
-        step: Their settings.
+        step: The settings of the signatures.
     """
 
     def __init__(self, folder: Path, step: DuplicatesStep) -> None:
@@ -234,8 +234,8 @@ class GroupFinder(CorpusBlock):
 
     Args:
         signatures: The folder of the signatures.
-        groups: The folder of the results, a file a piece: the first document of the group of each
-            of its documents, counted over all pieces.
+        groups: The folder of the results, with a file for each piece: for each of its documents,
+            the first document of the group, counted over all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.
     """
@@ -246,7 +246,7 @@ class GroupFinder(CorpusBlock):
         self.signatures, self.groups, self.step, self.pieces = signatures, groups, step, pieces
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
-        """Write the groups, a file a piece."""
+        """Write the groups, a file for each piece."""
         with self.track_time():
             parts = [np.load(shard(self.signatures, i, ".npy")) for i in range(self.pieces)]
             bounds = np.cumsum([0, *(part.shape[1] for part in parts)])
@@ -293,7 +293,7 @@ class DuplicateDropper(CorpusBlock):
         self.groups = groups
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, the duplicates with a mark."""
+        """Yield all documents, and mark the duplicates."""
         numbers, roots = np.load(shard(self.groups, rank, ".npy")).tolist()
         for document, number, root in zip(data, numbers, roots, strict=True):
             if number != root:
@@ -302,7 +302,7 @@ class DuplicateDropper(CorpusBlock):
 
 
 class OverlapCutter(CorpusBlock):
-    """Cuts out of documents whatever also stands in a task.
+    """Cuts out of documents whatever also occurs in a task.
 
     Args:
         file: The file with the n-grams of the tasks.
@@ -315,7 +315,7 @@ class OverlapCutter(CorpusBlock):
         self.file, self.step = file, step
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents: cut ones in parts, those of which nothing is left with a mark."""
+        """Yield all documents: split where something is cut, marked if nothing is left."""
         with np.load(self.file) as stored:
             ngrams = TaskNgrams({int(size): stored[size] for size in stored.files})
         for batch, kept in _batched(data):
@@ -350,9 +350,9 @@ class ShardWriter(CorpusBlock):
     """Writes the documents of a piece, and what was left out of it.
 
     Args:
-        folder: The folder of the documents, a file of JSON lines a piece.
-        ledger: The folder of what was left out: counts and samples of each piece in a file of JSON,
-            and the names of all its documents that were left out or cut in one of JSON lines.
+        folder: The folder of the documents, with a file of JSON lines for each piece.
+        ledger: The folder of what was left out. For each piece, a JSON file has counts and samples,
+            and a file of JSON lines has the names of all documents that were left out or cut.
     """
 
     def __init__(self, folder: Path, ledger: Path) -> None:

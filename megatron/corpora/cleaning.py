@@ -44,12 +44,12 @@ _URL = re.compile(
 
 # ftfy leaves lines of these characters alone: line feeds, tabs and printable ASCII without "&".
 _NEEDS_FIXING = re.compile(r"[^\n\t -%'-~]")
-# Lines with curly quotes, dashes and ellipses besides are common. ftfy makes the quotes straight.
+# Lines that also have curly quotes, dashes and ellipses are common. ftfy makes the quotes straight.
 _TYPOGRAPHY = re.compile(r"[\n\t -%'-~‘’“”–—…]*")
 _STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 # Characters that the language identifier gets from the beginning, the middle and the end of a text.
 # The longer windows, which take four times as long, are for the one text in a thousand whose
-# language is not sure from the short ones.
+# language is not certain from the short ones.
 _WINDOWS = (100, 400)
 _SURE = 0.8
 _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
@@ -137,7 +137,7 @@ def language_of(text: str) -> tuple[str, float]:
 
 
 def _sample(text: str, window: int) -> str:
-    # White space may be most of a text, so that more characters are needed than windows have.
+    # Whitespace may be most of a text, so more characters are needed than the windows have.
     if len(text) > 9 * window:
         middle = len(text) // 2 - window
         text = " ".join(
@@ -162,8 +162,8 @@ def judge_quality(text: str, step: QualityStep) -> str:  # noqa: PLR0911 - a rea
     """Return which rule of quality a text breaks, or "".
 
     The rules are Gopher's (Rae et al. 2021, table A1). datatrove has them too, but for English it
-    needs spaCy, which is larger than everything else here and ten times slower than white space.
-    A limit of 0 turns a rule off.
+    needs spaCy, which is larger than everything else here and ten times slower than splitting at
+    whitespace. A limit of 0 turns a rule off.
     """
     words = text.split()
     count = len(words)

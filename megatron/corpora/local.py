@@ -18,8 +18,9 @@ _REMEDY = "To reduce memory, use fewer --workers"
 class LocalExecutor(LocalPipelineExecutor):
     """A local executor that leaves no process behind and reports a worker that was killed.
 
-    datatrove's own starts a manager process, which outlives a run that is killed and takes 0.1 s
-    for each stage, and waits forever for a worker that the system kills for lack of memory.
+    datatrove's own executor starts a manager process, which outlives a run that is killed and takes
+    0.1 s for each stage. It also waits forever for a worker that the system kills for lack of
+    memory.
     """
 
     pipeline: Any

@@ -136,7 +136,7 @@ def similar_pairs(
 def _pairs_by_band(
     signatures: NDArray[np.uint16], settings: MinHash
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the pairs to compare, a band at a time."""
+    """Yield the pairs to compare, one band at a time."""
     (usable,) = np.nonzero(signatures[0] != NO_WORDS)
     for band in range(settings.bands):
         keys = np.zeros(signatures.shape[1], np.uint64)

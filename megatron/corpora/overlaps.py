@@ -19,7 +19,7 @@ _SENTENCE_ENDS = ".!?"
 
 
 class Overlap(NamedTuple):
-    """A run of words that also stands in a task.
+    """A run of words that also occurs in a task.
 
     Attributes:
         start: The offset of its first character.
@@ -40,7 +40,7 @@ class TaskNgrams:
     """
 
     def __init__(self, hashes: dict[int, NDArray[np.uint64]]) -> None:
-        """Make a table that refuses most n-grams of other texts with a single look."""
+        """Make a table that rejects most n-grams of other texts in a single lookup."""
         self.hashes = dict(sorted(hashes.items()))
         self.count = sum(map(len, hashes.values()))
         self._shift = np.uint64(64 - max(16, (16 * self.count).bit_length()))
@@ -102,7 +102,7 @@ def _in_characters(data: bytes, start: int, end: int, ngram: int) -> Overlap:
 def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
     """Return the parts of a text that are left without its overlaps.
 
-    A cut reaches from the end of the sentence before the margin to the end of the sentence behind
+    A cut reaches from the end of the sentence before the margin to the end of the sentence after
     it. Parts of at most `min_characters` characters are left out, unless nothing was cut.
     """
     if not overlaps:
@@ -118,21 +118,21 @@ def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str
 
 
 def _last_end(text: str, begin: int, end: int) -> int:
-    """Return the offset behind the last end of a sentence before or at `end`."""
+    """Return the offset after the last end of a sentence before or at `end`."""
     return max(text.rfind(mark, begin, max(end + 1, begin)) for mark in _SENTENCE_ENDS) + 1
 
 
 def _next_end(text: str, start: int) -> int:
-    """Return the offset behind the first end of a sentence from `start` on."""
+    """Return the offset after the first end of a sentence from `start` on."""
     found = [text.find(mark, start) for mark in _SENTENCE_ENDS]
     return min((place + 1 for place in found if place >= 0), default=len(text))
 
 
 def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Return the texts of task files: JSON lines, TSV, or text with a paragraph a line.
+    """Return the texts of task files: JSON lines, TSV, or text with one paragraph per line.
 
     Args:
-        files: The files, also with .gz.
+        files: The files, which may end in .gz.
         keys: The keys or columns to read, or none for all text.
 
     Raises:

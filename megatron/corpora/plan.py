@@ -25,7 +25,7 @@ _UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "bo"))
 
 @dataclass(frozen=True)
 class UrlStep:
-    """Leave out pages whose address says that they hold no text worth reading.
+    """Leave out pages whose address shows that they hold no text worth reading.
 
     Documents without an address pass.
 
@@ -49,10 +49,10 @@ class ExtractStep:
 
 @dataclass(frozen=True)
 class FixStep:
-    """Mend text that was decoded wrongly, HTML entities and curly quotes, as ftfy does.
+    """Fix text that was decoded wrongly, HTML entities and curly quotes, as ftfy does.
 
     Attributes:
-        newlines: Whether more than one empty line in a row becomes one.
+        newlines: Whether several empty lines in a row become one.
     """
 
     newlines: bool = True
@@ -102,16 +102,16 @@ class QualityStep:
 
 @dataclass(frozen=True)
 class DuplicatesStep(MinHash):
-    """Keep one document of each group of near-duplicates, the first one of the input."""
+    """Keep the first document of each group of near-duplicates."""
 
 
 @dataclass(frozen=True)
 class TasksStep:
-    """Cut out whatever also stands in the files of evaluation tasks.
+    """Cut out whatever also occurs in the files of evaluation tasks.
 
-    A run of `max_ngram` words that also stands in a task is cut out with its surroundings, up to
+    A run of `max_ngram` words that also occurs in a task is cut out with its surroundings, up to
     the ends of sentences. A text of a task that is shorter counts as a whole, if it has at least
-    `min_ngram` words. What is left on both sides become documents of their own.
+    `min_ngram` words. What is left on either side becomes a document of its own.
 
     Attributes:
         files: The task files: JSON lines, TSV or plain text.
@@ -167,7 +167,7 @@ class CorpusPlan:
         steps: The settings of each step by name, in the order of `STEPS`.
         text_key: The key of a document's text in JSON lines and parquet files.
         id_key: The key of its name. Documents without one are named by file and line.
-        on_error: What to do with a line that is no document: "stop", or "skip" to leave it out.
+        on_error: What to do with a line that is not a document: "stop", or "skip" to leave it out.
     """
 
     input: tuple[str, ...]
@@ -185,7 +185,7 @@ class CorpusPlan:
 
 
 def default_steps(languages: tuple[str, ...] = ("en",), seed: int = 1234) -> dict[str, Any]:
-    """Return the usual steps between a crawl and its text.
+    """Return the usual steps from a crawl to its text.
 
     Args:
         languages: The languages to keep.
@@ -208,7 +208,7 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
     """Return the plan of a YAML file's values.
 
     Args:
-        data: The values, as `CorpusPlan.to_dict` returns them; what is left out has its default.
+        data: The values, as `CorpusPlan.to_dict` returns them; missing ones have their defaults.
         source: The file, to be named in messages.
 
     Raises:
@@ -240,7 +240,7 @@ def _expect(name: Any, known: Any, where: str) -> None:
 
 
 def _build(kind: type[Any], data: Any, where: str) -> Any:
-    """Make a record of plain values, checking their names and types."""
+    """Make a record from plain values, checking their names and types."""
     if data is None:
         data = {}
     if not isinstance(data, Mapping):

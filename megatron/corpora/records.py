@@ -20,7 +20,7 @@ from megatron.errors import ConfigError, DataError
 Record = dict[str, Any]
 # Takes the records of a block, and returns those for each output, and counts.
 Transform = Callable[[list[Record]], tuple[list[list[Record]], Counter[str]]]
-_SMALL = 1 << 20  # bytes of a file that need no processes of their own
+_SMALL = 1 << 20  # files up to this many bytes need no further processes
 _LESS_MEMORY = "To reduce memory, use fewer processes"
 
 
@@ -32,7 +32,7 @@ def parse_records(block: TextBlock, keys: Sequence[str] = ()) -> list[Record]:
         keys: Keys that every object must have, with a text.
 
     Raises:
-        DataError: A line is no JSON object, or lacks a key.
+        DataError: A line is not a JSON object, or lacks a key.
     """
     records = []
     offset = block.offset
@@ -98,7 +98,7 @@ def transform_records(
 def map_records(
     path: str, transform: Transform, keys: Sequence[str], workers: int
 ) -> Iterator[tuple[list[list[Record]], Counter[str]]]:
-    """Yield what a function returns for each block of a file's records, in order.
+    """Yield a function's result for each block of a file's records, in order.
 
     The arguments are those of `transform_records`.
 

@@ -61,7 +61,7 @@ def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
 
 
 def draw(summary: dict[str, Any]) -> bytes:
-    """Draw how many documents each reason cost, as a PNG image."""
+    """Draw how many documents were left out for each reason, as a PNG image."""
     from matplotlib.figure import Figure
 
     rows = [(f"{one['step']}: {one['reason']}", one["documents"]) for one in summary["dropped"]]

@@ -1,4 +1,4 @@
-"""The optional packages of this room."""
+"""The optional packages that `megatron.corpora` needs."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
 def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite: bool) -> None:
     """Carry out a plan, continuing where an interrupted run of it ended.
 
-    SLURM's jobs may still wait when this returns.
+    SLURM's jobs may still be waiting when this function returns.
 
     Args:
         plan: The plan.
@@ -145,7 +145,7 @@ def input_bytes(folder: Path) -> int:
 
 
 def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool) -> None:
-    """Write the plan into the folder, or compare it with the one that is there."""
+    """Write the plan into the folder, or compare it with the plan that is already there."""
     files = [part.path for piece in pieces for part in piece]
     files += plan.steps["tasks"].files if "tasks" in plan.steps else ()
     inputs = {}

@@ -1,7 +1,7 @@
 """Crawl files and corpora as documents: WARC, WET, JSON lines, parquet, text.
 
-The input is cut into pieces, the units of work. The cuts depend on the files only, never on the
-number of processes, so neither does anything that is computed from a piece.
+The input is cut into pieces, the units of work. The cuts depend only on the files, so nothing that
+is computed from a piece depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.errors import DataError
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
 _WHOLE = (".gz", ".zst", ".parquet", ".txt", *ARCHIVES)  # read from front to back
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
-_PIECES = 64  # of an input between 64 MiB and 16 GiB
+_PIECES = 64  # for an input between 64 MiB and 16 GiB
 _PAGES = ("text/html", "application/xhtml+xml")
 _MAX_PAGE = MAX_LINE_MB << 20
-_END = 4  # bytes behind a record: two line ends
+_END = 4  # bytes after a record: two line ends
 
 
 class FilePart(NamedTuple):
@@ -54,7 +54,7 @@ class Raw(NamedTuple):
         name: The record's own name, or the place.
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
-        problem: The reason why the record is no document, or "".
+        problem: The reason why the record is not a document, or "".
     """
 
     place: str
@@ -143,7 +143,7 @@ def _read_line(line: bytes, place: str, plan: CorpusPlan) -> Raw:
 
 
 def _columns(path: str, text_key: str) -> list[str]:
-    """Return the columns of a parquet file that have a JSON form, the text first."""
+    """Return the columns of a parquet file that have a JSON form, the text column first."""
     import pyarrow
     from pyarrow import parquet
 
@@ -156,7 +156,7 @@ def _columns(path: str, text_key: str) -> list[str]:
 
 
 def _read_archive(path: str) -> Iterator[Raw]:
-    """Yield the pages of a WARC file, or the texts of a WET file. Other records are no documents.
+    """Yield the pages of a WARC file, or the texts of a WET file. Other records are skipped.
 
     Raises:
         DataError: The file is damaged or truncated.
@@ -205,7 +205,7 @@ def _damage(path: str) -> Iterator[None]:
 
 
 def _unpacked(path: str, raw: BinaryIO) -> BinaryIO:
-    """Unpack with Python's gzip, which reports a truncated file; FastWARC stops without a word."""
+    """Decompress with Python's gzip, which reports a truncated file; FastWARC stops silently."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     return raw

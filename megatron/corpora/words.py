@@ -174,7 +174,7 @@ def hash_ngrams(words: Words, size: int) -> tuple[U64, NDArray[np.bool_]]:
 
 
 def hash_ngrams_of(words: Words, sizes: Sequence[int]) -> Iterator[tuple[U64, NDArray[np.bool_]]]:
-    """Yield what `hash_ngrams` returns for each of some ascending sizes, in one pass."""
+    """Yield the result of `hash_ngrams` for each of several ascending sizes, in one pass."""
     total = words.hashes.copy()
     whole = np.ones(len(total), np.bool_)
     for size in range(1, max(sizes) + 1):

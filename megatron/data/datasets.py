@@ -498,7 +498,7 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
     """Return the first `size` samples of a blend whose weights change.
 
     Args:
-        phases: The phases; the last goes on to the end.
+        phases: The phases; the last one continues to the end.
         size: The number of samples n.
     """
     count = len(phases[0].weights)
@@ -592,7 +592,7 @@ def blend(
 
     Args:
         datasets: The datasets to draw from. Their descriptions are part of the index's name.
-        phases: The proportions in which to draw from them, from which sample on.
+        phases: The proportions in which to draw from the datasets, phase by phase.
         size: The number of samples in the blend.
         cache: The cache for the index. Without a folder, the index is kept in memory only.
 

@@ -181,7 +181,7 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     """Return the files that the files, globs and folders of `--input` name.
 
     A folder stands for all files below it with a known suffix. A file without a suffix, such as
-    wiki_00, is one of JSON lines if it begins with an object. A word may also be a name in the
+    wiki_00, counts as JSON lines if it begins with an object. A word may also be a name in the
     file of `named.paths_of`. Files are in the order of the
     patterns, and within a glob or folder in the order of their names.
 

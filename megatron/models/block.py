@@ -187,7 +187,7 @@ class Block(nn.Module):
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
     ) -> Tensor:
-        """Return the output of a sublayer, of which backward may compute parts again."""
+        """Return the output of a sublayer, parts of which the backward pass may recompute."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
         if sublayer is self.mlp and self.recomputes_mlp:

@@ -86,7 +86,7 @@ class MicroBatch:
         context: Number of context-parallel ranks.
         width: Bytes per activation.
         keeps_scores: Whether attention keeps every score for the backward pass.
-        recomputed: The parts of a layer that backward recomputes (--recompute-modules).
+        recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
         imbalance: Rows of this process's experts, as a multiple of an even share.
         losses: Micro-batches whose losses are held until their backward pass.
         chunked_loss: Whether the loss is computed in chunks, so that it never holds all logits.
@@ -113,7 +113,7 @@ class MicroBatch:
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that this process sends to experts, or has sent together with its expert ranks."""
+        """Tokens that this process sends to experts, or sends together with its expert ranks."""
         return self.tokens * self.expert_tensor // self.tensor
 
     @property

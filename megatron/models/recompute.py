@@ -137,13 +137,13 @@ def computed_again(
     again: Callable[[], AbstractContextManager[None]] = nullcontext,
     stops_early: bool = True,
 ) -> Tensor:
-    """Return function(*inputs), keeping only the inputs; backward computes it again.
+    """Return function(*inputs), keeping only the inputs; the backward pass computes it again.
 
     Args:
         function: The function.
         *inputs: Its arguments.
-        again: Returns the context in which backward computes it.
-        stops_early: Whether backward computes no more than it needs.
+        again: Returns the context in which the backward pass computes it.
+        stops_early: Whether the backward pass recomputes no more than it needs.
     """
     with set_checkpoint_early_stop(stops_early):
         out: Tensor = checkpoint(
@@ -153,11 +153,11 @@ def computed_again(
 
 
 def without_keeping(result: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
-    """Return a context whose operations do not keep `result`; their backward computes it again.
+    """Return a context whose operations do not keep `result`; backward passes recompute it.
 
     Args:
         result: The tensor, which may be freed after the context.
-        compute: Computes it a second time. It should close over tensors that are kept anyway.
+        compute: Computes it a second time. It should use only tensors that are kept anyway.
     """
     forgotten = _Forgotten(result, compute)
     return torch.autograd.graph.saved_tensors_hooks(forgotten.pack, forgotten.unpack)
@@ -171,7 +171,7 @@ class _View(NamedTuple):
 
 
 class _Forgotten:
-    """A tensor that is computed again when the first backward asks for it, for all that do."""
+    """A tensor that is computed again, once, when the first backward pass asks for it."""
 
     def __init__(self, result: Tensor, compute: Callable[[], Tensor]) -> None:
         self._address, self._elements = result.data_ptr(), result.numel()

@@ -26,7 +26,7 @@ from megatron.parallel.random import split_region, uniform
 from megatron.parallel.routing import attach
 
 _TINY = 1e-20  # added to sums of scores, as in Megatron Core
-_SMALL, _CONVERGED = 1e-8, 1e-4  # Megatron Core's, of Sinkhorn's rounds
+_SMALL, _CONVERGED = 1e-8, 1e-4  # for Sinkhorn's rounds, as in Megatron Core
 _MOST_ROUNDS = 1000
 
 
@@ -209,10 +209,10 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def balance(logits: Tensor) -> Tensor:
-    """Return scores whose sum is the same for all tokens and for all experts, by Sinkhorn's rounds.
+    """Return scores with the same sum for all tokens and for all experts (Sinkhorn's algorithm).
 
-    Like Megatron Core's, the rounds end when the factors of the experts hardly change. The host
-    waits for the device in each of them.
+    As in Megatron Core, iterations end when the factors of the experts hardly change. The host
+    waits for the device in each one.
 
     Args:
         logits: [T, experts].

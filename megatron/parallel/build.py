@@ -94,7 +94,7 @@ class BuildContext:
         weight_gradients: The queue in which the backward pass leaves weight gradients for later;
             `None` computes them at once.
         registry: The registry where layers announce what they will need.
-        recomputed: The parts of a layer that backward recomputes (--recompute-modules).
+        recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""Construction of tokenizers from the flags, and the simplest ones, of numbers and characters."""
+"""Construction of tokenizers from the flags, and the simplest ones: numbers and characters."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ _SPECIAL = {
 }
 _REQUIRED = (_UNKNOWN, "<pad>", "<eod>", _SPACE, _NEWLINE)
 _LONGEST_WORD = 200  # characters; a longer word is unknown
-_WORDS = 1 << 16  # that are remembered with their ids
+_WORDS = 1 << 16  # words whose ids are cached
 
 
 class EncDecTokenizer(Tokenizer):
-    """EncDecTokenizer of Yuan 1.0: `--vocab-file` has an entry per line, 53,228 in theirs.
+    """EncDecTokenizer of Yuan 1.0: `--vocab-file` has one entry per line, 53,228 in Yuan's own.
 
     jieba cuts a text into words, and each word becomes the longest entries from left to right. An
     entry without a Chinese character that is not at the start of a word begins with `##`. Spaces
@@ -49,7 +49,7 @@ class EncDecTokenizer(Tokenizer):
         self._cut = _segmenter()
         self._space = vocab[_SPACE]
         self._is_latin = [not _has_chinese(entry) and entry != _SPACE for entry in vocab]
-        # Words repeat, and looking one up takes a twentieth of the time of matching its pieces.
+        # Words repeat, and looking a word up takes a twentieth of the time of matching its pieces.
         self._ids_of = lru_cache(_WORDS)(self._match)
         special = {name: vocab[entry] for name, entry in _SPECIAL.items() if entry in vocab}
         count = next(i for i in range(len(vocab) + 1) if f"<s_{i}>" not in vocab)
@@ -146,7 +146,8 @@ def _segmenter() -> Any:
         ) from error
     jieba.setLogLevel(logging.WARNING)
     segmenter = jieba.Tokenizer()
-    # jieba keeps its dictionary as a file of Python objects, by default where others may write.
+    # jieba caches its dictionary as a file of Python objects, by default where other users may
+    # write.
     segmenter.tmp_dir = str(private_cache("jieba"))
     library = Library("jieba", "its dictionary", lambda: segmenter)
     library.initialize()

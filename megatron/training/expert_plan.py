@@ -31,8 +31,8 @@ class ExchangePlan:
         others: Other processes that a token is sent to on average, if all choices are equally
             likely.
         most_others: The most other processes that a token is sent to.
-        bytes_per_copy: Bytes that forward and backward send for each token and other process: the
-            token with its choices, the result, and the gradients of both.
+        bytes_per_copy: Bytes that the forward and backward passes send for each token and other
+            process: the token with its choices, the result, and the gradients of both.
     """
 
     local: int
@@ -45,7 +45,7 @@ class ExchangePlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes that a process sends in forward and backward, and as many that it receives."""
+        """Bytes that a process sends in the forward and backward pass; it receives as many."""
         return int(self.tokens * self.others * self.bytes_per_copy)
 
     def describe_groups(self) -> str:

@@ -219,10 +219,10 @@ class _Reading:
     ]:
         """Return the optimizer's result, losses, two lists of flags, and the experts' load.
 
-        The losses are those of the log, and those of each layer's router.
-        The first list says whether some rank wants to exit, and whether one has a checkpoint due.
-        The second list says whether each micro-batch of this rank had a finite loss. The experts'
-        load is `None` if no log line is due.
+        The losses are those of the log, and those of each layer's router. The first list says
+        whether some rank wants to exit, and whether one has a checkpoint due. The second list says
+        whether each micro-batch of this rank had a finite loss. The experts' load is `None` if no
+        log line is due.
         """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)

@@ -2,7 +2,7 @@
 
     python tools/openwebtext/blacklist_urls.py urls/ clean_urls.txt
 
-reads all .txt files of the folder, one address a line, and writes the good ones in their order.
+reads all .txt files of the folder, one address per line, and writes the good addresses in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mend text with ftfy, and leave out documents that are not English or have fewer than 128 tokens.
+"""Fix text with ftfy, and leave out documents that are not English or have fewer than 128 tokens.
 
     python tools/openwebtext/cleanup_dataset.py in.json out.json
 

@@ -1,4 +1,4 @@
-r"""Clean files of JSON lines: leave out short documents, mend text, remove extra white space.
+r"""Clean files of JSON lines: leave out short documents, fix text, remove extra whitespace.
 
     python tools/openwebtext/cleanup_fix_dataset.py --input-files a.json b.json \
         --tasks remove_512 ftfy_fix_text --output-path folder

@@ -1,10 +1,10 @@
-r"""Cut out of a corpus whatever also stands in the files of evaluation tasks.
+r"""Cut out of a corpus whatever also occurs in the files of evaluation tasks.
 
     python tools/openwebtext/filter_ngrams.py --tasks lambada squad.jsonl \
         --lambada-path lambada_test.jsonl --dedup-dataset data.json text --output clean.json
 
-A run of 13 words that also stands in a task is cut out with 200 characters on both sides, up to the
-ends of sentences. What is left on both sides become documents of their own.
+A run of 13 words that also occurs in a task is cut out with 200 characters on both sides, up to the
+ends of sentences. What is left on either side becomes a document of its own.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ r"""Find near-duplicates among the documents of files of JSON lines, by MinHash.
         --output duplicates.json
 
 writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py reads. Similarity
-is that of 5-grams of words, estimated from the fingerprints.
+is the Jaccard similarity of 5-grams of words, estimated from the fingerprints.
 """
 
 from __future__ import annotations

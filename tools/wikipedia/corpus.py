@@ -4,7 +4,7 @@
 
 downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer unless
 --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. After a kill, the same
-command goes on where it ended.
+command continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def _own_dump(out: Path) -> Path | None:
-    """Return the dump that the folder is made from, so that a newer one does not begin anew."""
+    """Return the dump that the folder is made from; a newer dump does not restart the work."""
     try:
         dump = Path((out / _MADE_FROM).read_text(encoding="utf-8").strip())
     except FileNotFoundError:

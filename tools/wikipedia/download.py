@@ -2,7 +2,7 @@
 
     python tools/wikipedia/download.py --wiki simple --output dumps
 
-A download that was interrupted goes on where it ended, by the same command. The file gets its name,
+The same command continues an interrupted download where it ended. The file gets its name,
 for example dumps/simplewiki-20261101-pages-articles.xml.bz2, once its checksum is the one in the
 dump's own list.
 """
@@ -34,8 +34,8 @@ from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError, StorageError
 
 DUMPS = "https://dumps.wikimedia.org"
-_ATTEMPTS = 5  # in a row that bring nothing
-_SECONDS = 60  # without a byte until a connection is given up
+_ATTEMPTS = 5  # attempts in a row that bring nothing
+_SECONDS = 60  # seconds without a byte until a connection is given up
 _BLOCK = 1 << 20
 _LIST_BYTES = 16 << 20  # the longest list of checksums that is read
 _ALGORITHMS = {"sha1": 40, "md5": 32, "sha256": 64}  # with their hexadecimal digits
@@ -58,7 +58,7 @@ class Checksum(NamedTuple):
         """Return the checksum that a user has given as ALGORITHM:DIGITS.
 
         Raises:
-            ConfigError: The text is not one.
+            ConfigError: The text is not a checksum.
         """
         algorithm, _, digest = text.lower().partition(":")
         if not re.fullmatch(f"[0-9a-f]{{{_ALGORITHMS.get(algorithm, 0)}}}", digest) or not digest:
@@ -93,7 +93,7 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
         mirror: Address of the folder that holds a folder for each wiki.
 
     Raises:
-        ConfigError: The language or date is not one.
+        ConfigError: The language or date is malformed.
         DataError: There is no such dump, or the network fails.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_-]{0,40}", wiki):
@@ -124,7 +124,7 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
 
 
 def _open(url: str, offset: int = 0) -> http.client.HTTPResponse:
-    """Ask for a file from a byte on.
+    """Request a file, beginning at byte `offset`.
 
     Raises:
         OSError: The network fails, or the server refuses.
@@ -146,7 +146,7 @@ def _read_list(url: str) -> str:
 
 
 def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
-    """Wait before the next attempt, unless another one would fail, too.
+    """Wait before the next attempt, unless it would fail, too.
 
     Raises:
         DataError: The file is not there, or this was the last attempt.
@@ -165,7 +165,7 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
 
 
 def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
-    """Download a file, or the rest of it, and return its path.
+    """Download a file, or the remainder of it, and return its path.
 
     Args:
         source: The file.

@@ -1,7 +1,8 @@
 """Read the articles of a MediaWiki dump: XML, perhaps compressed, page by page.
 
-Memory stays bounded: a page is held alone, and the text of one that is too long is not kept. A dump
-may come from anywhere, so document type definitions, which could expand to any size, are refused.
+Memory stays bounded: one page is held at a time, and the text of a page that is too long is not
+kept. A dump may come from anywhere, so document type definitions, which could expand to any size,
+are refused.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Page(NamedTuple):
 
 
 def read_pages(path: Path) -> Iterator[tuple[Site, Page]]:
-    """Yield the articles of a dump in order, without redirects and pages that are no articles.
+    """Yield the articles of a dump in order, without redirects and pages that are not articles.
 
     Raises:
         DataError: The file cannot be read, is truncated or damaged, or is not a dump.

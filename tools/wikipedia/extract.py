@@ -3,8 +3,8 @@
     python tools/wikipedia/extract.py simplewiki-20261101-pages-articles.xml.bz2 --output articles
 
 writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until all
-parts are complete the folder is called articles.unfinished. After a kill, the same command goes on
-there. Any number of workers writes the same bytes.
+parts are complete the folder is called articles.unfinished. After a kill, the same command
+continues there. Any number of workers writes the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.errors import ConfigError
 from tools.wikipedia.dump import Page, Site, read_pages
 from tools.wikipedia.plain import parser, plain_text
 
-_FORM = 1  # increased when the same dump gives other parts
+_FORM = 1  # to be increased when the same dump gives other parts
 _BATCH = 1 << 20  # characters of wikitext that a worker gets at a time
 _BATCHES = 64  # in each part
 _MANIFEST = "extraction.json"
@@ -104,7 +104,7 @@ def extract_batch(batch: Batch) -> Extracted:
 
 
 def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
-    """Extract a dump into a folder, or go on where an earlier extraction ended.
+    """Extract a dump into a folder, or continue where an earlier extraction ended.
 
     Args:
         dump: The file.
@@ -115,7 +115,7 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
         Number of articles, and of those dropped, by reason.
 
     Raises:
-        ConfigError: The unfinished folder is of another dump.
+        ConfigError: The unfinished folder is from a different dump.
         DataError: The dump is damaged.
         StorageError: The folder cannot be written.
     """
@@ -160,7 +160,7 @@ def _write_manifest(folder: Path, dump: Path, finished: list[dict[str, int]]) ->
 
 
 def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
-    """Return the counts of the parts that are complete. Others will be written again."""
+    """Return the counts of the parts that are complete. The other parts will be written again."""
     path = folder / _MANIFEST
     try:
         found = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Join a folder of JSON lines into one file, in the order of their names.
+"""Join the files of JSON lines in a folder into one file, in the order of their names.
 
     python tools/wikipedia/merge.py articles --output wikipedia.jsonl
 

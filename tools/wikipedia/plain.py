@@ -1,8 +1,8 @@
 """Wikitext to plain text, by mwparserfromhell.
 
 The parser is MIT-licensed, written in C, opens no connections and bounds nesting and time. What
-remains is prose: links become their labels and headings lines; templates, tables, references,
-images, categories and comments are dropped.
+remains is prose: links become their labels, and headings become lines; templates, tables,
+references, images, categories and comments are dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plain_text(wikitext: str, site: Site) -> str:
 
     Args:
         wikitext: The text of the page.
-        site: The wiki, whose names of namespaces tell images and categories.
+        site: The wiki, whose names of namespaces identify images and categories.
 
     Raises:
         ValueError: The parser cannot read the page.

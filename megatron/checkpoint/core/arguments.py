@@ -89,7 +89,7 @@ def core_arguments(
         moe_router_pre_softmax=model.moe_router_topk == 1
         if model.moe_router_gating == "deepspeed"
         else model.moe_router_pre_softmax,
-        moe_token_dropping=False,  # always off there; a capacity factor drops tokens all the same
+        moe_token_dropping=False,  # always off there; a capacity factor drops tokens nevertheless
         moe_layer_freq=int(pattern) if pattern.isdigit() else [int(one) for one in layers],
         ckpt_format="torch_dist",
         use_dist_ckpt=True,

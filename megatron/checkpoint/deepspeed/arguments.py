@@ -58,8 +58,8 @@ def has_kinds_apart(args: Mapping[str, Json]) -> bool:
 def has_other_angles(args: Mapping[str, Json]) -> bool:
     """Return whether rotary positions were computed by angles that no other program uses.
 
-    Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c takes the
-    cosines of the angles for the angles of queries, and reuses them for keys.
+    Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c uses the
+    cosines of the angles as the angles of queries, and reuses them for keys.
     """
     return bool(
         "ds_sequence_parallel_fpdt" in args

@@ -26,7 +26,7 @@ _EXPERT = re.compile(
 )
 _MIXTURE = re.compile(r"language_model\.encoder\.(layers\.\d{1,6}\.mlp)\.(.+)")
 _GATE = "deepspeed_moe.gate.wg.weight"
-# Modules of a mixture beside its experts: the MLP of residual experts, and its weight.
+# Modules of a mixture in addition to its experts: the MLP of residual experts, and its weight.
 _BESIDE = {
     _GATE: "router.weight",
     "coefficient.weight": "coefficient.weight",

@@ -76,9 +76,9 @@ def read_partitions(
 
     Args:
         files: A model-parallel rank's files, by data-parallel rank.
-        shapes: The shapes of parameters by their names in a whole model. It may have more than
-            this rank held.
-        whole_name: Returns the name in a whole model for that in the files.
+        shapes: The shapes of parameters by their names in a whole model. It may have more
+            parameters than this rank held.
+        whole_name: Returns a parameter's name in a whole model, given its name in the files.
 
     Raises:
         CheckpointError: Parts are missing or contradict each other.
