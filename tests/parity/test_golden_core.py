@@ -17,7 +17,9 @@ import pytest
 from megatron.config.parser import parse_config
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
+from megatron.training.checkpointing import save_run
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed, toy_device
 from tests.training.toy import Recorder
@@ -32,6 +34,13 @@ def continue_core(
     layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Load iteration 10 of a recorded run and train to its end; what was recorded of ours."""
+    run, recorder = _load(layout, golden, name, cache, flags), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    return recorder.records
+
+
+def _load(layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[str]) -> Run:
     recorded = (golden / name / "flags.txt").read_text().replace("DATA", str(golden / "data"))
     words = [
         *shlex.split(recorded),
@@ -40,11 +49,7 @@ def continue_core(
         *flags,
     ]
     config = parse_config(words, world_size=layout.world.size, architecture="gpt").config
-    run = build_run(config, GPTRecipe(), toy_device(layout.world.rank), layout)
-    recorder = Recorder()
-    callbacks, _ = standard_callbacks(run, [recorder])
-    train(run, callbacks)
-    return recorder.records
+    return build_run(config, GPTRecipe(), toy_device(layout.world.rank), layout)
 
 
 def compare(records: list[dict[str, Any]], golden: Path, name: str) -> None:
@@ -98,3 +103,21 @@ def test_every_layout_goes_on_as_the_original(golden, tmp_path, case):
         processes, continue_core, golden, name, tmp_path, flags.split(), **sizes
     )
     compare(found[-1], golden, name)
+
+
+def _save_again(
+    layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[str] = ()
+) -> None:
+    save_run(_load(layout, golden, name, cache, flags))
+
+
+@pytest.mark.parametrize("name", ["core_dense", "core_moe_sigmoid"])
+def test_what_is_saved_for_megatron_core_goes_on_as_the_original(golden, tmp_path, name):
+    target = str(tmp_path / "saved")
+    saves = ("--save", target, "--save-interval", "10", "--ckpt-format", "torch_dist")
+    sizes = {"expert": 2} if name != "core_dense" else {"tensor": 2}
+    flags = (*(_TENSOR if name == "core_dense" else _EXPERTS).split(), *saves)
+    run_distributed(2, _save_again, golden, name, tmp_path, flags, **sizes)
+    flags = ("--expert-model-parallel-size", "1", "--load", target)
+    (records,) = run_distributed(1, continue_core, golden, name, tmp_path, flags)
+    compare(records, golden, name)
