@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.core import names as core
 from megatron.checkpoint.legacy.unpickler import TensorRef
 from megatron.errors import CheckpointError
 
@@ -29,20 +30,20 @@ EMBEDDINGS: Modules = {
     "embedding.position": ("embedding.position_embeddings",),
     "embedding.token_type": ("embedding.tokentype_embeddings",),
 }
-_QKV = ("self_attention.query_key_value", "attention.query_key_value", "self_attention.linear_qkv")
+_QKV = ("self_attention.query_key_value", "attention.query_key_value")
 _NORM = ("post_attention_layernorm", "post_attention_norm")
 _ATTENTION: Modules = {
-    "attention_norm": ("input_layernorm", "input_norm", f"{_QKV[-1]}.layer_norm"),
+    "attention_norm": ("input_layernorm", "input_norm"),
     "attention.qkv": _QKV,
-    "attention.output": ("self_attention.dense", "attention.dense", "self_attention.linear_proj"),
+    "attention.output": ("self_attention.dense", "attention.dense"),
 }
 _MLP: Modules = {
-    "mlp.up": ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
-    "mlp.down": ("mlp.dense_4h_to_h", "mlp.linear_fc2"),
+    "mlp.up": ("mlp.dense_h_to_4h",),
+    "mlp.down": ("mlp.dense_4h_to_h",),
 }
 LAYER: Modules = {
     **_ATTENTION,
-    "mlp_norm": (*_NORM, "pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),
+    "mlp_norm": _NORM,
     **_MLP,
 }
 # A decoder layer attends to the encoder output before its MLP.
@@ -54,11 +55,6 @@ DECODER_LAYER: Modules = {
     "cross_attention.output": ("inter_attention.dense",),
     "mlp_norm": ("post_inter_attention_layernorm", "post_inter_attention_norm"),
     **_MLP,
-}
-# Modules that only Megatron Core has.
-_CORE_LAYER: Modules = {
-    "attention.query_norm": ("self_attention.q_layernorm",),
-    "attention.key_norm": ("self_attention.k_layernorm",),
 }
 _FINAL_NORM = ("final_layernorm", "final_norm")
 AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
@@ -85,6 +81,12 @@ _SPLIT_OUTPUTS = {
     *("cross_attention.query", "cross_attention.key_value"),
 }
 _SPLIT_INPUTS = {"attention.output", "cross_attention.output", "mlp.down"}
+# An expert in a file of Megatron Core, with layers of its own or as one of a grouped layer.
+_EXPERT = re.compile(
+    r"(.+\.mlp\.experts)\.(?:local_experts\.(\d{1,5})\.)?(linear_fc[12]\.(?:weight|bias))(\d{0,5})"
+)
+_OF_EXPERTS = re.compile(r"mlp\.(?:experts|shared)\.")
+_UP = re.compile(r"\.mlp\.(?:experts\.|shared\.)?up\.")
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
 
@@ -107,7 +109,7 @@ _OUTSIDE = parameters_of(EMBEDDINGS) | parameters_of(AFTER_LAYERS) | parameters_
 _READ_OUTSIDE = {theirs: ours for ours, names in _OUTSIDE.items() for theirs in names}
 _READ_LAYERS = {
     stack: {theirs: ours for ours, names in modules.items() for theirs in names}
-    for stack, modules in (("encoder", LAYER | _CORE_LAYER), ("decoder", DECODER_LAYER))
+    for stack, modules in (("encoder", LAYER), ("decoder", DECODER_LAYER))
 }
 
 
@@ -119,11 +121,13 @@ class Parameter:
         name: Our name; None for the copy of tied word embeddings that the last stage holds.
         tensor: Reference to the values.
         is_decayed: Whether Megatron applies weight decay to the parameter.
+        expert: The number of the expert among those of the file, if it belongs to one.
     """
 
     name: str | None
     tensor: TensorRef
     is_decayed: bool
+    expert: int | None = None
 
 
 def is_core(model: Any) -> bool:
@@ -159,26 +163,45 @@ def list_parameters(
     Raises:
         CheckpointError: The file's kind is not supported, or the name of a tensor is unknown.
     """
-    parameters, core = [], is_core(model)
-    for path, value in _flatten(model, "") if core else _flatten_nested(model):
+    parameters, is_flat = [], is_core(model)
+    for path, value in _flatten(model, "") if is_flat else _flatten_nested(model):
         # Some state is derived from the flags: fp8 scales, rotary frequencies.
         if path.endswith(("_extra_state", "inv_freq")):
             continue
         if not isinstance(value, TensorRef):
             raise CheckpointError(f"{path} is not a tensor")
-        known = path
-        if core:  # in the form of earlier files
-            known = path.replace("decoder.", "encoder.", 1).replace(".layer_norm_", ".layer_norm.")
-            if tied and path == "output_layer.weight":
-                known = ".".join(TIED_COPY)
-        try:
-            name = our_name(known, first, has_decoder=architecture == "t5", is_first=is_first)
-        except KeyError:
-            what = f"parameter {path} does not exist in our {architecture}"
-            raise CheckpointError(what) from None
+        name: str | None
+        expert = None
+        if is_flat:
+            name, expert = _name_in_core(path, first["encoder"])
+            if tied and name == "output.weight":
+                name = None
+        else:
+            try:
+                name = our_name(path, first, has_decoder=architecture == "t5", is_first=is_first)
+            except KeyError:
+                what = f"parameter {path} does not exist in our {architecture}"
+                raise CheckpointError(what) from None
         is_decayed = not path.endswith("bias") and len(value.shape) > 1
-        parameters.append(Parameter(name, value, is_decayed))
+        parameters.append(Parameter(name, value, is_decayed, expert))
     return parameters
+
+
+def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
+    """Return our name for a parameter of Megatron Core, and its expert's number in the file.
+
+    Raises:
+        CheckpointError: Our networks have no such parameter.
+    """
+    match, expert = _EXPERT.fullmatch(path), None
+    if match is not None:
+        expert = int(match[2] or match[4] or 0)
+        path = f"{match[1]}.experts.{match[3]}"
+    place = core.place_of(path)
+    if place is None or place.prefix != "model." or place.is_stacked:
+        raise CheckpointError(f"parameter {path[:200]} is not one of a layer")
+    name = place.name(None if place.layer is None else first + place.layer)
+    return name.removeprefix("model."), expert
 
 
 def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
@@ -293,7 +316,7 @@ class Arrangement:
             return self._rows_by_head(tensor, 3)
         if ".cross_attention.key_value." in name and self.version < 2:
             return self._rows_by_head(tensor, 2)
-        if ".mlp.up." in name and self.gated:
+        if _UP.search(name) and self.gated:
             return tensor.unflatten(0, (2, -1))  # [2, f/t, h]: gate, up
         return tensor
 
@@ -313,6 +336,7 @@ class Arrangement:
     def split_dim(self, name: str) -> int | None:
         """Return the dimension of our tensor that ranks split, or None if each holds all of it."""
         module, _, kind = _LAYER_PREFIX.sub("", name).rpartition(".")
+        module = _OF_EXPERTS.sub("mlp.", module)
         if module in _SPLIT_OUTPUTS:
             return 1 if module == "mlp.up" and self.gated else 0
         return 1 if module in _SPLIT_INPUTS and kind == "weight" else None

@@ -37,12 +37,13 @@ class OptimizerState:
     """An optimizer's tensors and counters in one file.
 
     Attributes:
-        tensors: The states by name, such as "<our parameter>.exp_avg".
+        tensors: The states by name, such as "<our parameter>.exp_avg", and by the number of the
+            expert in the file, if it is one's.
         steps: All step counts in the file, as numbers or scalar tensors. They should agree.
         loss_scale: The file's `grad_scaler`, or empty if it has none.
     """
 
-    tensors: dict[str, TensorRef] = field(default_factory=dict)
+    tensors: dict[tuple[str, int | None], TensorRef] = field(default_factory=dict)
     steps: list[Any] = field(default_factory=list)
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
@@ -55,7 +56,7 @@ class OptimizerState:
         if not isinstance(tensor, TensorRef) or tensor.shape != parameter.tensor.shape:
             raise CheckpointError(f"{kind} of {parameter.name} does not have the parameter's shape")
         if parameter.name is not None:  # a tied copy's state equals the one on the first stage
-            self.tensors[f"{parameter.name}.{kind}"] = tensor
+            self.tensors[f"{parameter.name}.{kind}", parameter.expert] = tensor
 
 
 def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerState:
@@ -63,6 +64,27 @@ def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerS
     scaler = optimizer.get("grad_scaler", {})
     steps = [group["step"] for group in groups if "step" in group]
     return OptimizerState(steps=steps, loss_scale=scaler if isinstance(scaler, dict) else {})
+
+
+def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
+    """Return the state in a file's `optimizer`, as `read_optimizer` does.
+
+    If Megatron Core divides experts among processes, they have an optimizer of their own, the
+    second of a list.
+    """
+    parameters = [one for one in parameters if not str(one.name).endswith("expert_bias")]
+    if not isinstance(optimizer, list):
+        return read_optimizer(optimizer, parameters)
+    result = OptimizerState()
+    for index, one in enumerate(optimizer):
+        members = [p for p in parameters if (p.expert is not None) is (index == 1)]
+        state = read_optimizer(one, members) if len(optimizer) == 2 else None
+        if state is None:
+            return None
+        result.tensors.update(state.tensors)
+        result.steps.extend(state.steps)
+        result.loss_scale.update(state.loss_scale)
+    return result
 
 
 def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
@@ -79,6 +101,10 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     groups = torch_state.get("param_groups", [])
     by_decay = [[one for one in parameters if one.is_decayed is decays] for decays in (True, False)]
     expected = [group for group in by_decay if group]
+    if isinstance(groups, list):  # Megatron Core's may be in any order, and may be empty
+        groups = [one for one in groups if not (isinstance(one, dict) and one.get("params") == [])]
+        if _decays(groups[:1]) == [False]:
+            expected.reverse()
     if not isinstance(groups, list) or len(groups) != len(expected):
         why = "groups with their own learning rate are not supported"
         raise CheckpointError(f"the optimizer's groups are not (decayed, not decayed): {why}")
@@ -99,6 +125,12 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
                 result.add(parameter, STATE_KINDS[key], value)
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     return result if masters is None else _with_masters(result, masters, expected)
+
+
+def _decays(groups: Sequence[Any]) -> list[bool]:
+    """Return which groups have weight decay, if they say so."""
+    told = (group.get("wd_mult") for group in groups if isinstance(group, dict))
+    return [bool(one) for one in told if type(one) in (int, float)]
 
 
 def _with_masters(

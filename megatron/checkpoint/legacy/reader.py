@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.core.arguments import core_config
 from megatron.checkpoint.entries import Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy import names as legacy
 from megatron.checkpoint.legacy import torch_file
 from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
-from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizer
+from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizers
 from megatron.checkpoint.legacy.torch_file import RankFile
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.checkpoint.reader import HeldTensor, Reader
@@ -33,11 +34,15 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RankPart:
-    """A tensor-parallel part of a tensor."""
+    """A tensor-parallel part of a tensor, or of one expert's."""
 
     file: RankFile
     ref: TensorRef
     box: Box
+    is_expert: bool
+
+
+_Part = tuple[RankFile, TensorRef, int | None]  # the last is an expert's number in the file
 
 
 class LegacyReader(Reader):
@@ -74,16 +79,20 @@ class LegacyReader(Reader):
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
+        self._expert_size = 1 + max(file.expert_rank for file in self._files)
         self._check_grid()
         self._arrangement = self._find_arrangement(first)
-        # Later versions of Megatron number the optimizer's parameters in different orders.
-        self._weights_only = legacy.is_core(self._files[0].chunks[0])
+        self._is_core = legacy.is_core(self._files[0].chunks[0])
+        self._refusal = ""  # why states of Megatron Core are not read
         models = (model for file in self._files for model in file.chunks)
         self._architecture = legacy.architecture_of(models)
         self._beside: list[RankFile] = []
-        self._parts = defaultdict[str, list[tuple[RankFile, TensorRef]]](list)
+        self._parts = defaultdict[str, list[_Part]](list)
         layers = self._first_layers()
         states = [self._add_file(file, layers) for file in self._files]
+        if self._is_core and None in states:
+            for name in [name for name in self._parts if name.startswith("optimizer.")]:
+                del self._parts[name]
         if verify:
             for file in [*self._files, *self._beside][world.rank :: world.size]:
                 file.zip.verify()
@@ -100,16 +109,24 @@ class LegacyReader(Reader):
 
     def _check_grid(self) -> None:
         """Check that no folder is left over from a different split of the same iteration."""
-        sizes = (self._tensor_size, len(self._files) // self._tensor_size)
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        ranks = self._tensor_size * self._expert_size
+        sizes = (self._tensor_size, len(self._files) // ranks, self._expert_size)
+        names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]
         for file in self._files:
             args = plain_arguments(file.tree.get("args"))
             told = tuple(map(args.get, names, sizes))
             if told != sizes:
                 raise CheckpointError(
                     f"{self.path}: mp_rank folders of {sizes[0]} tensor ranks x {sizes[1]} stages, "
-                    f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: do "
-                    "they come from different saves? Remove the folders that do not belong together"
+                    f"{sizes[2]} ranks of experts, and {file.zip.path.parent.name}'s `args` say "
+                    f"{told[0]} x {told[1]} x {told[2]}: do they come from different saves? Remove "
+                    "the folders that do not belong together"
+                )
+            width = args.get("expert_tensor_parallel_size") or sizes[0]
+            if args.get("num_experts") and width != sizes[0]:
+                raise CheckpointError(
+                    f"{self.path}: experts split among {width} tensor ranks and other layers among "
+                    f"{sizes[0]} are not read from such files: save with --ckpt-format torch_dist"
                 )
 
     def _find_arrangement(self, tree: Mapping[str, Any]) -> legacy.Arrangement:
@@ -151,38 +168,62 @@ class LegacyReader(Reader):
             parameters = [parameter for chunk in chunks for parameter in chunk]
             for one in parameters:
                 if one.name is not None:
-                    self._parts[f"model.{one.name}"].append((file, one.tensor))
-            if self._weights_only:
-                return None
+                    self._parts[f"model.{one.name}"].append((file, one.tensor, one.expert))
             optimizer = file.tree.get("optimizer")
-            state, holder = read_optimizer(optimizer, parameters), file
+            state, holder = self._read_states(optimizer, parameters), file
+            if self._is_core and state is None:
+                return None
             if state is None:
                 beside = torch_file.open_distributed(file, allow_foreign=self.allow_foreign)
                 if beside is None:
                     return None
                 state, holder = read_distributed(optimizer, beside.tree, chunks), beside
                 self._beside.append(beside)
-            for name, ref in state.tensors.items():
-                self._parts[f"optimizer.{name}"].append((holder, ref))
+            for (name, expert), ref in state.tensors.items():
+                self._parts[f"optimizer.{name}"].append((holder, ref, expert))
             return state
         except CheckpointError as error:
             raise CheckpointError(f"{file.zip.path}: {error}") from None
 
-    def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[RankPart]:
+    def _read_states(
+        self, optimizer: Any, parameters: Sequence[legacy.Parameter]
+    ) -> OptimizerState | None:
+        """Return a file's optimizer states; not those of Megatron Core that have another form."""
+        try:
+            return read_optimizers(optimizer, parameters)
+        except CheckpointError as error:
+            if not self._is_core:
+                raise
+            self._refusal = str(error)
+            return None
+
+    def _place(self, name: str, parts: list[_Part]) -> list[RankPart]:
         """Return a tensor's parts with the box of each in the whole tensor."""
-        if len(parts) != self._tensor_size:
+        experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # of a file
+        if not experts:  # each rank of the experts has the same
+            parts = [part for part in parts if not part[0].expert_rank]
+        if len(parts) != self._tensor_size * (experts * self._expert_size or 1):
             raise CheckpointError(f"{self.path}: {name} is in {len(parts)} files, not in all")
         dim = self._arrangement.split_dim(_parameter_of(name))
-        pieces, start = [], 0
-        for file, ref in parts if dim is not None else parts[:1]:
+        pieces = []
+        for file, ref, expert in parts if dim is not None or experts else parts[:1]:
             file.zip.find(ref)
             shape = self._arrange(name, torch.empty(ref.shape, device="meta")).shape
             offset = [0] * len(shape)
             if dim is not None:
-                offset[dim], start = start, start + shape[dim]
-            pieces.append(RankPart(file, ref, Box(tuple(offset), tuple(shape))))
+                offset[dim] = file.tensor_rank * shape[dim]
+            elif file.tensor_rank:
+                continue  # the same as the first rank's
+            box = Box(tuple(offset), tuple(shape))
+            if expert is not None:
+                index = file.expert_rank * experts + expert
+                box = Box((index, *box.offset), (1, *box.shape))
+            pieces.append(RankPart(file, ref, box, expert is not None))
         if len({(piece.box.shape, piece.ref.storage.dtype) for piece in pieces}) != 1:
             raise CheckpointError(f"{self.path}: the parts of {name} differ in shape or type")
+        pieces.sort(key=lambda piece: piece.box.offset)
+        if len({piece.box.offset for piece in pieces}) != len(pieces):
+            raise CheckpointError(f"{self.path}: {name} is in one file twice")
         return pieces
 
     def _arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -204,9 +245,17 @@ class LegacyReader(Reader):
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": {key: value for key, value in schedule.items() if type(value) in scalar},
-            "config": legacy_config(args, self._architecture),
+            "config": self._config(),
             "legacy_args": args,
         }
+
+    def _config(self) -> dict[str, dict[str, Json]]:
+        if not self._is_core:
+            return legacy_config(self._args, self._architecture)
+        try:
+            return core_config(self._args)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
 
     def _optimizer_meta(self, states: Sequence[OptimizerState | None], *, warns: bool) -> Json:
         known = [state for state in states if state is not None]
@@ -229,8 +278,9 @@ class LegacyReader(Reader):
         """Return why the folder's optimizer states are not read, or "" if it has none."""
         if any(torch_file.states_beside(self.path)):
             return "optimizer states in a file per data rank, as Megatron-LM 23.04 wrote them"
-        if self._weights_only and "optimizer" in self._files[0].tree:
-            return "written by Megatron Core"
+        if self._is_core and "optimizer" in self._files[0].tree:
+            why = self._refusal or "they are those of its distributed optimizer"
+            return f"optimizer states of Megatron Core: {why}"
         if any("optimizer" in file.tree for file in self._files):
             return f"{torch_file.DISTRIBUTED_FILE} is missing"
         return ""
@@ -249,6 +299,7 @@ class LegacyReader(Reader):
             common = piece.box.intersect(wanted)
             if common is not None:
                 whole = self._arrange(name, piece.file.zip.load(piece.ref))
+                whole = whole[None] if piece.is_expert else whole
                 result[common.within(wanted)] = whole[common.within(piece.box)]
         return result
 

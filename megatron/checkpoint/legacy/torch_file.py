@@ -13,6 +13,8 @@ tensors of a file in memory at once. This is the only module that may use `pickl
 The files of a checkpoint:
 
     mp_rank_TT[_PPP]/model_optim_rng.pt    everything, or everything except the optimizer states
+    mp_rank_TT[_PPP]_EEE/model_optim_rng.pt
+                                           the same of Megatron Core, for each rank of the experts
     mp_rank_TT[_PPP]/distrib_optim.pt      optimizer states, with --use-distributed-optimizer
                                            (23.06, 23.08)
     mp_rank_TT[_PPP]/model_rng.pt          the same as model_optim_rng.pt, in 23.04
@@ -39,7 +41,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.legacy.unpickler import STORAGES, TensorRef, read_pickle, show
+from megatron.checkpoint.legacy.unpickler import (
+    STORAGES,
+    Namespace,
+    TensorRef,
+    read_pickle,
+    show,
+)
 from megatron.checkpoint.shard import memory_of
 from megatron.checkpoint.trust import open_trusted
 from megatron.durable import new_file
@@ -61,7 +69,7 @@ _ALIGNMENT = 64  # bytes; lets a reader map the tensors
 _PADDING_ID = b"FB"  # as PyTorch marks it
 _LARGE = 1 << 30  # bytes; larger records have a ZIP64 header
 _ZIP64_FIELD = 20  # bytes
-_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _STORAGE_TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 
@@ -348,6 +356,7 @@ class RankFile:
     stage: int
     zip: TorchZip
     tree: Mapping[str, Any]
+    expert_rank: int = 0
 
     @property
     def chunks(self) -> list[Any]:
@@ -378,12 +387,15 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match is None:
-            raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
-        rank, stage = int(match[1]), int(match[2] or 0)
+            raise CheckpointError(f"{folder}: the name is not that of a rank's folder")
         opened = _open(old if old.exists() else folder / MODEL_FILE, allow_foreign)
-        files.append(RankFile(rank, stage, *opened))
-    files.sort(key=lambda file: (file.stage, file.tensor_rank))
-    places = [(file.stage, file.tensor_rank) for file in files]
+        rank, *others = (int(number) for number in match.groups() if number is not None)
+        expert = others.pop() if others and _divides_experts(opened[1]) else 0
+        if len(others) > 1:
+            raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
+        files.append(RankFile(rank, sum(others), *opened, expert))
+    files.sort(key=lambda file: (file.stage, file.expert_rank, file.tensor_rank))
+    places = [(file.stage, file.expert_rank, file.tensor_rank) for file in files]
     grid = itertools.product(*(range(1 + max(axis)) for axis in zip(*places, strict=True)))
     if places != list(grid):
         raise CheckpointError(f"{path}: mp_rank_* folders are missing or duplicated")
@@ -392,6 +404,13 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             what = f"the files differ in {key}: do they come from different saves?"
             raise CheckpointError(f"{path}: {what}")
     return files
+
+
+def _divides_experts(tree: Mapping[str, Any]) -> bool:
+    """Return whether the folders of a file's checkpoint are numbered by the experts' ranks, too."""
+    args = tree.get("args")
+    size = args.fields.get("expert_model_parallel_size") if isinstance(args, Namespace) else None
+    return type(size) is int and size > 1
 
 
 def open_distributed(file: RankFile, *, allow_foreign: bool = False) -> RankFile | None:

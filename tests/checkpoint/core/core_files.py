@@ -9,6 +9,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,111 @@ def to_core(reader: Reader, root: Path, *, stacked: bool = True) -> Metadata:
     }
     tensors = core_tensors(reader, stacked=stacked)
     return write_core(root / f"iter_{reader.iteration:07d}", tensors, common)
+
+
+# Dimensions that tensor ranks split, of a layer's or an expert's tensor.
+_SPLIT = {"linear_qkv.": 0, "linear_fc1.": 0, "linear_proj.weight": 1, "linear_fc2.weight": 1}
+_SPLIT |= {"word_embeddings.weight": 0, "output_layer.weight": 0}
+
+
+def _part(name: str, value: Tensor, rank: int, ranks: int, *, gated: bool) -> Tensor:
+    dim = next((dim for ending, dim in _SPLIT.items() if ending in name), None)
+    if dim is None or "layer_norm" in name:
+        return value
+    if gated and "linear_fc1." in name:
+        halves = value.chunk(2, 0)
+        return torch.cat([half.chunk(ranks, 0)[rank] for half in halves])
+    return value.chunk(ranks, dim)[rank].clone()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tensor ranks, stages and ranks of the experts; `grouped`: experts are one grouped layer."""
+
+    tensor: int
+    stages: int
+    experts: int
+    grouped: bool = False
+
+
+def _held(
+    whole: Mapping[str, Tensor], prefix: str, args: Namespace, grid: Grid, at: tuple[int, int, int]
+) -> dict[str, Tensor]:
+    """A rank's parts of the tensors with a prefix, under the names that its file has."""
+    found: dict[str, Tensor] = {}
+    stage, rank, expert_rank = at
+    per_stage = args.num_layers // grid.stages
+    for name, value in whole.items():
+        rest = name.removeprefix(prefix)
+        if rest == name and (prefix or name.startswith("optimizer.")):
+            continue
+        layer = re.match(r"decoder\.layers\.(\d+)\.", rest)
+        is_last = rest.startswith(("output_layer", "decoder.final"))
+        if stage != (int(layer[1]) // per_stage if layer else (grid.stages - 1) * is_last):
+            continue
+        if layer:
+            rest = rest.replace(layer[0], f"decoder.layers.{int(layer[1]) % per_stage}.")
+        if ".experts.experts." not in rest:
+            found[rest] = _part(rest, value, rank, grid.tensor, gated=args.swiglu)
+            continue
+        before, after = rest.split("experts.experts.")
+        for index, one in enumerate(value.chunk(grid.experts)[expert_rank]):
+            key = (
+                f"experts.{after}{index}"
+                if grid.grouped
+                else f"experts.local_experts.{index}.{after}"
+            )
+            found[before + key] = _part(rest, one.clone(), rank, grid.tensor, gated=args.swiglu)
+    return found
+
+
+def _optimizer(
+    model: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], step: float
+) -> dict[str, Any]:
+    """The state of one optimizer of the parameters; the group without decay comes first."""
+    groups: list[dict[str, Any]] = []
+    order: list[str] = []
+    for decays in (False, True):
+        members = [name for name, value in model.items() if (value.dim() > 1) is decays]
+        numbers = list(range(len(order), len(order) + len(members)))
+        groups.append({"wd_mult": float(decays), "lr_mult": 1.0, "params": numbers})
+        order += members
+    states = {
+        number: {"step": torch.tensor(step)} | {kind: held[name] for kind, held in moments.items()}
+        for number, name in enumerate(order)
+    }
+    return {"state": states, "param_groups": groups}
+
+
+def to_core_ranks(reader: Reader, root: Path, grid: Grid) -> None:
+    """Write one of our checkpoints as Megatron Core's format `torch` has it, a file a rank."""
+    whole, args = core_tensors(reader, stacked=False), core_arguments(reader)
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = grid.tensor, grid.stages
+    args.expert_model_parallel_size = grid.experts
+    for at in itertools.product(*map(range, (grid.stages, grid.tensor, grid.experts))):
+        model = _held(whole, "", args, grid, at)
+        moments = {
+            kind: _held(whole, f"optimizer.state.{kind}.", args, grid, at)
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        trained = {name: value for name, value in model.items() if "expert_bias" not in name}
+        parts = [trained]
+        if grid.experts > 1:  # the experts have an optimizer of their own
+            of_experts = {name: one for name, one in trained.items() if ".mlp.experts." in name}
+            parts = [{k: v for k, v in trained.items() if k not in of_experts}, of_experts]
+        states = [_optimizer(one, moments, reader.meta["optimizer"]["step"]) for one in parts]
+        tree = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": reader.iteration,
+            "model": model | {"decoder.layers.0.mlp.linear_fc1._extra_state": None},
+            "optimizer": states if len(states) > 1 else states[0],
+            "opt_param_scheduler": reader.meta["schedule"],
+        }
+        stage, rank, expert_rank = at
+        name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (grid.stages > 1)
+        name += f"_{expert_rank:03d}" * (grid.experts > 1)
+        folder = root / f"iter_{reader.iteration:07d}" / name
+        folder.mkdir(parents=True)
+        torch.save(tree, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text(str(reader.iteration))

@@ -2,6 +2,8 @@
 
 import math
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from megatron.checkpoint.core.index import Index
 from megatron.checkpoint.entries import Box, flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
+from megatron.errors import CheckpointError
 from megatron.training.checkpointing import network_of, state_of
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
+from tests.checkpoint.core.core_files import Grid, to_core_ranks
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy
@@ -104,3 +108,57 @@ def test_its_network_is_taken_over_and_served(folders):
     assert (model.num_layers, model.num_experts, model.moe_ffn_hidden_size) == (4, 4, 12)
     assert model.moe_router_enable_expert_bias
     assert model.moe_layer_freq == "[1,0,1,0]"
+
+
+_GRIDS = [Grid(1, 1, 1), Grid(2, 1, 2, grouped=True), Grid(1, 2, 2), Grid(2, 2, 4)]
+
+
+@pytest.mark.parametrize("grid", _GRIDS, ids=str)
+@pytest.mark.parametrize(
+    "network", ["GPT-2", "mixture with biases", "mixture in every second layer"]
+)
+def test_files_of_each_rank_hold_the_same(folders, tmp_path, network, grid):
+    """Megatron Core's format `torch`, in its grids of tensor, pipeline and expert ranks."""
+    if network == "GPT-2":
+        grid = replace(grid, experts=1)
+    ours = open_checkpoint(folders(network) / "native")
+    to_core_ranks(ours, tmp_path, grid)
+    theirs = open_checkpoint(tmp_path)
+    assert (theirs.format, theirs.names()) == ("legacy", ours.names())
+    for name in ours.names():
+        assert torch.equal(read_whole(theirs, name), read_whole(ours, name)), name
+    for key in ("iteration", "consumed_train_samples", "padded_vocab_size", "optimizer"):
+        assert theirs.meta[key] == ours.meta[key], key
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_missing_rank_of_the_experts_is_refused(folders, tmp_path, missing):
+    ours = open_checkpoint(folders("mixture with biases") / "native")
+    to_core_ranks(ours, tmp_path, Grid(1, 1, 4))
+    shutil.rmtree(tmp_path / "iter_0000002" / f"mp_rank_00_00{missing}")
+    with pytest.raises(CheckpointError, match="mp_rank"):
+        open_checkpoint(tmp_path)
+
+
+def test_states_of_another_form_leave_the_weights(folders, tmp_path, capsys):
+    ours = open_checkpoint(folders("mixture with biases") / "native")
+    to_core_ranks(ours, tmp_path, Grid(1, 1, 2))
+    for path in tmp_path.glob("*/mp_rank_00_001/*.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["optimizer"][0]["param_groups"].append({"params": [10000]})
+        torch.save(tree, path)
+    theirs = open_checkpoint(tmp_path)
+    assert theirs.names() == [name for name in ours.names() if name.startswith("model.")]
+    assert theirs.meta["optimizer"] is None
+    assert "only the weights are read" in capsys.readouterr().err
+
+
+def test_experts_split_otherwise_than_other_layers_are_refused_by_name(folders, tmp_path):
+    ours = open_checkpoint(folders("mixture with biases") / "native")
+    to_core_ranks(ours, tmp_path, Grid(1, 1, 1))
+    for path in tmp_path.glob("*/mp_rank_00/*.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["args"].expert_tensor_parallel_size = 2
+        torch.save(tree, path)
+    with pytest.raises(CheckpointError, match="save with --ckpt-format torch_dist"):
+        open_checkpoint(tmp_path)

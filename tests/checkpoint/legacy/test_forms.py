@@ -1,5 +1,7 @@
 """Files as every version wrote them, joined and reordered to the same whole tensors."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -152,6 +154,6 @@ def test_files_of_two_saves_are_refused(tmp_path):
 )
 def test_other_layouts_are_refused_by_name(tmp_path, folder, file, message):
     (tmp_path / "iter_0000001" / folder).mkdir(parents=True)
-    (tmp_path / "iter_0000001" / folder / file).write_bytes(b"")
+    torch.save({"args": Namespace()}, tmp_path / "iter_0000001" / folder / file)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
