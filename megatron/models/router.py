@@ -22,7 +22,7 @@ from megatron.models.plan import RouterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context.split import split_sequence
-from megatron.parallel.random import split_region, uniform
+from megatron.parallel.random import uniform
 from megatron.parallel.routing import attach
 
 _TINY = 1e-20  # added to sums of scores, as in Megatron Core
@@ -70,23 +70,22 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Choose the experts of tokens [s, b, h]; T = s b."""
         plan = self.plan
+        length, sequences = x.shape[:2]
+        draw = partial(self._draw, length, sequences, x.device)
         if self.training and plan.jitter:
-            with split_region(self.layout.sequence, x.device, self.state.number, "router"):
-                noise = torch.empty_like(x).uniform_(1 - plan.jitter, 1 + plan.jitter)
-            x = x * noise
+            noise = 1 + plan.jitter * (2 * draw("jitter", plan.hidden) - 1)  # bf16 has no 1.001
+            x = x.float() * noise.view_as(x)
         # A sum in fp64 that is rounded to fp32 hardly ever depends on its order, so text does not
         # depend on its batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
         logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
-        length, sequences = logits.shape[:2]
         logits = logits.flatten(0, 1)
         counts_losses = self.training and torch.is_grad_enabled()
         if counts_losses and plan.z_loss is not None:
             share = 1 / (self.layout.context.size * self.layout.sequence.size)
             z_loss = torch.logsumexp(logits, dim=-1).square().mean() * share
             logits = self._with_loss(logits, "z_loss", plan.z_loss, z_loss)
-        draw = partial(self._draw, length, sequences, x.device)
-        routing, scores = self._choose(logits, draw)
+        routing, scores = self._choose(logits, partial(draw, width=plan.experts))
         if counts_losses and plan.balancing:
             if plan.score == "softmax":
                 scores = torch.softmax(logits, dim=-1)
@@ -100,7 +99,7 @@ class Router(nn.Module):
             routing = routing._replace(weights=weights)
         limit = capacity(len(logits), plan, training=self.training)
         if limit is not None:
-            random = draw("selection") if selects_randomly(plan) else None
+            random = draw("selection", plan.experts) if selects_randomly(plan) else None
             routing = drop(routing, waiting(routing, plan, random), limit, plan.experts)
         if plan.gating is not None and plan.chosen > 1:
             sums = routing.weights.sum(-1, keepdim=True)
@@ -110,14 +109,16 @@ class Router(nn.Module):
             self.state.count(routing.choices)
         return routing
 
-    def _draw(self, length: int, sequences: int, device: torch.device, purpose: str) -> Tensor:
-        """Return numbers from 0 to 1 for this rank's tokens and all experts, [T, experts].
+    def _draw(
+        self, length: int, sequences: int, device: torch.device, purpose: str, width: int
+    ) -> Tensor:
+        """Return numbers from 0 to 1 for this rank's tokens, fp32 [T, width].
 
         A token gets the same numbers in every layout: each rank draws those of all ranks that share
         its sequences. In evaluation all micro-batches get the same.
         """
         context, sequence = self.layout.context, self.layout.sequence
-        shape = (length * context.size * sequence.size, sequences, self.plan.experts)
+        shape = (length * context.size * sequence.size, sequences, width)
         seed = self.state.seed if self.training else 0
         numbers = uniform(shape, device, seed, "router", self._layer, purpose)
         mine = split_sequence(numbers, context, dim=0).chunk(sequence.size)[sequence.rank]

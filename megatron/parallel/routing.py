@@ -45,7 +45,6 @@ class RouterState:
     """One router's record of the passes of an update, at fixed addresses.
 
     Args:
-        number: Index of the router on this process, from 0.
         experts: Number of experts.
         losses: Kinds of the router's losses.
         bias_rate: Step by which biases change in an iteration; `None` if there are none.
@@ -62,7 +61,6 @@ class RouterState:
 
     def __init__(
         self,
-        number: int,
         experts: int,
         losses: Sequence[str],
         bias_rate: float | None,
@@ -70,7 +68,7 @@ class RouterState:
     ) -> None:
         """Create a state in which no token has passed."""
         assert routers.loss_scale is not None
-        self.number, self._routers = number, routers
+        self._routers = routers
         self.loss_scale = loss_scale = routers.loss_scale
         self._kinds = {kind: i for i, kind in enumerate(losses)}
         self._rate = bias_rate
@@ -173,7 +171,7 @@ class Routers:
         """Add a router."""
         if self.loss_scale is None:
             self.loss_scale = torch.ones((), device=device)
-        state = RouterState(len(self.states), experts, losses, bias_rate, self)
+        state = RouterState(experts, losses, bias_rate, self)
         self.states.append(state)
         return state
 

@@ -137,7 +137,7 @@ def test_ranks_that_share_sequences_draw_their_part_of_one_process_s_numbers(
     for rank in range(world):
         layout = replace(Layout.at(rank, world, **sizes), sequence_parallel=sequence_parallel)
         router = build(TOP1, layout)
-        part = router._draw(SEQUENCE // world, BATCH, torch.device("cpu"), "choice")
+        part = router._draw(SEQUENCE // world, BATCH, torch.device("cpu"), "choice", EXPERTS)
         found.append(part.view(-1, BATCH, EXPERTS).double())
     if sizes == {"tensor": 2}:
         assert torch.equal(torch.cat(found), whole)

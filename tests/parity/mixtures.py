@@ -32,7 +32,7 @@ _LIMIT = "--moe-expert-capacity-factor 1.0"
 TOP1 = f"{_GATING} {_LIMIT} --moe-router-topk 1 --noisy-gate-policy RSample --mlp-type residual"
 TOP2 = f"{_GATING} {_LIMIT} {_CHOICE}"
 DRAWN_FIRST = f"{_GATING} --moe-router-topk 1 --noisy-gate-policy RSample"
-DRAWN = f"{_GATING} {_CHOICE}"
+DRAWN = f"{_GATING} {_CHOICE} --noisy-gate-policy Jitter"
 RESIDUAL = f"{_CHOICE} --mlp-type residual --moe-aux-loss-coeff 1e-2"
 SIGMOID = (
     f"{_SHARED} --moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 "
