@@ -197,6 +197,10 @@ class Device:
         self.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
+    def total_memory(self) -> int | None:
+        """Return the number of bytes of GPU memory; `None` for a CPU."""
+        return torch.cuda.mem_get_info(self.torch_device)[1] if self.is_gpu else None
+
     def memory(self) -> MemoryReport:
         """Return the memory that the process uses: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:

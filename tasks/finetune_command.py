@@ -73,7 +73,7 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     ),
     "schedule": tuple(field.name for field in fields_of(ScheduleConfig)),
     "training": (
-        *("recompute_activations", "recompute_granularity"),
+        *("recompute_activations", "recompute_granularity", "recompute_modules"),
         *("recompute_method", "recompute_num_layers", "exit_interval", "exit_duration_in_mins"),
         *("calculate_per_token_loss", "on_nonfinite"),
         *("max_nonfinite_skips", "check_for_nan_in_loss_and_grad"),

@@ -90,7 +90,11 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
 
 
 def expert_rows(
-    config: RunConfig, plan: ModelPlan, micro_batches: int, world_size: int
+    config: RunConfig,
+    plan: ModelPlan,
+    micro_batches: int,
+    world_size: int,
+    memory: float | None = None,
 ) -> list[PanelRow]:
     """Return the panel's rows about experts; none without a mixture.
 
@@ -99,6 +103,7 @@ def expert_rows(
         plan: The plan of the whole network.
         micro_batches: Micro-batches of an update.
         world_size: The number of processes.
+        memory: Memory of a device in bytes; `None` if it is not known.
     """
     mixtures = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MixturePlan)]
     if not mixtures:
@@ -133,10 +138,9 @@ def expert_rows(
         f"at most about {uneven.amount}, if all tokens choose the experts of one process "
         f"({worst:.2f} even shares)"
     )
-    size = config.training.dry_run_memory_gib
-    if size is not None and even.total != uneven.total:
+    if memory is not None and even.total != uneven.total:
         share = (uneven.total - even.total) / (worst - 1)
-        told += f"; {full_at(size * 2**30, even.total, share, worst)}"
+        told += f"; {full_at(memory, even.total, share, worst)}"
     return [*rows, ("memory if load is uneven", told)]
 
 

@@ -36,7 +36,7 @@ def start_panel(run: Run, seconds: float) -> str:
         first = config.training.cuda_graph_warmup_steps + 1
         rows.append(("passes", f"recorded in iteration {first}, then replayed (--cuda-graph-impl)"))
     rows += [
-        *size_rows(config, run.layout.world.size, run.plan),
+        *size_rows(config, run.layout.world.size, run.plan, memory=run.device.total_memory()),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
         ("checkpoints", _describe_checkpoints(run)),
@@ -84,13 +84,16 @@ def _describe_checkpoints(run: Run) -> str:
     return f"{loaded}; {saving}"
 
 
-def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[PanelRow]:
+def size_rows(
+    config: RunConfig, world_size: int, plan: ModelPlan, memory: float | None = None
+) -> list[PanelRow]:
     """Return the rows that follow from the flags alone, for any world size, with no side effects.
 
     Args:
         config: The run's configuration.
         world_size: The number of processes.
         plan: The plan of the whole network.
+        memory: Memory of a device in bytes; `None` if it is not known.
     """
     training = config.training
     layout = Layout.at(0, world_size, **config.parallel.sizes)
@@ -121,7 +124,7 @@ def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Panel
             "memory per process",
             f"at most about {largest_process(config, plan, world_size).describe()}{evenly}",
         ),
-        *expert_rows(config, plan, micro_batches, world_size),
+        *expert_rows(config, plan, micro_batches, world_size, memory),
         *pipeline_rows(config, plan, micro_batches, world_size),
     ]
 

@@ -93,7 +93,8 @@ def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
         return EXIT_OK
     world_size = config.training.dry_run_world_size or launch.world_size
     plan = model_plan(config.model, padded_vocabulary(config), recipe.head)
-    rows = size_rows(config, world_size, plan)
+    size = config.training.dry_run_memory_gib
+    rows = size_rows(config, world_size, plan, memory=None if size is None else size * 2**30)
     say(format_panel("Dry run: the configuration is valid", rows))
     return EXIT_OK
 

@@ -93,11 +93,8 @@ def test_the_device_is_full_from_an_imbalance_on():
         estimate_memory(config, plan, Layout.at(0, 8, expert=8), 1, each).total for each in (1, 4)
     )
     limit = (even + 2 * worst) / 3  # three even shares
-    sized = replace(
-        config, training=replace(config.training, dry_run_memory_gib=round(limit) / GIB)
-    )
     assert expert_rows(config, plan, 1, 8)[-1][1].endswith("(4.00 even shares)")
-    assert expert_rows(sized, plan, 1, 8)[-1][1].endswith("are full at 3.00 even shares")
+    assert expert_rows(config, plan, 1, 8, limit)[-1][1].endswith("are full at 3.00 even shares")
     assert full_at(8 * GIB, 10 * GIB, GIB, 4).endswith("too few even for an even load")
     assert full_at(14 * GIB, 10 * GIB, GIB, 4).endswith("enough for any load")
 

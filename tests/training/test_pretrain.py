@@ -63,6 +63,18 @@ def test_dry_run_of_a_world_that_is_not_here(capsys):
     assert "16,384" in text  # tokens per iteration
 
 
+def test_dry_run_of_a_mixture_knows_its_exchange_and_its_device(capsys):
+    flags = ["--dry-run", "--dry-run-world-size", "8", "--global-batch-size", "8"]
+    flags += ["--num-experts", "8", "--expert-model-parallel-size", "4"]
+    for size, answer in (("80", "are enough for any load"), ("1e-4", "too few even for an even")):
+        assert _main(*flags, "--dry-run-memory-gib", size) == 0
+        text = capsys.readouterr().out
+        assert "processes that exchange tokens: 0 1 2 3 | 4 5 6 7" in text
+        assert "a token goes to 1.39 other processes" in text  # 3 x (1 - (6 x 5) / (8 x 7))
+        assert "if all tokens choose the experts of one process (4.00 even shares)" in text
+        assert answer in text
+
+
 def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):
     assert _main("--num-attention-heads", "5", "--lr", "fast", "--sead", "3") == 9
     errors = capsys.readouterr().err
