@@ -259,7 +259,10 @@ def read_blocks(
             else:
                 yield from _plain_blocks(path, longest, block_bytes, bounds)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"--input {path}: unreadable or truncated: {error}") from error
+            raise DataError(
+                f"--input {path}: unreadable or truncated: {error}; copy the file again, or rename "
+                "it if it is of another format"
+            ) from error
 
 
 def is_cut_anywhere(path: str) -> bool:
@@ -416,7 +419,9 @@ def _parquet_blocks(
     except MemoryError:  # Arrow's own MemoryError is an ArrowException too
         raise
     except pyarrow.ArrowException as error:
-        raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
+        raise DataError(
+            f"--input {path}: not a readable parquet file ({error}); copy it again"
+        ) from error
 
 
 def _json_line(row: Any) -> bytes:
