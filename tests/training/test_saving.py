@@ -54,6 +54,7 @@ def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
         ([], [4, 8, 9]),
         (["--async-save"], [4, 8, 9]),
         (["--async-save", "--ckpt-format", "legacy"], [4, 8, 9]),
+        (["--async-save", "--ckpt-format", "torch_dist"], [4, 8, 9]),
         (["--keep-latest", "3"], [4, 6, 8, 9]),
     ],
 )

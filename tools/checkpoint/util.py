@@ -9,6 +9,9 @@ r"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again
         --load-dir checkpoints/mine --save-dir checkpoints/megatron --keep-optimizer \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
 
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver torch_dist \
+        --load-dir checkpoints/mine --save-dir checkpoints/core --keep-optimizer
+
 Only weights are converted unless --keep-optimizer is given. Nothing is downloaded, and no code in a
 folder is run. A native checkpoint loads in any layout, so it needs no --target flags; Megatron's
 files are split as the --target flags say.
@@ -124,6 +127,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         UserError: The source cannot be read or expressed in the target's format, or the result
             cannot be written.
     """
+    from megatron.config.rules_legacy import not_kept
     from tools.checkpoint import formats
 
     if options.verify and (options.loader in _HF) == (options.saver in _HF):
@@ -155,6 +159,8 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     yield from source.notices
     if options.saver == "megatron":
         yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
+    elif options.saver == "torch_dist" and options.keep_optimizer:
+        yield from not_kept(source.config.precision, None, "--saver torch_dist")
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
         raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
     results: list[str] = []

@@ -49,8 +49,10 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.experts import mixture_layers
+from megatron.config.rules_legacy import not_computed
 from megatron.config.run import ModelRun
 from megatron.durable import Check, new_file, storage_errors, sync_folder
+from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
 _LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
@@ -152,6 +154,15 @@ class CoreFiles:
         """
         self.config, self.snapshot = config, snapshot
         model, plan = config.model, snapshot.plan
+        refused = ", ".join(not_computed(model))
+        if refused:
+            remedy = "write the native format"
+            raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")
+        if snapshot.meta.get("optimizer") and "decoupled_lr" in (snapshot.meta["schedule"] or {}):
+            raise CheckpointError(
+                "an optimizer with a --decoupled-lr is not written for Megatron Core: convert only "
+                "the weights, without --keep-optimizer, or write the native format"
+            )
         mixtures = mixture_layers(model, model.num_layers)
         self._is_engine = config.checkpoint.transformer_impl != "local"
         own_norms = {layer for layer, is_one in enumerate(mixtures) if is_one and self._is_engine}
@@ -166,7 +177,7 @@ class CoreFiles:
         # Where each tensor goes. The distributed optimizer also stores fp32 weights, as their own
         # masters.
         self.places = {name: [form.place(name, plan.shapes[name])] for name in names}
-        for name in names if self._shards_states and snapshot.meta["optimizer"] else ():
+        for name in names if self._shards_states and snapshot.meta.get("optimizer") else ():
             state = f"{STATES}{name.removeprefix(WEIGHTS)}"
             if f"{state}.exp_avg" in plan.parts and f"{state}.{MASTER}" not in plan.parts:
                 self.places[name].append(form.place(f"{state}.{MASTER}", plan.shapes[name]))
