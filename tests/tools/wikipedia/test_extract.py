@@ -44,6 +44,10 @@ TOY = Site("https://eo.wikipedia.org/wiki/", frozenset({"file", "image", "dosier
         ("[https://example.org retejo] kaj https://example.org", "retejo kaj"),
         ("A <!-- ne --> B<br>C <nowiki>[[kruda]]</nowiki>", "A B\nC [[kruda]]"),
         ("Ĉefo ({{lang|x}}) estas", "Ĉefo estas"),
+        ("La ''{{lang|fr|x}}'' , aŭ (''{{lang|y}}'', '''z''') .", "La, aŭ (z)."),
+        ("{{a|{{b|{{c}}}}|d=[[e]]}}f l''''arbo''' '''''g'''''", "f l'arbo g"),
+        ("A<ref>x<ref name='y' />z</ref>B<!-- <ref> -->C<REF>d</REF >", "ABC"),
+        ("A<ref>ne fermita", "A<ref>ne fermita"),
         ("__NOTOC__\n<math>x^2</math><gallery>\nA.jpg|b\n</gallery>", ""),
         ("{{{{{{ [[ ''' <ref> {| nefermita", "{{{{{{ [["),
     ],
@@ -53,9 +57,17 @@ def test_what_remains_is_prose(wikitext: str, expected: str) -> None:
     assert found.startswith(expected) if "nefermita" in wikitext else found == expected
 
 
-def test_deep_nesting_ends() -> None:
-    for bit in ("{{", "[[", "<b>", "{|\n|", "'''''"):
-        plain_text(bit * 3000, TOY)
+@pytest.mark.parametrize("bit", ["[[", "<b>", "<ref>", "{|\n|", "{{"])
+def test_a_page_that_would_take_for_ever_is_not_read(bit: str) -> None:
+    with pytest.raises(ValueError, match="more than 100 links, tables or tags have no end"):
+        plain_text(bit * 100_000, TOY)
+
+
+@pytest.mark.parametrize("bit", ["<ref ", "'''''", "<!--", "<br>", "{{a}}", "]] [[", "\n== a"])
+def test_long_pages_take_seconds(bit: str) -> None:
+    begin = time.process_time()
+    plain_text(bit * 20_000, TOY)
+    assert time.process_time() - begin < 20
 
 
 def _lines(folder: Path) -> list[dict[str, str]]:
@@ -178,6 +190,7 @@ GOOD = dump(articles(30, words=400))
         ("a.xml", (ROOT_TAG + SITE).encode() + b"\xff", r"broken XML \(not well-formed"),
         ("a.7z", GOOD, r"expected a dump that ends in \.bz2"),
     ],
+    ids=range(12),  # the bytes would be the names
 )
 def test_bad_dumps_end_in_one_line(
     name: str, data: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
