@@ -20,6 +20,7 @@ import os
 import weakref
 import zipfile
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -231,7 +232,8 @@ def _digests(folder: Path) -> dict[str, str]:
         digest = ""
         if not path.is_symlink():
             with open_plain(path) as file:
-                digest = digest_of(file.read()) if path.name == _INDEX else _zip_digest(file)
+                is_index = path.name == _INDEX
+                digest = file_digest(file, "sha256").hexdigest() if is_index else _zip_digest(file)
         digests[str(path.relative_to(folder))] = digest
     return digests
 
