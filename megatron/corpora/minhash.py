@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,7 @@ def sign(texts: Sequence[bytes], settings: MinHash) -> NDArray[np.uint16]:
     return np.concatenate([np.empty((settings.values, 0), np.uint16), *parts], axis=1)
 
 
+@cache
 def _lenders(settings: MinHash) -> NDArray[np.intp]:
     """Return the bins that an empty bin borrows from, in order, `[values - 1, values]`."""
     generator = np.random.default_rng(settings.seed)

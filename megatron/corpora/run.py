@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,6 +227,9 @@ def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
         return RayPipelineExecutor(workers=workers, mem_per_cpu_gb=cluster.memory_gb, **common)
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
+    if shutil.which("sbatch") is None:
+        raise ConfigError("--executor slurm: there is no sbatch here: run on a login node of SLURM")
+    activate = Path(sys.prefix) / "bin" / "activate"  # jobs need datatrove's commands
     return SlurmPipelineExecutor(
         time=cluster.time,
         partition=cluster.partition,
@@ -233,5 +237,6 @@ def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
         mem_per_cpu_gb=cluster.memory_gb,
         job_name=f"corpus-{stage.name}",
         depends=previous,
+        venv_path=str(activate) if activate.exists() else None,
         **common,
     )

@@ -1,0 +1,200 @@
+"""Measure what the corpus pipeline finds, and its speed beside other programs.
+
+    python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md
+
+plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign pages in 20,000 documents made
+from ../shared/data, builds the corpus, and compares the output with what was planted. Then it times
+deduplication alone, in turns with datatrove, text-dedup and datasketch where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.command import leave, run_command
+from megatron.config.arguments import ToolParser
+from megatron.durable import replace_file
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tests.corpora.planted import Planted
+
+HERE = Path(__file__).resolve().parent
+_WORKERS = "2"
+_DOCUMENTS, _FILES = 4_000, 8  # of the input of deduplication, which takes others minutes
+_OURS = "this package"
+_MODULES = {"datatrove": "datatrove", "text-dedup": "text_dedup", "datasketch": "datasketch"}
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("benchmark_corpora.py", __doc__)
+    parser.add_argument("--out", metavar="FILE", help="Markdown file to write (default: stdout).")
+    parser.add_argument("--seed", type=int, default=1, help="Seed of the corpus (default: 1).")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="Times to run each program (default: 3)."
+    )
+    parser.add_argument("--small", action="store_true", help="A corpus of 500 documents.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and write the page.
+
+    Raises:
+        ConfigError: ../shared/data is missing.
+    """
+    from tests.corpora.planted import FULL, SHARED, SMALL, plant
+
+    if not options.small and not SHARED.is_dir():
+        raise ConfigError(f"{SHARED} is missing: give --small for a corpus from templates")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sizes = SMALL if options.small else FULL
+        planted = plant(folder / "corpus", sizes, options.seed, shared=not options.small)
+        lines = _find(planted, folder / "whole", options.seed)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        lines += _time(planted, folder, options.repeats)
+    load = (
+        f"On average {os.getloadavg()[2]:.1f} processes wanted to run meanwhile, others included."
+    )
+    page = "\n".join([*_HEAD, load, "", *lines, ""])
+    if options.out:
+        replace_file(Path(options.out), page.encode())
+    else:
+        print(page)
+
+
+_HEAD = [
+    "# Corpora: what is found, and how fast",
+    "",
+    "Written by `python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md` on two cores.",
+    "",
+]
+
+
+def _build(*words: str) -> float:
+    """Run build_corpus.py with two workers, and return its seconds, start included."""
+    command = [sys.executable, str(HERE / "build_corpus.py"), *words, "--workers", _WORKERS]
+    started = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
+
+
+def _megabytes(planted: Planted) -> float:
+    return sum(len(text.encode()) for text in planted.texts.values()) / 1e6
+
+
+def _find(planted: Planted, output: Path, seed: int) -> list[str]:
+    """Build the corpus and return the tables of what was found, and of the speed of each step."""
+    from megatron.corpora.report import measured_seconds
+    from tests.corpora.planted import score
+
+    tasks = ["--tasks", *map(str, planted.tasks), "--task-keys", "text", "question"]
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer"]
+    gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
+    tokenizer += ["--vocab-file", str(gpt2 / "gpt2-vocab.json")]
+    tokenizer += ["--merge-file", str(gpt2 / "gpt2-merges.txt")]
+    words = ["--input", str(planted.folder), "--output", str(output), *tasks]
+    seconds = _build(*words, *(tokenizer if gpt2.is_dir() else []))
+    size = _megabytes(planted)
+    lines = [
+        f"{len(planted.texts):,} documents ({size:.1f} MB of text, seed {seed}) in six formats: "
+        "JSON lines (plain, .gz, .zst), parquet, WARC, WET.",
+        "",
+        "| planted | number | precision | recall |",
+        "| --- | --- | --- | --- |",
+    ]
+    numbers = map(len, (planted.duplicates, planted.overlaps, planted.foreign))
+    for (name, found), number in zip(score(planted, output).items(), numbers, strict=True):
+        lines.append(f"| {name} | {number:,} | {found.precision:.4f} | {found.recall:.4f} |")
+    report = json.loads((output / "report.json").read_bytes())
+    lines += ["", f"{report['kept']['documents']:,} documents are left."]
+    lines += ["", "| step | seconds | MB/s per core |", "| --- | --- | --- |"]
+    for name, spent in measured_seconds(output / "logs").items():
+        lines.append(f"| {name} | {spent:.2f} | {size / max(spent, 1e-9):.1f} |")
+    lines += ["", f"End to end, start included: {seconds:.1f} s, {size / seconds:.2f} MB/s.", ""]
+    return lines
+
+
+def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
+    """Time deduplication alone, the programs in turns, and return the table."""
+    source = folder / "lines"
+    source.mkdir()
+    items = list(planted.texts.items())[:_DOCUMENTS]
+    for number in range(_FILES):
+        part = items[number::_FILES]
+        text = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in part)
+        (source / f"{number}.jsonl").write_text(text)
+    programs = [_OURS, *(n for n, module in _MODULES.items() if importlib.util.find_spec(module))]
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(repeats):
+        for name in programs:
+            output = folder / "output"
+            seconds[name].append(_time_one(name, source, output))
+            print(f"{name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
+            shutil.rmtree(output)
+    size, ours = (
+        sum(len(text.encode()) for _, text in items) / 1e6,
+        statistics.median(seconds[_OURS]),
+    )
+    lines = [
+        f"MinHash deduplication alone of {len(items):,} documents ({size:.1f} MB), from JSON lines "
+        f"to JSON lines, on two cores, start included; median of {repeats} runs in turns:",
+        "",
+        "| program | seconds | MB/s | times ours |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        if middle == float("inf"):
+            lines.append(f"| {name} | failed | | |")
+        else:
+            lines.append(f"| {name} | {middle:.1f} | {size / middle:.2f} | {middle / ours:.1f} |")
+    return lines
+
+
+def _time_one(name: str, source: Path, output: Path) -> float:
+    """Return the seconds of a program, infinite if it fails."""
+    if name == _OURS:
+        skipped = ["--skip-steps", "urls", "extract", "fix", "language", "quality"]
+        return _build("--input", str(source), "--output", str(output), *skipped)
+    rivals = str(HERE / "corpora_benchmark" / "rivals.py")
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, rivals, name, str(source), str(output)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    output.mkdir(exist_ok=True)
+    if done.returncode:
+        print(f"{name} failed: {done.stderr[-500:]}", file=sys.stderr)
+        return float("inf")
+    return time.monotonic() - started
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())
