@@ -16,6 +16,7 @@ from tests.checkpoint.deepspeed.deepspeed_files import Form, save, scaler, to_de
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy, train_toy
+from tools.checkpoint import util
 
 _SAVE = "--save-interval 2 --exit-interval 2 --eval-iters 0 --num-layers 4".split()
 _LLAMA = """
@@ -172,6 +173,18 @@ def test_the_arguments_in_it_are_compared_with_the_flags(natives, tmp_path):
 
 def _build(layout, words):
     build_toy(layout, words)
+
+
+def test_it_is_converted(natives, tmp_path):
+    native = open_checkpoint(natives("mixture"))
+    to_deepspeed(native, tmp_path / "theirs", Form(zero=1, data=4, experts=2))
+    words = "--model-type GPT --loader megatron --saver native --keep-optimizer".split()
+    words += ["--load-dir", str(tmp_path / "theirs"), "--save-dir", str(tmp_path / "ours")]
+    assert util.main(words) == 0
+    ours = open_checkpoint(tmp_path / "ours")
+    assert ours.names() == native.names()
+    for name in native.names():
+        assert torch.equal(read_whole(ours, name), read_whole(native, name)), name
 
 
 # What is there only in part
