@@ -73,7 +73,7 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
         "steps and tokenizer. --print-plan prints one to start from.",
     )
     group.add_argument(
-        "--print-plan", action="store_true", help="Print the plan of the other flags, and end."
+        "--print-plan", action="store_true", help="Print the plan of the other flags, and exit."
     )
     group.add_argument(
         "--language",

@@ -219,7 +219,7 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
     values = dict(data)
     steps = values.pop("steps", None)
     if not isinstance(steps, Mapping):
-        raise ConfigError(f"{source}: steps: expected a step a key, of {', '.join(STEPS)}")
+        raise ConfigError(f"{source}: steps: expected one step per key, of {', '.join(STEPS)}")
     for name in steps:
         _expect(name, STEPS, f"{source}: steps")
     built = {

@@ -20,7 +20,7 @@ from megatron.errors import ConfigError, DataError
 Record = dict[str, Any]
 # Takes the records of a block, and returns those for each output, and counts.
 Transform = Callable[[list[Record]], tuple[list[list[Record]], Counter[str]]]
-_SMALL = 1 << 20  # files up to this many bytes need no further processes
+_SMALL = 1 << 20  # bytes; smaller files need no further processes
 _LESS_MEMORY = "To reduce memory, use fewer processes"
 
 

@@ -48,7 +48,7 @@ def build_parser() -> ToolParser:
         choices=_TASKS,
         help="What to do, in this order: leave out documents of fewer than 512 characters; those "
         "of fewer than 256 that mention JavaScript; those of fewer than 512 that are not English; "
-        "mend text; replace line ends and runs of spaces by one space.",
+        "fix text; replace line ends and runs of spaces by one space.",
     )
     parser.add_argument("--output-path", default=".", metavar="DIR", help="Folder to write into.")
     parser.add_argument(

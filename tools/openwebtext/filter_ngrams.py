@@ -54,7 +54,7 @@ def build_parser() -> ToolParser:
         ("--max-ngram-size", 13, "Words of a run."),
         ("--min-ngram-size", 8, "Words below which a text of a task is ignored."),
         ("--filter-text-char-len", 200, "Characters up to which a remaining part is left out."),
-        ("--key-threshold", 10, "Runs that occur this often in the corpus are no overlaps."),
+        ("--key-threshold", 10, "Runs that occur this many times in the corpus are not overlaps."),
         ("--splits-count", 10, "Parts above which a document is left out."),
         ("--remove-char-each-side", 200, "Characters to cut on each side."),
     )

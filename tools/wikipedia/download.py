@@ -159,7 +159,7 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
         reason = getattr(error, "reason", None) or error
         raise DataError(
             f"{url}: cannot be downloaded ({reason}): check the network and run the same command "
-            "again, which goes on where this one ended; or give --url with a mirror or a file"
+            "again, which continues where this one ended; or give --url with a mirror or a file"
         ) from error
     time.sleep(min(30, 0.5 * 2**attempt))
 

@@ -126,7 +126,7 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
     finished = _open_manifest(unfinished, dump)
     done, total = len(finished), sum(map(Counter, finished), Counter[str]())
     if done:
-        print(f"{unfinished}: going on after {done} parts", flush=True)
+        print(f"{unfinished}: continuing after {done} parts", flush=True)
     tasks = partial(batches, dump, done * _BATCHES)
     with map_in_order(extract_batch, tasks, workers, _REMEDY) as results:
         for number in itertools.count(done):
@@ -171,8 +171,8 @@ def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
         found, parts = {}, []
     if found != _identity(dump):
         raise ConfigError(
-            f"{folder} is an unfinished extraction of another dump ({found.get('dump')}): remove "
-            "it, or give another --output"
+            f"{folder} is an unfinished extraction of a different dump ({found.get('dump')}): "
+            "remove it, or give another --output"
         )
     return list(parts)
 

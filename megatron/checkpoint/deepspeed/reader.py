@@ -121,8 +121,8 @@ class DeepSpeedReader(Reader):
             self._notices.append("random states are not loaded: dropout follows from --seed")
         if has_other_angles(self._args):
             self._notices.append(
-                "Megatron-DeepSpeed since December 2024 turns rotary positions by other angles "
-                "than every other program, and than this one: expect a higher loss at first"
+                "since December 2024, Megatron-DeepSpeed rotates positions by angles that differ "
+                "from those of all other programs (also this one): expect a higher loss at first"
             )
         self.meta["notices"] = self._notices
 

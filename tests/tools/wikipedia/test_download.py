@@ -94,7 +94,7 @@ def test_a_connection_that_brings_nothing_is_given_up(
         assert _main(url, tmp_path) == DataError.exit_code
     said = capsys.readouterr().err
     assert "cannot be downloaded" in said
-    assert "run the same command again, which goes on where this one ended" in said
+    assert "run the same command again, which continues where this one ended" in said
     assert (tmp_path / f"{NAME}.part").stat().st_size == 1_000_000
     assert not (tmp_path / NAME).exists()
 

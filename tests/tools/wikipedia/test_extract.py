@@ -154,7 +154,7 @@ def test_a_kill_loses_at_most_a_part(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert not out.exists()
     kept = {file: file.stat().st_mtime_ns for file in unfinished.glob("part-0000[01].jsonl")}
     extract.extract(source, out, 1)
-    assert "going on after" in capfd.readouterr().out
+    assert "continuing after" in capfd.readouterr().out
     for file, changed in kept.items():
         assert (out / file.name).stat().st_mtime_ns == changed
     extract.extract(source, tmp_path / "whole", 1)
