@@ -39,6 +39,7 @@ PLAN_FILE = "plan.json"
 DATASET = "corpus_text_document"
 TASKS_FILE = "tasks.npz"
 _OURS = ("text", "work", "dropped", "logs", "report.json", "report.png", PLAN_FILE)
+_DATASET_FILES = (f"{DATASET}.bin", f"{DATASET}.idx")
 
 
 class Stage(NamedTuple):
@@ -167,7 +168,7 @@ def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool)
         )
     if folder.exists() and any(folder.iterdir()) and not file.exists():
         raise ConfigError(f"--output {folder}: holds other files: choose another or a new folder")
-    for ours in (folder / name for name in _OURS):
+    for ours in (folder / name for name in _OURS + _DATASET_FILES):
         if ours.is_dir():
             shutil.rmtree(ours)
         else:

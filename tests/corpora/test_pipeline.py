@@ -165,6 +165,25 @@ def test_a_folder_with_another_corpus_is_refused(plan, expected, tmp_path) -> No
     assert (tmp_path / "mine.txt").exists()
 
 
+def test_starting_again_leaves_nothing_of_the_corpus_before(tmp_path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(_GOOD)
+    folder = tmp_path / "out"
+    tokenizer = write_pair(tmp_path, GOOD, "a b\n")
+    plan = CorpusPlan((str(source),), {"tokenize": TokenizeStep(tokenizer)})
+    build_corpus(plan, folder, Cluster(), overwrite=False)
+    assert (folder / f"{DATASET}.idx").exists()
+    build_corpus(CorpusPlan(plan.input, {}), folder, Cluster(), overwrite=True)
+    assert sorted(_result(folder)) == [
+        "dropped/clean/00000.json",
+        "dropped/clean/00000.jsonl",
+        "plan.json",
+        "report.json",
+        "report.png",
+        "text/00000.jsonl",
+    ]
+
+
 def test_a_plan_survives_yaml(plan, tmp_path, capsys) -> None:
     assert plan_from_dict(plan.to_dict(), "plan") == plan
     assert command.main(["--input", "a", "--language", "zh", "--print-plan"]) == 0
