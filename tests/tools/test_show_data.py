@@ -1,0 +1,116 @@
+"""What show_data.py prints is what a run reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.errors import ConfigError
+from tests.data.corpus import write_sentences, write_vocabulary
+from tools import show_data
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> list[str]:
+    path = write_vocabulary(tmp_path / "vocab.txt")
+    return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(path)]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    show_data.run(show_data.build_parser().parse_args(words))
+    return capsys.readouterr().out
+
+
+END = 406  # [EOS], which the tokenizer adds to the vocabulary
+
+
+def write_gpt(prefix: Path) -> str:
+    """Documents of 1, 4, 4 and 9 tokens, each of which ends with the end of a document."""
+    random = np.random.RandomState(0)
+    lengths = np.array([1, 4, 4, 9], np.int32)
+    tokens = random.randint(5, 205, lengths.sum()).astype(np.uint16)
+    tokens[np.cumsum(lengths) - 1] = END
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_documents(tokens, lengths, np.ones(4, np.int64))
+    return str(prefix)
+
+
+def test_statistics_and_documents(vocabulary, tmp_path, capsys):
+    prefix = write_gpt(tmp_path / "gpt")
+    words = ["--data-path", prefix, "--seq-length", "8", *vocabulary]
+    text = shown(capsys, *words, "--show", "statistics", "documents", "--first", "1")
+    assert "4 documents, 4 sequences, 18 tokens of uint16\n" in text
+    assert "shortest 1, 1% 1, median 4, 99% 9, longest 9\n" in text
+    assert "4 to 7   2          ########################################\n" in text
+    assert "2 to 3   0\n" in text
+    assert f"{END}  '[EOS]'  22.22%\n" in text
+    first = IndexedDataset(prefix).get(1)
+    assert f"document 1, 4 tokens\n'w{first[0] - 5} w{first[1] - 5} " in text
+    assert "document 2, 4 tokens\n" in text
+    assert "document 3" not in text
+
+
+def test_a_gpt_s_sample_shows_where_documents_end(vocabulary, tmp_path, capsys):
+    words = ["--data-path", write_gpt(tmp_path / "gpt"), "--seq-length", "10", "--split", "1,0,0"]
+    words += [*vocabulary, "--show", "samples", "--count", "1", "--reset-position-ids"]
+    lines = shown(capsys, *words, "--eod-mask-loss").splitlines()
+    assert lines[0] == "sample 0"
+    headings = ["place", "text", "labels", "loss_mask", "position", "document"]
+    assert lines[1].split() == headings
+    rows = [line.split() for line in lines[2:]]
+    assert len(rows) == 10
+    document = position = 0
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        place, token, text, label, _, mask, at, number = row
+        assert (int(at), int(number)) == (position, document), place
+        assert following is None or label == following[1]
+        assert mask == ("0" if text == "'[EOS]'" else "1")
+        position += 1
+        if text == "'[EOS]'":
+            document, position = document + 1, 0
+    assert document > 0
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_samples_of_sentences(kind, vocabulary, tmp_path, capsys):
+    prefix = str(write_sentences(tmp_path / "sentences"))
+    words = ["--kind", kind, "--data-path", prefix, "--seq-length", "32", *vocabulary]
+    words += ["--show", "samples", "--vocab-extra-ids", "20", "--split", "1,0,0"]
+    if kind == "t5":
+        with pytest.raises(ConfigError, match="--decoder-seq-length is required"):
+            shown(capsys, *words)
+        words += ["--decoder-seq-length", "16"]
+    text = shown(capsys, *words)
+    expected = {"bert": ["text", "types", "labels"], "t5": ["text_enc", "text_dec", "labels"]}[kind]
+    for name in expected:
+        assert f" {name} " in text
+    assert text.count("sample 1\n") == (2 if kind == "t5" else 1)  # encoder and decoder
+
+
+def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
+    corpus = tmp_path / "a<b>.jsonl"
+    corpus.write_text('{"text": "w1 w2 w3 w4"}\n' * 9)
+    words = ["--data-path", str(corpus), "--seq-length", "4", *vocabulary]
+    page = tmp_path / "page.html"
+    assert shown(capsys, *words, "--html", str(page)) == f"wrote {page}\n"
+    text = page.read_text()
+    assert "a&lt;b&gt;.jsonl" in text
+    assert "<b>" not in text
+    assert "<th>labels</th>" in text
+    assert "&#39;w1&#39;" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--data-path", "x"], "--seq-length is required"),
+        (["--data-path", "x", "--seq-length", "4", "--count", "0"], "--count 0"),
+        (["--mock-data", "--seq-length", "4"], "--show statistics: give --data-path"),
+    ],
+)
+def test_mistakes_are_told(words, told, vocabulary, capsys):
+    with pytest.raises(ConfigError, match=told):
+        shown(capsys, *words, *vocabulary)
