@@ -112,9 +112,13 @@ class Block(nn.Module):
                 plan.cross_attention, context, layer_number, recompute_core=recompute_core
             )
         self.mlp_norm = new_norm(plan.norm, hidden, context)
-        self.mlp = MLPS[plan.mlp.kind](plan.mlp, replace(context, layer=layer_number))
-        self.keeps_norms = "layernorm" not in context.recomputed or plan.residual_after_norm
         self.recomputes_mlp = _MODULES.get(plan.mlp.kind) in context.recomputed
+        # What parts of a recomputed MLP keep for themselves would outlive its forward pass.
+        parts = frozenset() if self.recomputes_mlp else context.recomputed
+        self.mlp = MLPS[plan.mlp.kind](
+            plan.mlp, replace(context, layer=layer_number, recomputed=parts)
+        )
+        self.keeps_norms = "layernorm" not in context.recomputed or plan.residual_after_norm
         self.routers = context.registry.routers
         self.stops_early = not (context.gathers_weights and plan.mlp.kind == "mixture")
 

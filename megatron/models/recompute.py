@@ -181,7 +181,7 @@ class _Forgotten:
 
     def pack(self, x: Tensor) -> Tensor | _View:
         if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:
-            return x
+            return x.detach()  # a graph that kept its own result would never be freed
         self._missing += 1
         return _View(x.shape, x.stride())
 

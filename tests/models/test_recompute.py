@@ -92,6 +92,16 @@ def test_a_forgotten_tensor_is_computed_once_for_all_that_ask():
     torch.testing.assert_close(x.grad, 2 * ((1 + z) * z.exp() + 2 * ones @ z))
 
 
+def test_a_graph_without_a_backward_pass_is_freed():
+    x = torch.randn(3, requires_grad=True)
+    y = x * 2
+    with without_keeping(y, lambda: y):
+        z = y.sigmoid()  # which keeps its result
+    memory = weakref.ref(z.untyped_storage())
+    del z
+    assert memory() is None
+
+
 def _counts(model):
     return [state.counts.tolist() for state in model.layers.routers.states]
 
@@ -109,13 +119,13 @@ def _parts(*modules):
 
 
 def _kept(model):
-    """Whether a forward pass keeps the outputs of normalizations, and of experts' activations."""
+    """Whether a forward pass keeps norms' outputs, and experts' before and after activation."""
     seen = []
 
     def watch(activation):
         def watched(x):
             out = activation(x)
-            seen.append(weakref.ref(out.untyped_storage()))
+            seen.extend(weakref.ref(each.untyped_storage()) for each in (x, out))
             return out
 
         return watched
@@ -137,14 +147,15 @@ def _kept(model):
 @pytest.mark.parametrize(
     ("modules", "kept"),
     [
-        ((), "11 111 111"),
-        (("layernorm",), "00 001 001"),
-        (("moe_act",), "11 110 110"),
-        (("layernorm", "moe_act"), "00 000 000"),
-        (("moe",), "11 110 110"),  # which keeps its input
-        (("layernorm", "mlp"), "01 001 001"),
+        ((), "11 1111 1111"),
+        (("layernorm",), "00 0011 0011"),
+        (("moe_act",), "11 1110 1110"),
+        (("layernorm", "moe_act"), "00 0010 0010"),
+        (("moe",), "11 1100 1100"),  # which keeps its input
+        (("moe", "moe_act"), "11 1100 1100"),
+        (("layernorm", "mlp"), "01 0011 0011"),
     ],
 )
 def test_what_is_recomputed_is_not_kept(modules, kept):
-    """A dense layer with its two normalizations; two mixtures with theirs and an activation."""
+    """A dense layer with its two normalizations; two mixtures with theirs and an activation's."""
     assert _kept(gpt(MIXTURE, recompute=_parts(*modules))) == kept.replace(" ", "")
