@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,15 +38,22 @@ with corpora_extra():
     from datatrove.data import Document
     from datatrove.pipeline.base import PipelineStep
 
-# Marks of a document: (step, reason, detail) if it is left out; the steps that have changed it;
-# (name of the whole document, what was cut out); whether the text is HTML.
-_DROPPED, _CHANGED, _CUT, _HTML = _MARKS = ("_dropped", "_changed", "_cut", "_html")
 _SAMPLES = 3  # of each reason in each piece
 _SAMPLE_CHARACTERS = 300
-_BATCH = 512  # documents that are signed or searched together
+_BATCH = 512  # documents that are signed or searched together,
+_BATCH_CHARACTERS = 16 << 20  # or fewer if they are long
 _EMPTY_LINES = re.compile(r"\n{3,}")
 
 Documents = Iterable[Document]
+
+
+class Mark(Enum):
+    """What the blocks note in a document's metadata. No field of the input has such a key."""
+
+    DROPPED = "(step, reason, detail) of a document that is left out"
+    CHANGED = "the steps that have changed it"
+    CUT = "(name of the whole document, what was cut out)"
+    HTML = "whether its text is HTML"
 
 
 def shard(folder: Path, rank: int, suffix: str) -> Path:
@@ -65,7 +73,7 @@ def output(path: Path) -> Iterator[BinaryIO]:
 
 
 def _drop(document: Document, step: str, reason: str, detail: str = "") -> None:
-    document.metadata[_DROPPED] = (step, reason, detail)
+    document.metadata[Mark.DROPPED] = (step, reason, detail)
 
 
 class CorpusBlock(PipelineStep):
@@ -115,7 +123,7 @@ class PieceReader(CorpusBlock):
                     raise DataError(f"--input {raw.place}: {raw.problem}: {remedy}")
                 _drop(document, "read", "bad line", raw.problem)
             if raw.is_html:
-                document.metadata[_HTML] = True
+                document.metadata[Mark.HTML] = True
             yield document
 
 
@@ -136,14 +144,14 @@ class PerDocument(CorpusBlock):
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield all documents, and mark those to leave out."""
         for document in data:
-            if _DROPPED not in document.metadata:
+            if Mark.DROPPED not in document.metadata:
                 with self.track_time():
                     before = document.text
                     reason = self.change(document)
                 if reason:
                     _drop(document, self.name, reason)
                 elif document.text != before:
-                    document.metadata.setdefault(_CHANGED, []).append(self.name)
+                    document.metadata.setdefault(Mark.CHANGED, []).append(self.name)
             yield document
 
 
@@ -153,7 +161,7 @@ def _judge_url(step: Any, document: Document) -> str:
 
 
 def _extract(step: Any, document: Document) -> str:
-    if document.metadata.pop(_HTML, False):
+    if document.metadata.pop(Mark.HTML, False):
         document.text = cleaning.extract_page(document.text)
         return "no main text" if len(document.text) < step.min_characters else ""
     return ""
@@ -195,12 +203,14 @@ def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
 def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]:
     """Yield batches of documents, each with a list of its unmarked ones."""
     batch: list[Document] = []
+    size = 0
     for document in data:
         batch.append(document)
-        if len(batch) == _BATCH:
-            yield batch, [one for one in batch if _DROPPED not in one.metadata]
-            batch = []
-    yield batch, [one for one in batch if _DROPPED not in one.metadata]
+        size += len(document.text)
+        if len(batch) == _BATCH or size >= _BATCH_CHARACTERS:
+            yield batch, [one for one in batch if Mark.DROPPED not in one.metadata]
+            batch, size = [], 0
+    yield batch, [one for one in batch if Mark.DROPPED not in one.metadata]
 
 
 class SignatureWriter(CorpusBlock):
@@ -248,7 +258,8 @@ class GroupFinder(CorpusBlock):
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
         """Write the groups, a file for each piece."""
         with self.track_time():
-            parts = [np.load(shard(self.signatures, i, ".npy")) for i in range(self.pieces)]
+            files = [shard(self.signatures, number, ".npy") for number in range(self.pieces)]
+            parts = [np.load(file, mmap_mode="r") for file in files]
             bounds = np.cumsum([0, *(part.shape[1] for part in parts)])
             roots = group(np.concatenate(parts, axis=1), self.step)
             for number, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
@@ -323,7 +334,7 @@ class OverlapCutter(CorpusBlock):
                 found = iter(ngrams.find([document.text for document in kept]))
                 results = []
                 for document in batch:
-                    overlaps = [] if _DROPPED in document.metadata else next(found)
+                    overlaps = [] if Mark.DROPPED in document.metadata else next(found)
                     results += self._cut(document, overlaps) if overlaps else [document]
             yield from results
 
@@ -335,7 +346,10 @@ class OverlapCutter(CorpusBlock):
             _drop(document, self.name, reason, overlap)
             return [document]
         name = document.id
-        cut = {_CHANGED: [*document.metadata.get(_CHANGED, ()), self.name], _CUT: (name, overlap)}
+        cut = {
+            Mark.CHANGED: [*document.metadata.get(Mark.CHANGED, ()), self.name],
+            Mark.CUT: (name, overlap),
+        }
         return [
             Document(
                 part,
@@ -373,11 +387,11 @@ class ShardWriter(CorpusBlock):
             for document in data:
                 with self.track_time():
                     size = len(document.text.encode())
-                    mark = document.metadata.get(_DROPPED)
-                    if _CUT in document.metadata:
-                        name, overlap = document.metadata[_CUT]
+                    mark = document.metadata.get(Mark.DROPPED)
+                    if Mark.CUT in document.metadata:
+                        name, overlap = document.metadata[Mark.CUT]
                         list_.write(_entry(name, "tasks", "cut", overlap))
-                    changed.update(document.metadata.get(_CHANGED, ()))
+                    changed.update(document.metadata.get(Mark.CHANGED, ()))
                     read.update(documents=1)
                     if mark is None:
                         kept.update(documents=1, bytes=size)
@@ -407,7 +421,7 @@ def _entry(name: str, step: str, reason: str, detail: str) -> bytes:
 
 
 def _line(document: Document) -> bytes:
-    hidden = (*_MARKS, "text", "id")
+    hidden = (*Mark, "text", "id")
     fields = {key: value for key, value in document.metadata.items() if key not in hidden}
     record = {"text": document.text, "id": document.id, **fields}
     return dump_record(record)

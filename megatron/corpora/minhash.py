@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.corpora.words import batches, hash_ngrams, mix, split_words
+from megatron.errors import ConfigError
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 NO_WORDS = np.uint16(0)  # every value of a document without words, which equals no other document
@@ -47,6 +48,12 @@ class MinHash:
     rows: int = 5
     similarity: float = 0.6
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        """Refuse settings without values."""
+        for name in ("ngram", "bands", "rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"steps.duplicates.{name} {getattr(self, name)}: give at least 1")
 
     @property
     def values(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from megatron.data.text_input import load_line
 from megatron.errors import DataError
 
 _SENTENCE_ENDS = ".!?"
+_SENTENCE_END = re.compile(f"[{_SENTENCE_ENDS}]")
 
 
 class Overlap(NamedTuple):
@@ -86,33 +87,34 @@ class TaskNgrams:
                 for at in maybe[known[places] == hashes[maybe]].tolist():
                     number = first + int(words.documents[at])
                     start, end = int(words.starts[at]), int(words.ends[at + size - 1])
-                    found[number].append(_in_characters(data[number], start, end, int(hashes[at])))
-        for overlaps in found:
-            overlaps.sort()
-        return found
+                    found[number].append(Overlap(start, end, int(hashes[at])))
+        return [sorted(_in_characters(*both)) for both in zip(data, found, strict=True)]
 
 
-def _in_characters(data: bytes, start: int, end: int, ngram: int) -> Overlap:
-    if data.isascii():
-        return Overlap(start, end, ngram)
-    before = len(data[:start].decode())
-    return Overlap(before, before + len(data[start:end].decode()), ngram)
+def _in_characters(data: bytes, overlaps: list[Overlap]) -> list[Overlap]:
+    """Turn offsets of UTF-8 bytes into those of characters."""
+    if not overlaps or data.isascii():
+        return overlaps
+    begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+    before = np.concatenate([[0], np.cumsum(begins)])
+    return [Overlap(int(before[a]), int(before[b]), ngram) for a, b, ngram in overlaps]
 
 
 def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
     """Return the parts of a text that are left without its overlaps.
 
     A cut reaches from the end of the sentence before the margin to the end of the sentence after
-    it. Parts of at most `min_characters` characters are left out, unless nothing was cut.
+    it. Cuts that touch become one. Parts of at most `min_characters` characters are left out,
+    unless nothing was cut.
     """
     if not overlaps:
         return [text]
     parts, begin = [], 0
     for overlap in overlaps:
-        if overlap.start < begin:
-            continue  # cut already
-        parts.append(text[begin : _last_end(text, begin, overlap.start - step.margin)])
-        begin = _next_end(text, overlap.end + step.margin)
+        if overlap.start >= begin:
+            parts.append(text[begin : _last_end(text, begin, overlap.start - step.margin)])
+        if overlap.end + step.margin >= begin:
+            begin = _next_end(text, overlap.end + step.margin)
     parts.append(text[begin:])
     return [part for part in parts if len(part) > step.min_characters]
 
@@ -124,8 +126,8 @@ def _last_end(text: str, begin: int, end: int) -> int:
 
 def _next_end(text: str, start: int) -> int:
     """Return the offset after the first end of a sentence from `start` on."""
-    found = [text.find(mark, start) for mark in _SENTENCE_ENDS]
-    return min((place + 1 for place in found if place >= 0), default=len(text))
+    found = _SENTENCE_END.search(text, start)
+    return len(text) if found is None else found.end()
 
 
 def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -152,8 +154,7 @@ def _read_task(path: str, keys: Sequence[str]) -> list[str]:
         return lines
     records: list[Any] = []
     if name.endswith(".tsv"):
-        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        header = next(rows, [])
+        header, *rows = (line.removesuffix("\r").split("\t") for line in lines if line.strip())
         records = [dict(zip(header, row, strict=False)) for row in rows]
     else:
         for number, line in enumerate(lines, 1):
@@ -161,9 +162,10 @@ def _read_task(path: str, keys: Sequence[str]) -> list[str]:
                 records += [load_line(line.encode())] if line.strip() else []
             except ValueError as error:
                 raise DataError(f"task file {path}:{number}: {error}: fix the line") from None
-    if keys and not any(key in record for record in records for key in keys):
+    texts = [text for record in records for text in _texts(record, keys)]
+    if keys and not texts:
         raise DataError(f"task file {path}: no {' or '.join(keys)} in any line: fix keys")
-    return [text for record in records for text in _texts(record, keys)]
+    return texts
 
 
 def _texts(value: Any, keys: Sequence[str]) -> Iterator[str]:

@@ -38,8 +38,10 @@ EXECUTORS = ("local", "slurm", "ray")
 PLAN_FILE = "plan.json"
 DATASET = "corpus_text_document"
 TASKS_FILE = "tasks.npz"
-_OURS = ("text", "work", "dropped", "logs", "report.json", "report.png", PLAN_FILE)
-_DATASET_FILES = (f"{DATASET}.bin", f"{DATASET}.idx")
+# In the order of their removal: without its log, a task counts as not done; the plan says whose
+# the other files are.
+_REPORT = ("report.json", "report.png")
+_OURS = ("logs", "text", "work", "dropped", *_REPORT, f"{DATASET}.idx", f"{DATASET}.bin", PLAN_FILE)
 
 
 class Stage(NamedTuple):
@@ -150,6 +152,7 @@ def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool)
     """Write the plan into the folder, or compare it with the plan that is already there."""
     files = [part.path for piece in pieces for part in piece]
     files += plan.steps["tasks"].files if "tasks" in plan.steps else ()
+    files += _tokenizer_files(plan)
     inputs = {}
     for path in dict.fromkeys(files):
         found = os.stat(path)
@@ -168,13 +171,25 @@ def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool)
         )
     if folder.exists() and any(folder.iterdir()) and not file.exists():
         raise ConfigError(f"--output {folder}: holds other files: choose another or a new folder")
-    for ours in (folder / name for name in _OURS + _DATASET_FILES):
+    for ours in (folder / name for name in _OURS):
         if ours.is_dir():
             shutil.rmtree(ours)
         else:
             ours.unlink(missing_ok=True)
     with output(file) as target:
         target.write(json.dumps(wanted, indent=1, ensure_ascii=False).encode())
+
+
+def _tokenizer_files(plan: CorpusPlan) -> list[str]:
+    if "tokenize" not in plan.steps:
+        return []
+    tokenizer = plan.steps["tokenize"].tokenizer
+    named = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
+    found: list[str] = []
+    for path in (Path(name) for name in named if name):
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found += [str(file) for file in inside if file.is_file()]
+    return found
 
 
 def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
@@ -78,6 +79,9 @@ def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
         DataError: There is no such file, or one of an unknown format.
     """
     paths = find_inputs(patterns, ARCHIVES)
+    for path in paths:
+        if any("\ud800" <= character <= "\udfff" for character in path):
+            raise DataError(f"--input {path!a}: the name is not UTF-8: rename the file")
     sizes = {path: os.path.getsize(path) for path in paths}
     goal = min(max(sum(sizes.values()) // _PIECES, _SMALLEST_PIECE), _LARGEST_PIECE)
     pieces: list[Piece] = []
@@ -139,7 +143,8 @@ def _read_line(line: bytes, place: str, plan: CorpusPlan) -> Raw:
     if not isinstance(record, dict) or not isinstance(record.get(plan.text_key), str):
         return Raw(place, "", place, {}, problem=f"no text under the key {plan.text_key!r}")
     text = record.pop(plan.text_key)
-    return Raw(place, text, str(record.pop(plan.id_key, None) or place), record)
+    name = record.get(plan.id_key)  # it stays a field: --id-key url must not hide the address
+    return Raw(place, text, place if name in (None, "") else str(name), record)
 
 
 def _columns(path: str, text_key: str) -> list[str]:
@@ -151,8 +156,10 @@ def _columns(path: str, text_key: str) -> list[str]:
         schema = parquet.read_schema(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
-    plain = [f.name for f in schema if pyarrow.types.is_string(f.type) and f.name != text_key]
-    return [text_key, *plain]
+    kinds = pyarrow.types
+    plain = (kinds.is_string, kinds.is_large_string, kinds.is_integer)
+    others = [f.name for f in schema if f.name != text_key and any(is_(f.type) for is_ in plain)]
+    return [text_key, *others]
 
 
 def _read_archive(path: str) -> Iterator[Raw]:
@@ -163,7 +170,7 @@ def _read_archive(path: str) -> Iterator[Raw]:
     """
     with corpora_extra():
         from fastwarc.warc import ArchiveIterator, WarcRecordType
-        from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+        from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
 
     found = False
     with _damage(path), open(path, "rb") as raw, _unpacked(path, raw) as stream:
@@ -180,15 +187,17 @@ def _read_archive(path: str) -> Iterator[Raw]:
                 continue
             place = f"{path}:byte {record.stream_pos}"
             fields = {
-                key: value
+                key: value.removeprefix("<").removesuffix(">")  # wget's addresses have brackets
                 for key, header in (("url", "WARC-Target-URI"), ("date", "WARC-Date"))
                 if (value := record.headers.get(header))
             }
             name = record.headers.get("WARC-Record-ID") or place
             if record.record_type == WarcRecordType.conversion:
                 yield Raw(place, data.decode("utf-8", "replace"), name, fields)
-            elif (record.http_content_type or _PAGES[0]) in _PAGES:
-                encoding = record.http_charset or detect_encoding(data) or "utf-8"
+            elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
+                # Servers name encodings that do not exist; they get the same as no name.
+                named = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
+                encoding = named or detect_encoding(data) or "utf-8"
                 text = bytes_to_str(data, encoding, fallback_encodings=("utf-8", "windows-1252"))
                 yield Raw(place, text, name, fields, is_html=True)
     if not found and os.path.getsize(path):
@@ -199,7 +208,7 @@ def _read_archive(path: str) -> Iterator[Raw]:
 def _damage(path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         remedy = "copy or download it again, or remove it"
         raise DataError(f"--input {path}: damaged or truncated ({error}): {remedy}") from error
 

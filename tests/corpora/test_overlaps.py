@@ -58,6 +58,27 @@ def test_a_cut_reaches_to_the_ends_of_sentences() -> None:
     assert cut_out("short", [], step) == ["short"]
 
 
+def test_a_run_across_the_end_of_a_cut_is_cut_whole() -> None:
+    step = TasksStep(margin=5, min_characters=10, max_ngram=3, min_ngram=3)
+    words = [f"word{number}" for number in range(6)]
+    ngrams = TaskNgrams.of_texts([" ".join(words)], 3, 3)
+    leaked = " ".join(words).replace("word4", "word4.")  # the first run is cut up to here
+    text = f"First sentence stays here. Second goes: {leaked}, all of it. Third one stays."
+    parts = cut_out(text, ngrams.find([text])[0], step)
+    assert parts == ["First sentence stays here.", " Third one stays."]
+
+
+@pytest.mark.parametrize("letter", ["a", "é"])
+def test_offsets_of_many_overlaps_are_those_of_characters(letter) -> None:
+    task = " ".join(f"{letter}{number}" for number in range(13))
+    ngrams = TaskNgrams.of_texts([task], 13, 8)
+    text = f"{task} " * 20_000
+    found = ngrams.find([text])[0]
+    assert len(found) == 20_000
+    assert all(text[one.start : one.end] == task for one in found[:: len(found) // 10])
+    assert cut_out(text, found, TasksStep(margin=0)) == []
+
+
 def test_task_files_of_each_kind(tmp_path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps({"question": {"text": "why"}, "answers": ["so", "be"]}) + "\n\n")
@@ -69,6 +90,10 @@ def test_task_files_of_each_kind(tmp_path) -> None:
     assert read_tasks(files, ()) == ["why", "so", "be", 'first "', "second", "a", "b"]
     assert read_tasks([str(lines)], ("answers",)) == ["so", "be"]
     assert read_tasks([str(table)], ("two",)) == ["second"]
+    table.write_text("one\ttwo\r\nfirst\t" + "long " * 40_000 + "\r\n")
+    assert read_tasks([str(table)], ("two",)) == ["long " * 40_000]
+    lines.write_text('[{"question": "why"}]\n7\n')
+    assert read_tasks([str(lines)], ("question",)) == ["why"]
     with pytest.raises(DataError, match=r"a.jsonl: no answer in any line"):
         read_tasks([str(lines)], ("answer",))
     with pytest.raises(DataError, match=r"missing.txt: cannot be read"):

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,6 +185,93 @@ def test_starting_again_leaves_nothing_of_the_corpus_before(tmp_path) -> None:
     ]
 
 
+def test_a_kill_while_starting_again_is_not_taken_for_a_finished_run(tmp_path, monkeypatch) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(_GOOD)
+    plan, folder = CorpusPlan((str(source),), {}), tmp_path / "out"
+    build_corpus(plan, folder, Cluster(), overwrite=False)
+    expected = _result(folder)
+    remove = shutil.rmtree
+    removed = []
+
+    def killed(path: Path) -> None:
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(path)
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_corpus(plan, folder, Cluster(), overwrite=True)
+    build_corpus(plan, folder, Cluster(), overwrite=False)
+    assert _result(folder) == expected
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer_under_the_same_name(tmp_path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(_GOOD)
+    tokenizer = write_pair(tmp_path, GOOD, "a b\n")
+    plan = CorpusPlan((str(source),), {"tokenize": TokenizeStep(tokenizer)})
+    build_corpus(plan, tmp_path / "out", Cluster(), overwrite=False)
+    assert tokenizer.merge_file is not None
+    Path(tokenizer.merge_file).write_text("#version: 0.2\na b\n\n")
+    with pytest.raises(ConfigError, match=r"the input files have changed.*--overwrite"):
+        build_corpus(plan, tmp_path / "out", Cluster(), overwrite=False)
+
+
+def _build_from(tmp_path: Path, capsys, data: bytes, name: str, *more: str) -> list[dict]:
+    """Return the documents that are left without the rules of quality and language."""
+    out = tmp_path / "out"
+    words = ["--input", _write(tmp_path / name, data), "--output", str(out), "--workers", "1"]
+    assert command.main([*words, "--skip-steps", "quality", "language", *more]) == 0
+    capsys.readouterr()
+    return [json.loads(line) for file in sorted(out.glob("text/*")) for line in file.open()]
+
+
+def test_fields_of_the_input_are_only_fields(tmp_path, capsys) -> None:
+    fields = {"_dropped": 1, "_changed": 2, "_cut": 3, "_html": True}
+    data = json.dumps({"text": "<b>some</b> words", "id": 0, **fields}).encode()
+    assert _build_from(tmp_path, capsys, data, "a.jsonl") == [
+        {"text": "<b>some</b> words", "id": "0", **fields}
+    ]
+
+
+def test_an_address_that_is_also_the_name_is_still_judged(tmp_path, capsys) -> None:
+    data = b'{"text": "some words", "url": "https://facebook.com/x"}\n'
+    assert _build_from(tmp_path, capsys, data, "a.jsonl", "--id-key", "url") == []
+
+
+def test_large_strings_and_numbers_of_parquet_are_read(tmp_path, capsys) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    columns = {"text": arrow.array(["some words"], arrow.large_string()), "id": arrow.array([7])}
+    columns["url"] = arrow.array(["https://a.example.org/b"], arrow.large_string())
+    parquet.write_table(arrow.table(columns), tmp_path / "made.parquet")
+    data = (tmp_path / "made.parquet").read_bytes()
+    assert _build_from(tmp_path, capsys, data, "a.parquet") == [
+        {"text": "some words", "id": "7", "url": "https://a.example.org/b"}
+    ]
+
+
+def _record(
+    body: bytes, uri: str = "http://example.com/a", kind: str = "application/http"
+) -> bytes:
+    head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: {uri}\r\nContent-Type: {kind}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "none-such", "hex", "undefined", "idna"])
+def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset={charset}\r\n\r\n"
+    page = head.encode() + "<html><body><p>Ein schöner Morgen</p></body></html>".encode()
+    answer = _record(b"20260101\nexample.com. 300 IN A 10.0.0.1\n", kind="text/dns")
+    data = _record(page, "<http://example.com/a>") + answer  # wget's brackets; no page
+    (found,) = _build_from(tmp_path, capsys, data, "a.warc")
+    assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
+
+
 def test_a_plan_survives_yaml(plan, tmp_path, capsys) -> None:
     assert plan_from_dict(plan.to_dict(), "plan") == plan
     assert command.main(["--input", "a", "--language", "zh", "--print-plan"]) == 0
@@ -207,6 +295,10 @@ def _write(path: Path, data: bytes) -> str:
     return str(path)
 
 
+def _damaged(data: bytes) -> bytes:
+    return data[:40] + b"\xff\x55\xff" + data[43:]
+
+
 _GOOD = b'{"text": "some words"}\n'
 _BAD_INPUTS = {
     "broken.jsonl": (_GOOD + b"{broken\n", "broken.jsonl:byte 23: broken JSON"),
@@ -218,6 +310,7 @@ _BAD_INPUTS = {
     "bad.parquet": (b"PAR1", "not a readable parquet file"),
     "bad.warc": (b"garbage\r\n\r\n", "damaged or truncated"),
     "cut.warc": (b"WARC/1.0\r\nContent-Length: 100\r\n\r\nabc", "ends in the middle of a record"),
+    "bad.warc.gz": (_damaged(gzip.compress(bytes(range(256)) * 9)), "damaged or truncated"),
     "cut.warc.gz": (gzip.compress(b"WARC/1.0\r\n")[:-3], "damaged or truncated"),
     "empty.jsonl": (b"", "all files are empty"),
     "unknown.pdf": (b"x", "unknown suffix"),
@@ -261,6 +354,10 @@ def test_bad_flags_end_in_one_line(tmp_path, capsys) -> None:
     assert "at least 8 words" in _fails(capsys, "--input", good, *out, "--tasks", short)
     plan = _write(tmp_path / "plan.yaml", b"input: [a]\nsteps: {languages: {}}\n")
     assert "did you mean language?" in _fails(capsys, "--plan", plan, *out)
+    plan = _write(tmp_path / "plan.yaml", b"input: [a]\nsteps: {duplicates: {bands: 0}}\n")
+    assert "duplicates.bands 0: give at least 1" in _fails(capsys, "--plan", plan, *out)
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl")
+    assert "the name is not UTF-8" in _fails(capsys, "--input", _write(Path(name), _GOOD), *out)
     plan = _write(tmp_path / "plan.yaml", b"input: [a]\nsteps: {quality: {min_words: -1}}\n")
     assert "steps.quality.min_words: -1 is negative" in _fails(capsys, "--plan", plan, *out)
 

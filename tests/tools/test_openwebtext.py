@@ -177,6 +177,27 @@ def test_overlaps_with_tasks(tmp_path, capsys) -> None:
     assert {record["body"] for record in read(out)} == {clean, text, passage}
 
 
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04cut", b"\x93NUMPY"])
+def test_damaged_fingerprints_are_one_line(tmp_path, capsys, data) -> None:
+    stored = tmp_path / "stored.npz"
+    stored.write_bytes(data)
+    texts = write(tmp_path / "a.json", [{"text": "x"}])
+    assert run("find_duplicates", "--load-fingerprints", stored) == 6
+    words = ("--tasks", texts, "--dedup-dataset", texts, "text")
+    assert run("filter_ngrams", *words, "--load-dictionary", stored) == 6
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_two_inputs_do_not_write_the_same_file(tmp_path, capsys) -> None:
+    files = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        files.append(write(tmp_path / name / "x.json", [{"text": name}]))
+    words = ("--tasks", "remove_512", "--output-path", tmp_path / "out")
+    assert run("cleanup_fix_dataset", "--input-files", *files, *words) == 9
+    assert "two have the same name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -24,6 +24,7 @@ if __package__ in (None, ""):
 from megatron.command import leave, run_command
 from megatron.config.arguments import ToolParser
 from megatron.environment import usable_cores
+from megatron.errors import ConfigError
 
 _TASKS = (
     "remove_512",
@@ -106,7 +107,10 @@ def run(options: argparse.Namespace) -> None:
     with writing_to("--output-path", folder):
         folder.mkdir(parents=True, exist_ok=True)
     work = partial(_clean, tuple(options.tasks))
-    for file in map(Path, options.input_files):
+    sources = [Path(file) for file in options.input_files]
+    if len({file.name for file in sources}) < len(sources):
+        raise ConfigError("--input-files: two have the same name, and so their outputs: rename one")
+    for file in sources:
         outputs = [
             str(folder / f"{file.stem}_{kind}{file.suffix}") for kind in ("cleaned", "filtered")
         ]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
@@ -193,7 +194,7 @@ def _load(file: str) -> Any:
     try:
         with np.load(file, allow_pickle=False) as stored:
             return TaskNgrams({int(size): stored[size] for size in stored.files})
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError, TypeError, BadZipFile) as error:
         raise DataError(
             f"--load-dictionary {file}: not written by --save-dictionary ({error}): make it again; "
             "the pickles of Megatron-LM are not read, as they run code"

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
@@ -68,6 +69,8 @@ def run(options: argparse.Namespace) -> None:
     from megatron.corpora.records import write_records
 
     bands, values = options.num_bands, options.num_seeds
+    if options.seed < 0:
+        raise ConfigError(f"--seed {options.seed}: give at least 0")
     if bands < 1 or values % bands or values < bands:
         raise ConfigError(f"--num-seeds {values}: give a multiple of --num-bands {bands}")
     if len(options.inputs) % 2:
@@ -154,7 +157,7 @@ def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
             made = stored["made"].tolist()
             names = json.loads(stored["names"].tobytes())
             part = (names, stored["counts"], stored["signatures"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise DataError(
             f"--load-fingerprints {file}: not fingerprints of this tool ({error}): make them again "
             "with --save-fingerprints; the pickles of Megatron-LM are not read, as they run code"
