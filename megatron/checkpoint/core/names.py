@@ -99,6 +99,12 @@ def is_of_optimizer(name: str) -> bool:
     return name.startswith(("optimizer.", "chained_"))
 
 
+def parameter_of(name: str) -> str | None:
+    """Return the name of the parameter whose optimizer state a tensor holds, if it holds one."""
+    match = _STATE.fullmatch(name)
+    return match[2] if match else None
+
+
 def place_of(name: str) -> OurName | None:
     """Return where a tensor of the file belongs, or `None` for an unknown form of optimizer state.
 

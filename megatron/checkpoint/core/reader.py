@@ -24,6 +24,7 @@ from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
 from megatron.checkpoint.reader import HeldTensor, Reader
 from megatron.checkpoint.retention import hold_if_listed
 from megatron.checkpoint.trust import open_trusted
+from megatron.config.fields import MAX_LAYERS
 from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis
 
@@ -105,7 +106,7 @@ class CoreReader(Reader):
         self.iteration: int = iteration
         if not has_states and world.is_first and any(map(names.is_of_optimizer, tensors)):
             warn(
-                f"{path}: optimizer states in a form that depends on the layout "
+                f"{path}: optimizer states in a form that depends on the layout, or flattened "
                 "(--dist-ckpt-optim-fully-reshardable was not given): only the weights are read"
             )
         released = path.name == RELEASE
@@ -147,6 +148,7 @@ class CoreReader(Reader):
         tensors = self._index.tensors
         places = {name: names.place_of(name) for name in tensors}
         has_states = any(map(names.is_of_optimizer, tensors)) and None not in places.values()
+        has_states = has_states and all(map(self._is_of_parameter_shape, tensors))
         for name, place in places.items():
             tied = self._tied and place is not None and place.parameter == "output.weight"
             if place is None or tied or (place.suffix and not has_states):
@@ -159,9 +161,18 @@ class CoreReader(Reader):
                 sources[ours] = source
         return sources, has_states
 
+    def _parameter(self, name: str) -> StoredTensor | None:
+        """Return the parameter whose optimizer state a tensor holds, if both are there."""
+        return self._index.tensors.get(names.parameter_of(name) or "")
+
+    def _is_of_parameter_shape(self, name: str) -> bool:
+        """Return whether a tensor is not an optimizer state that was flattened."""
+        weight = self._parameter(name)
+        return weight is None or weight.shape == self._index.tensors[name].shape
+
     def _is_own_master(self, name: str) -> bool:
         """Return whether the weight is fp32, in which case we keep no separate master copy."""
-        weight = self._index.tensors.get(name.partition("param.")[2])
+        weight = self._parameter(name)
         return weight is not None and weight.dtype == torch.float32
 
     def _sources_in(
@@ -174,6 +185,8 @@ class CoreReader(Reader):
                 raise CheckpointError(
                     f"{name} is {list(shape)}, but {COMMON} says {show(self._layers)} layers"
                 )
+            if shape[0] > MAX_LAYERS:
+                raise CheckpointError(f"{name} is {list(shape)}: more than {MAX_LAYERS:,} layers")
             shape = shape[1:]
         gate_dim = place.gate_dim if self._gated else None
         if gate_dim is not None:

@@ -404,6 +404,15 @@ def test_a_common_file_of_something_else_is_refused(folder, case):
     refused(folder)
 
 
+def test_more_layers_than_any_network_has_are_refused_before_they_are_listed(folder):
+    """One byte for each of a million layers would otherwise become a gigabyte of records."""
+    tensors = {name: one for name, one in _tensors().items() if "decoder.layers" not in name}
+    tensors["decoder.layers.input_layernorm.bias"] = torch.zeros(10_001, 1, dtype=torch.uint8)
+    shutil.rmtree(folder)
+    write_core(folder, tensors, _common(args={"num_layers": 10_001}))
+    refused(folder, "more than 10,000 layers")
+
+
 def test_nothing_is_executed_by_the_sound_index_s_own_classes(folder):
     """Objects of the classes that an index needs may hold anything; nothing is made of it."""
     index = pickle.loads((folder / INDEX).read_bytes())

@@ -15,7 +15,7 @@ from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
 from megatron.training.checkpointing import network_of, state_of
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
-from tests.checkpoint.core.core_files import Grid, to_core_ranks
+from tests.checkpoint.core.core_files import Grid, core_tensors, to_core_ranks, write_core
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy
@@ -150,6 +150,25 @@ def test_states_of_another_form_leave_the_weights(folders, tmp_path, capsys):
     theirs = open_checkpoint(tmp_path)
     assert theirs.names() == [name for name in ours.names() if name.startswith("model.")]
     assert theirs.meta["optimizer"] is None
+    assert "only the weights are read" in capsys.readouterr().err
+
+
+def test_states_flattened_by_the_distributed_optimizer_leave_the_weights(folders, tmp_path, capsys):
+    """Core to 0.14 stores [L, 3h, h] with TP 2 as [L, 2, 1, 3h / 2 * h], a rank's part in a row."""
+    root = folders("mixture")
+    tensors = core_tensors(open_checkpoint(root / "native"), stacked=True)
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        layers = len(tensors[name]) if "decoder.layers" in name else 1
+        ones = [1] * (tensors[name].dim() - 1)
+        tensors[name] = tensors[name].reshape(layers, *ones, -1)
+    theirs = open_checkpoint(root / "stacked")
+    common = torch.load(theirs.path / "common.pt", weights_only=False)
+    write_core(tmp_path / theirs.path.name, tensors, common)
+    flat = open_checkpoint(tmp_path)
+    assert flat.names() == [name for name in theirs.names() if name.startswith("model.")]
+    for name in flat.names():
+        assert torch.equal(read_whole(flat, name), read_whole(theirs, name)), name
+    assert flat.meta["optimizer"] is None
     assert "only the weights are read" in capsys.readouterr().err
 
 
