@@ -321,16 +321,18 @@ class DeepSpeedReader(Reader):
         Its experts, which have files of their own, come after the gate of their layer.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        experts = [name for name in own if names.local_expert(name) is not None]
+        experts = defaultdict[str, list[tuple[int, str]]](list)  # of each layer
+        for name in own:
+            index = names.local_expert(name)
+            if index is not None and index < each:
+                experts[name.partition("deepspeed_moe.")[0]].append((index, name))
         for name, value in own.items():
             if names.local_expert(name) is not None:
                 continue
             shapes[name] = value.shape
-            for index in range(each) if names.is_gate(name) else ():
-                layer = name.partition("deepspeed_moe.")[0]
-                for one in experts:
-                    if one.startswith(layer) and names.local_expert(one) == index:
-                        shapes[one] = own[one].shape
+            members = experts[name.partition("deepspeed_moe.")[0]] if names.is_gate(name) else []
+            for _, one in sorted(members, key=lambda member: member[0]):  # keeps the model's order
+                shapes[one] = own[one].shape
         return shapes
 
     def _place_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:

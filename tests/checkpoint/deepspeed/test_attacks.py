@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.deepspeed import names
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.find import FoundCheckpoint
 from megatron.checkpoint.loading import open_found
@@ -365,6 +366,20 @@ _EXPERTS = {
 def test_an_expert_s_file_of_something_else_is_refused(folder, case):
     _changed(folder, _EXPERT, _EXPERTS[case])
     refused(folder)
+
+
+def test_the_number_of_an_expert_does_not_decide_how_long_reading_takes(tmp_path, monkeypatch):
+    folder = to_deepspeed(_Mixture(), tmp_path, Form())
+    last = folder / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    tree = torch.load(last, weights_only=False)
+    far = {name.replace("experts.3.", "experts.999999."): value for name, value in tree.items()}
+    torch.save(far, last.with_name(last.name.replace("expert_3", "expert_999999")))
+    last.unlink()
+    calls = []
+    count = names.local_expert
+    monkeypatch.setattr(names, "local_expert", lambda name: calls.append(name) or count(name))
+    refused(folder)
+    assert 0 < len(calls) < 1000
 
 
 # Files
