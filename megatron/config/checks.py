@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from megatron.config import rules_data, rules_legacy, rules_model, rules_parallel, rules_training
+from megatron.config.experts import mixture_layers
 from megatron.config.run import RunOptions, flatten, values_of
 
 Rule = Callable[[RunOptions, int], Iterator[str]]
@@ -167,6 +168,14 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
             "one tensor-parallel process" if alone else "--sequence-parallel splits them already"
         )
         yield f"--distribute-saved-activations: {reason}: there is nothing left to split"
+    training, model = config.training, config.model
+    is_selective = training.recompute_granularity == "selective"
+    is_given = is_selective and "mlp" in training.recompute_modules and model.num_experts
+    if is_given and all(mixture_layers(model, model.num_layers or 0)):
+        yield (
+            "--recompute-modules mlp changes nothing: no layer has a dense MLP, and mixtures are "
+            "named moe"
+        )
     iterations, profiling = config.training.train_iters, config.profiling
     if profiling.profile and iterations is not None and profiling.profile_step_start > iterations:
         yield (

@@ -34,8 +34,20 @@ _GATED = Need(
     lambda run: run.model.num_experts and run.model.moe_router_gating == "deepspeed",
     "--moe-router-gating deepspeed",
 )
+_GATED_TO_ONE = Need(
+    lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 1,
+    "--moe-router-gating deepspeed --moe-router-topk 1",
+)
+_GATED_TO_TWO = Need(
+    lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 2,
+    "--moe-router-gating deepspeed --moe-router-topk 2",
+)
 _DROPS = Need(
     lambda run: run.model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"
+)
+_LIMITED = Need(
+    lambda run: run.model.moe_expert_capacity_factor or run.model.moe_eval_capacity_factor,
+    "--moe-expert-capacity-factor or --moe-eval-capacity-factor",
 )
 
 
@@ -114,9 +126,9 @@ class ExpertOptions:
     moe_router_gating: str = flag("core", choices=("core", "deepspeed"), needs=_MIXTURE)
     noisy_gate_policy: str | None = flag(None, choices=("RSample", "Jitter"), requires=_GATED)
     moe_top2_2nd_expert_sampling: bool = flag(
-        True, off="--disable-moe-top2-2nd-expert-sampling", needs=_GATED
+        True, off="--disable-moe-top2-2nd-expert-sampling", needs=_GATED_TO_TWO
     )
-    moe_use_rts: bool = flag(True, needs=_GATED)
+    moe_use_rts: bool = flag(True, needs=_GATED_TO_ONE)
     moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=_MIXTURE
@@ -135,9 +147,9 @@ class ExpertOptions:
     moe_input_jitter_eps: float | None = flag(None, at_least=0, below=1, requires=_MIXTURE)
     moe_expert_capacity_factor: float | None = flag(None, above=0, requires=_MIXTURE)
     moe_eval_capacity_factor: float | None = flag(None, above=0, needs=_MIXTURE)
-    moe_min_capacity: int = flag(0, unit="tokens", at_least=0, needs=_MIXTURE)
+    moe_min_capacity: int = flag(0, unit="tokens", at_least=0, needs=_LIMITED)
     moe_token_dropping: bool = flag(True, off="--disable-moe-token-dropping", needs=_MIXTURE)
-    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), needs=_DROPS)
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), needs=_LIMITED)
     moe_pad_expert_input_to_capacity: bool = flag(
         False,
         requires=_DROPS,
