@@ -204,10 +204,10 @@ def _pattern_entries(text: str) -> str:
     """Return the ones and zeros of lists that `+`, `*` and parentheses combine as in Python."""
 
     def repeat(match: re.Match[str]) -> str:
-        entries = match[1].split(",") * int(match[2]) if match[1] else []
-        if len(entries) > MAX_LAYERS:
+        entries, times = match[1].split(",") if match[1] else [], int(match[2])
+        if len(entries) * times > MAX_LAYERS:  # before there are as many
             raise ValueError(f"expected at most {MAX_LAYERS} layers")
-        return f"[{','.join(entries)}]"
+        return f"[{','.join(entries * times)}]"
 
     for _ in range(_MOST_PASSES):
         if len(text) > 4 * MAX_LAYERS:
