@@ -162,6 +162,8 @@ def _judge_url(step: Any, document: Document) -> str:
 
 def _extract(step: Any, document: Document) -> str:
     if document.metadata.pop(Mark.HTML, False):
+        if reason := cleaning.judge_nesting(document.text):
+            return reason
         document.text = cleaning.extract_page(document.text)
         return "no main text" if len(document.text) < step.min_characters else ""
     return ""

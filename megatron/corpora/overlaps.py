@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -148,13 +149,14 @@ def _read_task(path: str, keys: Sequence[str]) -> list[str]:
     try:
         with (gzip.open if name != path else open)(path, "rb") as file:
             lines = file.read().decode("utf-8-sig").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"task file {path}: cannot be read as UTF-8 text: {error}") from None
     if not name.endswith((".jsonl", ".json", ".ndjson", ".tsv")):
         return lines
     records: list[Any] = []
     if name.endswith(".tsv"):
-        header, *rows = (line.removesuffix("\r").split("\t") for line in lines if line.strip())
+        rows = (line.removesuffix("\r").split("\t") for line in lines if line.strip())
+        header = next(rows, [])
         records = [dict(zip(header, row, strict=False)) for row in rows]
     else:
         for number, line in enumerate(lines, 1):

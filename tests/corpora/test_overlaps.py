@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -92,6 +93,12 @@ def test_task_files_of_each_kind(tmp_path) -> None:
     assert read_tasks([str(table)], ("two",)) == ["second"]
     table.write_text("one\ttwo\r\nfirst\t" + "long " * 40_000 + "\r\n")
     assert read_tasks([str(table)], ("two",)) == ["long " * 40_000]
+    table.write_text("")
+    assert read_tasks([str(table)], ()) == []
+    packed = tmp_path / "d.txt.gz"
+    packed.write_bytes(gzip.compress(b"a\nb")[:10] + b"\xff" * 30)
+    with pytest.raises(DataError, match=r"d.txt.gz: cannot be read"):
+        read_tasks([str(packed)], ())
     lines.write_text('[{"question": "why"}]\n7\n')
     assert read_tasks([str(lines)], ("question",)) == ["why"]
     with pytest.raises(DataError, match=r"a.jsonl: no answer in any line"):

@@ -272,6 +272,17 @@ def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
     assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
 
 
+@pytest.mark.parametrize("inner", ["<div>", "<div></x>", "<DIV class='a'><p>"])
+def test_a_page_that_is_nested_too_deeply_is_left_out(tmp_path, capsys, inner) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body>"
+    deep = _record(head + inner.encode() * 100_000 + b"text")  # would take minutes
+    wide = _record(head + b"<p>text<br><div><b>more</b></div>" * 2000)
+    (found,) = _build_from(tmp_path, capsys, deep + wide, "a.warc")
+    assert found["text"].startswith("text")
+    dropped = (tmp_path / "out" / "dropped" / "clean" / "00000.jsonl").read_text()
+    assert '"step":"extract","reason":"nested too deeply"' in dropped
+
+
 def test_a_plan_survives_yaml(plan, tmp_path, capsys) -> None:
     assert plan_from_dict(plan.to_dict(), "plan") == plan
     assert command.main(["--input", "a", "--language", "zh", "--print-plan"]) == 0

@@ -10,6 +10,7 @@ command continues where the first one ended.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from tools.wikipedia import download, extract, merge
 from tools.wikipedia.plain import parser
 
 _MADE_FROM = "dump.txt"  # names the dump that the other files are made from
+_OWN_TOKENIZER = Path("tokenizer", "tokenizer.json")
+_FLAGS = "flags.json"  # what the run was begun with
 
 
 def make(options: argparse.Namespace) -> None:
@@ -43,6 +46,7 @@ def make(options: argparse.Namespace) -> None:
     tokenizer = options.tokenizer_model
     if tokenizer is not None and not tokenizer.is_file():
         raise ConfigError(f"--tokenizer-model {tokenizer}: there is no such file")
+    _expect_same_flags(options, out)
     prefix = out / "wikipedia"
     dataset = out / "wikipedia_text_document"
     corpus, articles = out / "wikipedia.jsonl", out / "articles"
@@ -58,7 +62,7 @@ def make(options: argparse.Namespace) -> None:
         merge.merge(articles, corpus)
         shutil.rmtree(articles)
     if tokenizer is None:
-        tokenizer = out / "tokenizer" / "tokenizer.json"
+        tokenizer = out / _OWN_TOKENIZER
         if not tokenizer.exists():
             run_step(
                 "Train a tokenizer",
@@ -74,6 +78,28 @@ def make(options: argparse.Namespace) -> None:
         + ["--overwrite"],  # a .bin without its .idx is what a kill leaves
     )
     print(f"\nTrain on it with --data-path {dataset}")
+
+
+def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
+    """Store the flags that decide the result, or compare them with those of an earlier run."""
+    names = ("wiki", "date", "url", "checksum", "vocab_size")
+    given = {name: getattr(options, name) for name in names}
+    tokenizer = options.tokenizer_model or out / _OWN_TOKENIZER
+    given["tokenizer_model"] = str(tokenizer.absolute())
+    file = out / _FLAGS
+    if not file.exists():
+        with durable.writing_to("--out", out):
+            out.mkdir(parents=True, exist_ok=True)
+            durable.replace_file(file, json.dumps(given).encode())
+        return
+    there = json.loads(file.read_bytes())
+    for name, value in given.items():
+        if there.get(name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {value}: --out {out} was begun with {flag} {there.get(name)}: give the "
+                "same flags to continue, or another folder"
+            )
 
 
 def _own_dump(out: Path) -> Path | None:

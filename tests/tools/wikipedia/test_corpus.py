@@ -54,6 +54,22 @@ def test_a_dump_on_this_machine_and_a_kill_before_each_step(tmp_path: Path) -> N
         assert {name: (out / name).read_bytes() for name in names} == expected
 
 
+def test_a_folder_is_not_continued_with_other_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(write_dump(tmp_path / "eowiki.xml.bz2", articles(20)))
+    out = tmp_path / "out"
+    assert _make(out, source) == 0
+    assert _make(out, source, "--vocab-size", "310") == ConfigError.exit_code
+    assert "was begun with --vocab-size 300" in capsys.readouterr().err
+    assert _make(out, source, "--wiki", "de") == ConfigError.exit_code
+    assert "--wiki de: --out" in capsys.readouterr().err
+    other = str(shutil.copy(out / "tokenizer" / "tokenizer.json", tmp_path))
+    assert _make(out, source, "--tokenizer-model", other) == ConfigError.exit_code
+    assert "was begun with --tokenizer-model" in capsys.readouterr().err
+    assert _make(out, source) == 0
+
+
 def test_a_folder_is_of_one_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
