@@ -72,7 +72,8 @@ class RouterState:
         self.loss_scale = loss_scale = routers.loss_scale
         self._kinds = {kind: i for i, kind in enumerate(losses)}
         self._rate = bias_rate
-        self._hits: list[Tensor] = []
+        self._hits: Tensor | float = 0.0  # of the update's micro-batches so far
+        self._passes = 0
         self._mean_hits: dict[int, Tensor] = {}  # by the micro-batch's seed
         self.counts = loss_scale.new_zeros(experts)
         self.load = loss_scale.new_zeros(experts)
@@ -107,8 +108,8 @@ class RouterState:
             hits: Tokens that count for each expert in this micro-batch, on all of its ranks.
         """
         if not self._routers.is_paused:
-            self._hits.append(hits)
-            self._mean_hits[self.seed] = torch.stack(self._hits).mean(0)
+            self._hits, self._passes = hits + self._hits, self._passes + 1
+            self._mean_hits[self.seed] = self._hits / self._passes
         return self._mean_hits[self.seed]
 
     def update_bias(self, counts: Tensor) -> None:
@@ -122,7 +123,7 @@ class RouterState:
 
     def reset(self) -> None:
         """Forget the passes of an update, whose tokens count in the load from now on."""
-        self._hits.clear()
+        self._hits, self._passes = 0.0, 0
         self._mean_hits.clear()
         self.load.add_(self.counts)
         self.counts.zero_()

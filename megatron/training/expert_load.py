@@ -33,9 +33,11 @@ def mixtures_of(plan: ModelPlan) -> dict[int, int]:
 
 def held_mixtures(run: Run) -> list[int]:
     """Return the mixture layers on this process, by layer index, in the order of its routers."""
+    mixtures = mixtures_of(run.plan)
+    if not mixtures:
+        return []
     parts = plan_model(run.config.model, run.config.parallel)
     held = parts_of_stage(parts, run.layout.pipeline.rank, run.layout.pipeline.size)
-    mixtures = mixtures_of(run.plan)
     return [index for part in held for index in part.layers if index in mixtures]
 
 
