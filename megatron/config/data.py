@@ -133,7 +133,8 @@ class DataOptions:
         per_split_data_args_path: JSON file with the words of --train-data-path, --valid-data-path
             and --test-data-path under the keys train, valid and test. Each value is a list, a
             string, or null for no data.
-        data_cache_path: Folder for index caches. Default: next to the dataset.
+        data_cache_path: Folder for index caches, and for copies of data in object storage. Default:
+            next to the dataset.
         mock_data: Train on generated tokens instead of a corpus.
         seq_length: Sequence length.
         decoder_seq_length: Sequence length of the T5 decoder.

@@ -35,6 +35,7 @@ from megatron.data.tfrecord import TFRecords, find_tfrecords
 from megatron.errors import ConfigError, DataError, warn
 
 _BLOCKS, _BLOCK = 64, 4096  # blocks of each file that a fingerprint reads, and bytes per block
+_ADDRESS = "://"  # is part of an address, and of no path
 _MAX_DATASETS = np.iinfo(np.int16).max
 _BLEND_BLOCK = 4096  # samples of the shortest block of a blend
 _MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in a processor's cache
@@ -292,8 +293,8 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     if data.mock_data or not paths:
         return None
     whole = hashlib.sha256()
-    for _, prefix in parse_weighted_paths(paths, "--data-path"):
-        for path in _files_of(prefix, data):
+    for _, name in parse_weighted_paths(paths, "--data-path"):
+        for path in _files_of(_local(name, "--data-path", data), data):
             try:
                 with path.open("rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
@@ -306,6 +307,15 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
                 raise DataError(f"{path}: cannot be read: {error.strerror}") from error
             whole.update(digest.digest())
     return whole.hexdigest()[:32]
+
+
+def _local(name: str, flag: str, data: DataConfig) -> str:
+    """Return a path for a word of --data-path, which may be an address of object storage."""
+    if _ADDRESS not in name:
+        return name
+    from megatron.data.remote import local_copy  # few runs need its libraries
+
+    return local_copy(name, flag, data.data_cache_path)
 
 
 def _files_of(prefix: str, data: DataConfig) -> Sequence[Path]:
@@ -336,7 +346,8 @@ def _open_members(
     splits: tuple[list[_Member], list[_Member], list[_Member]] = ([], [], [])
     for flag, path, takers in named:
         pairs = parse_weighted_paths(path, flag)
-        for weight, prefix in pairs:
+        for weight, name in pairs:
+            prefix = _local(name, flag, data)
             opened = _open(
                 prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
             )

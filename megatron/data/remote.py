@@ -1,0 +1,146 @@
+"""Datasets and text in object storage: `--data-path s3://bucket/folder/corpus_text_document`.
+
+Any storage that fsspec knows can be named by its address. Files are copied once to the folder of
+--data-cache-path and read from there. A copy's name says which version of the file it is, so a file
+that has changed is copied again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron.durable import renamed_when_done, sync_folder
+from megatron.errors import ConfigError, DataError, StorageError
+
+_BLOCK = 8 << 20  # bytes read at a time
+_VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "mtime", "created")
+
+
+def local_copy(name: str, flag: str, folder: str | None) -> str:
+    """Copy what an address names to `folder`, and return the path to use instead.
+
+    An indexed dataset is named by its prefix. Text is named by a file, a folder or a pattern.
+    Processes that ask for the same file copy it once and wait for each other.
+
+    Args:
+        name: The address.
+        flag: The flag that holds it, for messages.
+        folder: The value of --data-cache-path.
+
+    Raises:
+        ConfigError: There is no folder for copies, or no library for this kind of storage.
+        DataError: Nothing is found there, or it cannot be read.
+        StorageError: The copy cannot be written.
+    """
+    if folder is None:
+        raise ConfigError(
+            f"{flag} {name}: give --data-cache-path, a local folder with room for a copy"
+        )
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(name)
+    except (ImportError, ValueError) as error:  # both name the package, or the known kinds
+        raise ConfigError(f"{flag} {name}: {error}") from None
+    with _remote_errors(flag, name):
+        pairs = [f"{path}.bin", f"{path}.idx"]
+        if all(system.exists(file) for file in pairs):
+            files, is_prefix = pairs, True
+        else:
+            found = system.find(path) if system.isdir(path) else system.glob(path)
+            files, is_prefix = sorted(found), False
+        if not files:
+            raise DataError(
+                f"{flag} {name}: nothing is found there: give the prefix of a .bin and .idx file, "
+                "or text files"
+            )
+        about = [system.info(file) for file in files]
+    place = Path(folder) / f"{PurePosixPath(path).name}-{_digest(name, files, about)}"
+    for file, info in zip(files, about, strict=True):
+        relative = PurePosixPath(file).name if is_prefix else _below(file, path)
+        _copy(system, file, int(info["size"]), place / relative, flag)
+    if is_prefix:
+        return str(place / PurePosixPath(path).name)
+    return str(place / _below(files[0], path)) if len(files) == 1 else str(place)
+
+
+def _below(file: str, path: str) -> str:
+    """Return a file's name in the folder `path`, or its last part if `path` is no folder of it."""
+    inside = PurePosixPath(file)
+    if inside.is_relative_to(path) and str(inside) != path:
+        parts = inside.relative_to(path).parts
+        if ".." not in parts:
+            return str(PurePosixPath(*parts))
+    return inside.name
+
+
+def _digest(name: str, files: list[str], about: list[dict[str, Any]]) -> str:
+    """Return a digest of the files' names and versions."""
+    versions = [
+        [file, info["size"], *(str(info.get(key, "")) for key in _VERSION)]
+        for file, info in zip(files, about, strict=True)
+    ]
+    return hashlib.sha256(json.dumps([name, versions]).encode()).hexdigest()[:16]
+
+
+def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
+    """Copy a file unless it is there; the copy has its name only when it is complete."""
+    with _writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(target):
+        if target.exists():
+            return
+        with _writing(target), renamed_when_done(target) as out:
+            copied = 0
+            for data in _blocks(system, file, flag):
+                out.write(data)
+                copied += len(data)
+            if copied != size:
+                raise DataError(
+                    f"{flag} {file}: {copied} of {size} bytes were received: start again"
+                )
+        sync_folder(target.parent)
+
+
+def _blocks(system: Any, file: str, flag: str) -> Iterator[bytes]:
+    with _remote_errors(flag, file), system.open(file, "rb") as source:
+        while data := source.read(_BLOCK):
+            yield data
+
+
+@contextmanager
+def _only_one(target: Path) -> Iterator[None]:
+    """Hold a lock while a file is copied; it ends with the process that holds it."""
+    with target.with_name(f".{target.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"--data-cache-path: {target} cannot be written: {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def _remote_errors(flag: str, name: str) -> Iterator[None]:
+    """Report whatever a library of some storage raises in one line."""
+    try:
+        yield
+    except (DataError, ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{flag} {name}: cannot be read: {type(error).__name__}: {error}: check the address, "
+            "the network, and that this machine may read it"
+        ) from error
