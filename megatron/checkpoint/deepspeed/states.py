@@ -117,7 +117,7 @@ def _slices(
     for value in (mappings, masters):
         if not isinstance(value, list) or len(value) != len(mappings or ()):
             raise CheckpointError(f"{file.zip.path}: its groups contradict each other")
-    states = _states_of(file, base, len(masters or ()))
+    states = _states_of(file, base, len(masters or ()), steps)
     for mapping, master, state in zip(mappings or (), masters or (), states, strict=True):
         flats = {MASTER: master} | _known(file, state, steps)
         if not isinstance(mapping, dict):
@@ -131,8 +131,10 @@ def _slices(
                 yield kind, name, _window(file, flat, start, count)
 
 
-def _states_of(file: StateFile, base: Any, groups: int) -> list[Any]:
-    """Return the state of each group's flat partition."""
+def _states_of(
+    file: StateFile, base: Any, groups: int, steps: list[tuple[TorchZip, Any]]
+) -> list[Any]:
+    """Return the state of each group's flat partition, and collect the step counts of groups."""
     if isinstance(base, list):  # of an elastic checkpoint
         return base
     state = base.get("state") if isinstance(base, dict) else None
@@ -145,7 +147,20 @@ def _states_of(file: StateFile, base: Any, groups: int) -> list[Any]:
     numbers = list(itertools.chain.from_iterable(one or () for one in members))
     if len(numbers) != groups or not all(type(one) is int for one in numbers):
         raise CheckpointError(f"{file.zip.path}: the base optimizer has other groups")
+    steps += _steps_of_groups(file, state, listed)
     return [state.get(number) for number in numbers]
+
+
+def _steps_of_groups(
+    file: StateFile, state: Mapping[Any, Any], groups: Sequence[Any]
+) -> list[tuple[TorchZip, Any]]:
+    """Return the step counts of an optimizer's groups, if its states have none.
+
+    Apex's FusedAdam counts by group. DeepSpeed's counts by state, and its groups stay at 0.
+    """
+    if any(isinstance(one, dict) and "step" in one for one in state.values()):
+        return []
+    return [(file.zip, one["step"]) for one in groups if isinstance(one, dict) and "step" in one]
 
 
 def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> dict[str, Any]:
@@ -187,7 +202,7 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
         masters = tree.get("fp32_flat_groups")
         if not isinstance(masters, list):
             raise CheckpointError(f"{file.zip.path}: fp32_flat_groups is missing")
-        states = _states_of(file, tree.get("optimizer_state_dict"), len(masters))
+        states = _states_of(file, tree.get("optimizer_state_dict"), len(masters), result.steps)
         known = [
             {MASTER: master} | _known(file, state, result.steps)
             for master, state in zip(masters, states, strict=True)
@@ -248,7 +263,7 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     if sizes != expected:
         raise CheckpointError(f"{file.zip.path}: the optimizer's groups do not match the model's")
     numbers = itertools.chain.from_iterable(one or () for one in members)
-    result = States()
+    result = States(steps=_steps_of_groups(file, state, groups))
     for number, name in zip(numbers, order, strict=True):
         own = state.get(number) if type(number) is int else None
         # A parameter that no token has used has no state yet.

@@ -252,6 +252,23 @@ def test_a_dynamic_loss_scale_is_taken_over(natives, tmp_path, kind):
     assert told == (kind == "static")
 
 
+@pytest.mark.parametrize("form", [Form(), Form(zero=1, data=2), Form(zero=3)], ids=str)
+def test_steps_counted_by_group_are_taken_over(natives, tmp_path, form):
+    """Apex's FusedAdam counts there; after an overflow it has taken fewer steps than iterations."""
+    folder = to_deepspeed(open_checkpoint(natives("GPT-2")), tmp_path, form)
+    for path in folder.glob("*optim_states.pt" if form.zero else "*model_states.pt"):
+        tree = _load_with_classes(path)
+        kept = {0: "optimizer", 1: "base_optimizer_state", 3: "optimizer_state_dict"}[form.zero]
+        base = (tree["optimizer_state_dict"] if form.zero else tree)[kept]
+        for state in base["state"].values():
+            del state["step"]
+        for group in base["param_groups"]:
+            group["step"] = 1
+        save(tree, path)
+    reader = open_checkpoint(tmp_path)
+    assert (reader.iteration, reader.meta["optimizer"]["step"]) == (2, 1)
+
+
 def _load_with_classes(path):
     from tests.checkpoint.deepspeed import deepspeed_files
 
