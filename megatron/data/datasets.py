@@ -461,14 +461,22 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]:
-    """Return the number of samples to prepare from each dataset: its share plus half a percent."""
+    """Return the number of samples to prepare from each dataset: its share plus half a percent.
+
+    A dataset lags behind its share or is less than a sample ahead of it. In each phase it may gain
+    such a part of a sample, so there are at least as many as in its shares, each rounded up.
+    """
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
+    least = [0] * len(shares)
     for (start, weights), end in zip(phases, ends, strict=True):
         total = sum(weights, 0.0)
         for number, weight in enumerate(weights):
-            shares[number] += (end - start) * (weight / total)
-    return [max(1, math.ceil(share * 1.005)) for share in shares]
+            share = (end - start) * (weight / total)
+            shares[number] += share
+            least[number] += math.ceil(share)
+    enough = (math.ceil(share * 1.005) for share in shares)
+    return [max(1, *counts) for counts in zip(least, enough, strict=True)]
 
 
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
@@ -591,7 +599,12 @@ class BlendedDataset:
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
         """Return the members that read text, each with its number of samples (`ReadsText`)."""
-        counts = np.bincount(self.index.datasets[:samples], minlength=len(self.datasets))
+        if not any(text_members(dataset, 0) for dataset in self.datasets):
+            return []
+        counts = np.zeros(len(self.datasets), np.int64)
+        for start in range(0, samples, _MAX_ELEMENTS):  # bincount takes 8 bytes per sample
+            piece = self.index.datasets[start : min(start + _MAX_ELEMENTS, samples)]
+            counts += np.bincount(piece, minlength=len(self.datasets))
         found = zip(self.datasets, counts.tolist(), strict=True)
         return [member for dataset, count in found for member in text_members(dataset, count)]
 

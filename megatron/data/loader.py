@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
+from megatron.data.sample import PLACE, SEGMENT_ENDS, Sample, SampleDataset
 from megatron.errors import DataError, ShortageError, shortage_of
 
 _PREFETCH = 4  # micro-batches that a worker loads in advance
@@ -150,6 +150,9 @@ def build_loader(
         num_workers: The number of processes that load in advance. 0 loads in this process.
         seed: The seed of the loader's private generator.
         pin_memory: Whether to copy batches to page-locked memory, which is only useful with a GPU.
+
+    Raises:
+        DataError: A sample cannot be read.
     """
     loader: DataLoader[_ByValue] = DataLoader(
         dataset,  # type: ignore[arg-type]
@@ -177,6 +180,10 @@ def build_loader(
     try:
         for batch in batches:
             yield batch.tensors
+    except DataError as error:
+        # From a worker, PyTorch gives a traceback, of which the last line is for the user.
+        name = f"{DataError.__module__}.{DataError.__qualname__}: "
+        raise DataError(str(error).rpartition(name)[2].strip()) from None
     finally:
         # PyTorch closes a loader that nothing refers to, and then waits for the thread that pins
         # memory. If that thread has read half a batch from a worker that was killed, it waits for
@@ -259,11 +266,13 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
     All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become `[k + 1]`:
-    0, followed by the ends in the concatenated samples.
+    0, followed by the ends in the concatenated samples. `PLACE` `[6]` become `[p, 6]` for the p
+    samples that have one.
     """
     batch = {}
-    for name in samples[0]:
-        parts: list[Any] = [sample[name] for sample in samples]
+    for name in {name: None for sample in samples for name in sample}:
+        holders = [sample for sample in samples if name != PLACE or PLACE in sample]
+        parts: list[Any] = [sample[name] for sample in holders]
         if name == SEGMENT_ENDS:
             starts = np.cumsum([0, *(int(ends[-1]) for ends in parts)])
             shifted = [ends + start for ends, start in zip(parts, starts, strict=False)]

@@ -302,6 +302,8 @@ def _plain_blocks(
 ) -> Iterator[TextBlock]:
     total = os.path.getsize(path)
     begin, end = bounds or (0, total)
+    if end > total:
+        raise DataError(f"--input {path}: the file shrank: run again when no program writes to it")
     with open(path, "rb") as file:
         start = len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
         if begin:

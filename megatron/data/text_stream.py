@@ -21,10 +21,12 @@ a place, a stream is read from its beginning, which takes longer and gives the s
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -34,15 +36,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.data.sample import Sample, SampleDataset
+from megatron.data.sample import PLACE, Sample, SampleDataset
 from megatron.errors import DataError, warn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis
 
 if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
     from megatron.data.preprocess import BlockEncoder, EncodedBlock
+    from megatron.data.text_input import TextBlock
 
-PLACE = "place"  # the part of a sample, `[6]`, that says where the next row of its stream begins
 _PIECES = 1024  # number into which a small corpus is cut, so that it can be divided into splits
 _LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
 _STREAMS = 128  # each holds a block's tokens, at most a few MB
@@ -82,9 +84,12 @@ class TextCorpus:
 
         self.prefix = name
         self.key = key
-        self.files = find_inputs([name])
+        with _named_as_in_training():
+            self.files = find_inputs([name])
         self.sizes = [os.path.getsize(path) for path in self.files]
         self.size = sum(self.sizes)  # in bytes
+        if not self.size:
+            raise DataError(f"--data-path {name}: the text is empty: give more text")
         self.piece_bytes = min(max(self.size // _PIECES, _LEAST), _MOST)
         # The number of pieces in the files up to and including each.
         self._ends = np.cumsum(
@@ -108,10 +113,14 @@ class TextCorpus:
         if is_cut_anywhere(path):
             start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
             bounds = start, min(start + self.piece_bytes, self.sizes[file])
-        blocks = read_blocks([path], encoder.options.keys, _MOST, bounds=bounds)
-        for number, block in enumerate(blocks):
-            if number >= first:
-                yield encoder(block)
+        with _named_as_in_training():
+            blocks: Iterable[TextBlock]
+            blocks = read_blocks([path], encoder.options.keys, _MOST, bounds=bounds)
+            if bounds is not None:
+                blocks = list(blocks)  # only their places; no file stays open between samples
+            for number, block in enumerate(blocks):
+                if number >= first:
+                    yield encoder(block)
 
 
 @dataclass(eq=False)
@@ -292,9 +301,21 @@ def _shuffled(encoded: EncodedBlock, random: np.random.RandomState) -> NDArray[A
     return np.concatenate([tokens[:0], *(documents[i] for i in random.permutation(len(documents)))])
 
 
+@contextmanager
+def _named_as_in_training() -> Iterator[None]:
+    """Name the flags of a training run in the errors of readers that tools share."""
+    try:
+        yield
+    except DataError as error:
+        told = str(error).replace("--input ", "--data-path ").replace("--json-keys ", "--text-key ")
+        raise DataError(told) from error
+
+
 def is_text(name: str) -> bool:
     """Return whether a value of --data-path names text files, not an indexed dataset."""
-    return not os.path.exists(f"{name}.idx") and os.path.exists(name)
+    return not os.path.exists(f"{name}.idx") and (
+        os.path.exists(name) or any(glob.iglob(name, recursive=True))
+    )
 
 
 @runtime_checkable

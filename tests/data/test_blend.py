@@ -106,6 +106,16 @@ def test_phases_are_blends_that_continue_in_each_dataset() -> None:
     )
 
 
+def test_many_phases_leave_no_dataset_short() -> None:
+    random = np.random.RandomState(0)
+    for _ in range(100):
+        weights = [tuple(random.randint(1, 5, 3).tolist()) for _ in range(6)]
+        phases = [BlendPhase(7 * i, shares) for i, shares in enumerate(weights)]
+        counts = samples_of_each(phases, 45)
+        used = np.bincount(build_phases(phases, sum(counts)).datasets[:45], minlength=3)
+        assert (used <= counts).all()
+
+
 def test_a_schedule_is_parsed_and_checked() -> None:
     words = ["0:1,0", "20:0.5,0.5"]
     assert parse_blend_schedule(words, 2, 8) == [

@@ -13,17 +13,21 @@ import pytest
 from pyarrow import parquet
 
 from megatron.config.data import TokenizerConfig
+from megatron.data.datasets import BlendedDataset, build_blend_index, normalize
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import SingleSampler, build_loader
+from megatron.data.mock import MockDataset
 from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
+from megatron.data.sample import PLACE
 from megatron.data.text_input import read_blocks
 from megatron.data.text_stream import (
-    PLACE,
     TextCorpus,
     TextDataset,
+    is_text,
     load_places,
     save_places,
     take_places,
+    text_members,
 )
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Layout
@@ -201,6 +205,67 @@ def test_a_line_cut_by_two_pieces_is_read_once(corpus):
         ]
         assert b"".join(parts) == corpus.read_bytes()
         assert all(part.endswith(b"\n") or not part for part in parts)
+
+
+def test_a_blend_of_text_and_a_preprocessed_dataset(corpus, vocabulary):
+    text = dataset_of(corpus, vocabulary)
+    mock = MockDataset(50, SEQUENCE, 100, seed=1, split=0)
+    blended = BlendedDataset([text, mock], build_blend_index(normalize([1, 1]), 40))
+    world = Layout.single().world
+    batches = build_loader(blended, SingleSampler(40, 0, 4), num_workers=0, seed=0)
+    taken = [take_places(next(batches), blended)["id"].tolist() for _ in range(5)]
+    assert taken == [list(range(start, start + 4)) for start in range(0, 20, 4)]
+    saved = save_places(blended, 20, world)
+    assert saved is not None
+    assert sum(min(place) >= 0 for place in saved["places"][0]) == 32
+    assert sum(place[0] == 1 for place in saved["places"][0]) == 10
+
+
+def test_a_blend_without_text_counts_nothing():
+    blended = BlendedDataset([MockDataset(9, SEQUENCE, 100, seed=1, split=0)], None)  # type: ignore[arg-type]
+    assert text_members(blended, 1 << 40) == []
+
+
+def test_no_plain_file_stays_open(corpus, vocabulary):
+    dataset = dataset_of(corpus, vocabulary)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for i in range(dataset.streams):
+        _ = dataset[i]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_mistakes_are_told_in_the_flags_of_training(vocabulary, tmp_path):
+    (tmp_path / "x.doc").write_text("text")
+    with pytest.raises(DataError, match=r"--data-path .*x\.doc: unknown suffix"):
+        dataset_of(tmp_path / "x.doc", vocabulary)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(
+        DataError, match=r"--data-path .*empty\.jsonl: the text is empty: give more"
+    ):
+        dataset_of(tmp_path / "empty.jsonl", vocabulary)
+    parquet.write_table(pyarrow.table({"x": ["w1"]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="--text-key text: no such column"):
+        _ = dataset_of(tmp_path / "x.parquet", vocabulary)[0]
+    path = tmp_path / "shrunk.jsonl"
+    path.write_text('{"text": "w1 w2"}\n' * 20)
+    dataset = dataset_of(path, vocabulary)
+    path.write_text("")
+    with pytest.raises(DataError, match=r"--data-path .*shrunk\.jsonl: the file shrank"):
+        _ = dataset[0]
+
+
+def test_a_pattern_names_text(corpus):
+    assert is_text(str(corpus.parent / "*.jsonl"))
+    assert not is_text(str(corpus.parent / "*.parquet"))
+
+
+def test_a_worker_says_what_is_wrong_in_one_line(vocabulary, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"txt": "w3"}\n')
+    dataset = dataset_of(path, vocabulary)
+    batches = build_loader(dataset, SingleSampler(100, 0, 4), num_workers=1, seed=0)
+    with pytest.raises(DataError, match=r"\A--data-path .*no key 'text'.*--skip-bad-lines\Z"):
+        next(batches)
 
 
 def test_bad_lines_are_refused_or_left_out(vocabulary, tmp_path, capsys):
