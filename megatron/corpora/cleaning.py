@@ -8,7 +8,6 @@ is downloaded.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -57,12 +56,8 @@ _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with")
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
 
-_TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
-_WITHOUT_END = frozenset(  # elements that have no end tag, or need none
-    """area base br col embed hr img input link meta source track wbr html head body p li dt dd td
-    th tr thead tbody tfoot colgroup option optgroup rt rp""".split()
-)
-_DEEPEST = 1000  # elements in each other; browsers stop at 512
+_FEW_TAGS = 5000  # in a page that takes at most a second, however they are nested
+_DEEPEST = 512  # elements in each other; browsers stop there, too
 
 
 @cache
@@ -88,19 +83,24 @@ def judge_nesting(html: str) -> str:
     """Return why the main text of a web page cannot be extracted, or "".
 
     The time of the extraction grows with the square of the depth: 20,000 <div> take ten seconds.
+    Parsing is quick, and only the parser knows what is nested.
     """
-    if html.count("<") - html.count("</") <= _DEEPEST:
+    if html.count("<") - html.count("</") <= _FEW_TAGS:
         return ""
-    depths = Counter[str]()
+    with corpora_extra():
+        from resiliparse.parse.html import HTMLTree
+    tree = HTMLTree.parse(html)
+    node: Any = tree.document
     depth = 0
-    for slash, tag in _TAG.findall(html):
-        name = tag.lower()
-        if name not in _WITHOUT_END and (depths[name] or not slash):
-            step = -1 if slash else 1
-            depths[name] += step
-            depth += step
-            if depth > _DEEPEST:
-                return "nested too deeply"
+    while node is not None:
+        if depth > _DEEPEST:
+            return "nested too deeply"
+        if node.first_child is not None:
+            node, depth = node.first_child, depth + 1
+            continue
+        while node is not None and node.next is None:
+            node, depth = node.parent, depth - 1
+        node = None if node is None else node.next
     return ""
 
 

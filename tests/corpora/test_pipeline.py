@@ -272,11 +272,11 @@ def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
     assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
 
 
-@pytest.mark.parametrize("inner", ["<div>", "<div></x>", "<DIV class='a'><p>"])
+@pytest.mark.parametrize("inner", ["<div>", "<div></x>", "<div a='</div>'>", "<div><!--</div>-->"])
 def test_a_page_that_is_nested_too_deeply_is_left_out(tmp_path, capsys, inner) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body>"
     deep = _record(head + inner.encode() * 100_000 + b"text")  # would take minutes
-    wide = _record(head + b"<p>text<br><div><b>more</b></div>" * 2000)
+    wide = _record(head + b"<p>text<br><svg><path/></svg><div><b>more</b></div>" * 2000)
     (found,) = _build_from(tmp_path, capsys, deep + wide, "a.warc")
     assert found["text"].startswith("text")
     dropped = (tmp_path / "out" / "dropped" / "clean" / "00000.jsonl").read_text()
