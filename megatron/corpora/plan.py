@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -69,6 +70,12 @@ class LanguageStep:
 
     keep: tuple[str, ...] = ("en",)
     probability: float = 0.3
+
+    def __post_init__(self) -> None:
+        """Refuse names and regions, which would leave out every document."""
+        for code in self.keep:
+            if not re.fullmatch("[a-z]{2,3}", code):
+                raise ConfigError(f"--language {code}: give ISO 639 codes such as en or de")
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,7 @@ def test_bad_flags_end_in_one_line(tmp_path, capsys) -> None:
     out = ["--output", str(tmp_path / "out")]
     assert "--input" in _fails(capsys, *out)
     assert "--output" in _fails(capsys, "--input", good)
+    assert "--language en-US" in _fails(capsys, "--input", good, *out, "--language", "en-US")
     assert "--workers 0" in _fails(capsys, "--input", good, *out, "--workers", "0")
     assert "--slurm-partition" in _fails(capsys, "--input", good, *out, "--executor", "slurm")
     missing = _fails(capsys, "--input", good, *out, "--tasks", str(tmp_path / "no.jsonl"))
