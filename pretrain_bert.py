@@ -85,7 +85,7 @@ class BertRecipe:
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each masked token."""
+        """Return 1 for each masked token and 0 for all others."""
         return batch["loss_mask"]
 
     def forward(

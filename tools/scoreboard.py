@@ -77,7 +77,7 @@ def read_page(path: Path) -> str:
     """Read a page that has a section for results.
 
     Raises:
-        ConfigError: The page cannot be read and written, or has no such place.
+        ConfigError: The page cannot be read and written, or has no such section.
     """
     try:
         with path.open("r+", encoding="utf-8") as file:

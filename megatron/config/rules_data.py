@@ -18,7 +18,7 @@ from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
-    """Return the fields that a kind of tokenizer is built from: its files, or its size."""
+    """Return the fields that a kind of tokenizer is built from: files, its size, or neither."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 

@@ -39,7 +39,8 @@ class MinHash:
         ngram: The number of words of an n-gram.
         bands: The number of bands.
         rows: The number of values in a band.
-        similarity: The smallest share of equal values of near-duplicates.
+        similarity: The smallest share of equal values in two signatures that makes documents
+            near-duplicates.
         seed: The seed of the hash.
     """
 

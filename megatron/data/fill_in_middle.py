@@ -1,7 +1,7 @@
 """Fill in the middle: samples in which a model learns to write what stands between two texts.
 
-A document is cut at two random characters into prefix, middle and suffix, which are given in
-another order, each behind a token of its own (Bavarian et al., 2022, arXiv:2207.14255):
+A document is cut at two random characters into prefix, middle and suffix, which are put in another
+order and marked with special tokens (Bavarian et al., 2022, arXiv:2207.14255):
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle

@@ -152,7 +152,7 @@ def _record_starts(path: Path, content: mmap.mmap) -> Iterator[int]:
 
 @cache
 def _crc_table() -> list[int]:
-    """Return what each byte adds to a CRC-32C, one byte after the other."""
+    """Return, for each byte value, what it adds to a CRC-32C computed one byte at a time."""
     table = []
     for byte in range(256):
         state = byte

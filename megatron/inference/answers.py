@@ -52,7 +52,7 @@ class Answer(ABC):
         self._owes_prompt = request.sampling.prompt_logprobs  # until the scores are reported
 
     def choices(self, row: Row) -> list[PlacedChoice]:
-        """Return the tokens to choose or score in a row."""
+        """Return what to choose or score for a row of the plan."""
         choices = self._prompt_choices(row)
         if row.is_last:
             choices += self._next_choices(row)

@@ -117,5 +117,5 @@ NO_HANDOVERS = Handovers()
 
 
 def zero_for(x: Tensor, handover: Handover | None) -> Tensor | None:
-    """Return a zero for the kernel that writes x to raise, or `None` without a handover."""
+    """Return a zero that the kernel that writes x raises to its amax; `None` without a handover."""
     return None if handover is None else handover.measure(x)

@@ -190,7 +190,7 @@ def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
 
 
 def fused_rotate(library: KernelLibrary, x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] with a kernel, or with PyTorch if it cannot."""
+    """Rotate queries or keys [s, b, n, d] with a kernel, or with PyTorch if they do not fit."""
     if not _fits(x, x.shape[-1], rotation):
         return rotate(x, rotation)
     result: Tensor = _rotate(library, x, *rotation, False)

@@ -53,7 +53,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add in PyTorch. This is deterministic on a GPU too, which adds entries in sorted order."""
+    """Add in PyTorch, deterministically on a GPU too, where it adds entries in sorted order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

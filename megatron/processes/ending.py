@@ -88,7 +88,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 
 
 class ExitRequest:
-    """A request to exit early, because of a signal, a time limit, or the loss of the log's reader.
+    """A request to exit early, because of a signal, a time limit, or a log without a reader.
 
     A signal handler only sets a flag. The flag is reduced together with the losses of every step,
     so all ranks exit after the same iteration, with a checkpoint.

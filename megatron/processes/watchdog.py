@@ -444,7 +444,7 @@ class Watchdog:
         return any(file.is_relative_to(place) for place in places)
 
     def _watch(self) -> None:
-        """Watch the time.
+        """Check the deadline, and look for a hang, at intervals.
 
         This thread never waits for a network, a file system or a reader of its output.
         """

@@ -109,5 +109,5 @@ def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
 
 
 def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
-    """Return whether paths name the same files in another folder."""
+    """Return whether the file names are equal, whatever the folders: probably files were moved."""
     return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]

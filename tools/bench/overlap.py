@@ -58,9 +58,10 @@ def gathered(
 def scattered(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Form, bool]]:
-    """Return variants of the sum over ranks of products of [t m, in], scattered by rows.
+    """Return variants of a product of rows [t m, in], summed over the t ranks.
 
-    Each comes with a flag that says whether it communicates.
+    Each rank gets m rows of the sum (a reduce-scatter). Each variant comes with a flag that says
+    whether it communicates.
     """
     axis = layout.tensor
 

@@ -83,7 +83,7 @@ def flash_package(
 
 
 def padded(device: torch.device) -> Operation:
-    """Return BERT-large's attention with dropout: masked, unmasked, and one sample at a time."""
+    """Return BERT-large's attention with dropout: masked, unmasked, and in segments."""
     s, b = 512, 64
     padding = torch.ones(b, 1, 1, s, dtype=torch.bool, device=device)
     ends = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
