@@ -7,7 +7,6 @@ Each writes the documents that are left as JSON lines, or as its own format (tex
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import re
@@ -16,6 +15,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.arguments import ToolParser
 
 WORKERS = 2
 _WORD = re.compile(r"\w+")
@@ -99,9 +104,9 @@ RIVALS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser("rivals.py", __doc__)
     parser.add_argument("program", choices=RIVALS)
     parser.add_argument("source", type=Path, help="Folder with .jsonl files.")
     parser.add_argument("output", type=Path, help="New folder.")
-    given = parser.parse_args()
+    given = parser.read()
     RIVALS[given.program](given.source, given.output)
