@@ -26,15 +26,8 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
-from megatron.data.gpt import (
-    DocumentEnds,
-    build_gpt_datasets,
-    context_part,
-    make_batch,
-    make_loss_mask,
-)
+from megatron.data.datasets import DataRequest
+from megatron.data.gpt import build_gpt_datasets, context_part, make_batch, make_loss_mask
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.kernels.attention import Segments
 from megatron.models.build import build_model
@@ -76,7 +69,7 @@ class GPTRecipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         """Build samples of a stream of documents. Collective."""
-        splits = build_gpt_datasets(
+        return build_gpt_datasets(
             DataRequest(
                 config.data,
                 config.training.seed,
@@ -89,20 +82,6 @@ class GPTRecipe:
             vocab_size=tokenizer.vocab_size,
             tokenizer=(config.tokenizer, tokenizer),
         )
-        if config.data.fim_data:
-            how, seed = FillInMiddle.from_config(config.data, tokenizer), config.training.seed
-            splits = Datasets(
-                *(
-                    None if split is None else FillInMiddleDataset(split, how, seed)
-                    for split in splits
-                )
-            )
-        if not config.data.reset_attention_mask:
-            return splits
-        train, valid, test = (
-            None if split is None else DocumentEnds(split, tokenizer.eod) for split in splits
-        )
-        return train, valid, test
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label that counts, of a micro-batch of whole sequences."""

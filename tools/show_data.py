@@ -218,19 +218,14 @@ def _dataset(kind: str, request: Any, flags: TokenizerConfig, tokenizer: Any) ->
             decoder_seq_length=data.decoder_tokens,
             tokenizer=tokenizer,
         ).train
-    from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
-    from megatron.data.gpt import DocumentEnds, build_gpt_datasets
+    from megatron.data.gpt import build_gpt_datasets
 
-    train: Any = build_gpt_datasets(
+    return build_gpt_datasets(
         request,
         seq_length=data.seq_length,
         vocab_size=tokenizer.vocab_size,
         tokenizer=(flags, tokenizer),
     ).train
-    if train is not None and data.fim_data:
-        how = FillInMiddle.from_config(data, tokenizer)
-        train = FillInMiddleDataset(train, how, request.seed)
-    return None if train is None else DocumentEnds(train, tokenizer.eod)
 
 
 def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any]:
@@ -239,7 +234,6 @@ def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any
     import torch
 
     from megatron.data.gpt import make_batch
-    from megatron.data.sample import SEGMENT_ENDS
 
     batch = make_batch(
         torch.from_numpy(sample["text"])[None],
@@ -247,13 +241,14 @@ def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any
         reset_position_ids=data.reset_position_ids,
         eod_mask_loss=data.eod_mask_loss,
     )
-    places = np.arange(batch.tokens.shape[1])
+    text = batch.tokens[0].numpy()
+    ends_before = np.cumsum(text == tokenizer.eod) - (text == tokenizer.eod)
     return {
-        "text": batch.tokens[0].numpy(),
+        "text": text,
         "labels": batch.labels[0].numpy(),
         "loss_mask": batch.loss_mask[0].numpy(),
         "position": batch.position_ids[0].numpy(),
-        "document": np.searchsorted(sample[SEGMENT_ENDS], places, side="right"),
+        "document": ends_before,
     }
 
 

@@ -98,6 +98,10 @@ class Datasets(NamedTuple):
     valid: SampleDataset | None
     test: SampleDataset | None
 
+    def map(self, wrap: Callable[[SampleDataset], SampleDataset]) -> Datasets:
+        """Return the datasets, each wrapped."""
+        return Datasets(*(None if split is None else wrap(split) for split in self))
+
 
 _Source = IndexedDataset | TextCorpus | TFRecords
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron.config.data import TokenizerConfig
 from megatron.data.cache import ArraySpec
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
+from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.mock import MockDataset
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset, outside_vocabulary
@@ -274,7 +275,8 @@ def build_gpt_datasets(
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
         vocab_size: The number of entries of the tokenizer. Ids of this value or above are refused.
-        tokenizer: The tokenizer and its flags, for text files. Without one they are refused.
+        tokenizer: The tokenizer and its flags. Text files, --fim-data and --reset-attention-mask
+            need it; text is refused without one.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -298,9 +300,17 @@ def build_gpt_datasets(
     def build_mock(count: int, split: int) -> MockDataset:
         return MockDataset(count, seq_length, vocab_size, request.seed, split)
 
-    return build_datasets(
+    splits = build_datasets(
         request, build_part, build_mock, build_text=None if tokenizer is None else build_text
     )
+    data = request.data
+    if tokenizer is not None and data.fim_data:
+        how = FillInMiddle.from_config(data, tokenizer[1])
+        splits = splits.map(lambda split: FillInMiddleDataset(split, how, request.seed))
+    if tokenizer is not None and data.reset_attention_mask:
+        eod = tokenizer[1].eod
+        splits = splits.map(lambda split: DocumentEnds(split, eod))
+    return splits
 
 
 @dataclass(eq=False)

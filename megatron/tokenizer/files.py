@@ -53,6 +53,23 @@ class VocabularyFile(NamedTuple):
                 f"{self}: not a UTF-8 text file (byte {error.start} is not UTF-8)"
             ) from error
 
+    def entries(self) -> dict[str, int]:
+        """Return the number of each entry of a text with one entry per line.
+
+        Raises:
+            DataError: The content is not UTF-8, or an entry is there twice.
+        """
+        vocab: dict[str, int] = {}
+        for number, line in enumerate(self.text().removesuffix("\n").split("\n")):
+            entry = line.strip()
+            if entry in vocab:
+                raise DataError(
+                    f"{self}:{number + 1}: entry {entry!r} is already on line {vocab[entry] + 1}; "
+                    "remove one of the two"
+                )
+            vocab[entry] = number
+        return vocab
+
     def json(self) -> Any:
         """Parse the content as JSON.
 

@@ -113,15 +113,7 @@ def _has_chinese(text: str) -> bool:
 
 
 def _parse_vocab(file: VocabularyFile) -> dict[str, int]:
-    vocab: dict[str, int] = {}
-    for number, line in enumerate(file.text().removesuffix("\n").split("\n")):
-        entry = line.strip()
-        if entry in vocab:
-            raise DataError(
-                f"{file}:{number + 1}: entry {entry!r} is already on line {vocab[entry] + 1}; "
-                "remove one of the two"
-            )
-        vocab[entry] = number
+    vocab = file.entries()
     missing = [entry for entry in _REQUIRED if entry not in vocab]
     if missing:
         raise DataError(

@@ -21,9 +21,7 @@ from megatron.kernels.paged_attention import (
 from tests.kernels.compare import BF16, FP16, FP32, fresh
 
 BLOCK = 4
-# An error of 1e-6 in a score, the sum of up to 256 products in fp32, is a relative error of 1e-6 in
-# a weight: 2e-6 was exceeded once, by seed 619358242544 in the case (1, 4, 128).
-TOLERANCE = {FP32: 5e-6, FP16: 2e-3, BF16: 2e-2}
+TOLERANCE = {FP32: 2e-6, FP16: 2e-3, BF16: 2e-2}
 
 
 def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu"):
@@ -47,14 +45,14 @@ def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu")
     return [x.to(device, dtype) for x in (query, keys, values)], singles
 
 
-def expected(query, keys, values, singles):
-    """Row by row, by the formula, in float64."""
+def expected(query, keys, values, singles, dtype=torch.float64):
+    """Row by row, by the formula, in float64 or another format."""
     rows = []
     for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
         places = torch.arange(length, device=query.device)
         slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
         parts = (row[None], keys[slots], values[slots])
-        wide = [x.double().unsqueeze(1) for x in parts]
+        wide = [x.to(dtype).unsqueeze(1) for x in parts]
         out = attention_reference(*wide, AttentionOptions(causal=False))
         rows.append(out.view_as(row))
     return torch.stack(rows)
@@ -66,10 +64,11 @@ SHAPES = [(2, 1, 64), (1, 4, 128), (2, 2, 16), (3, 3, 80), (1, 11, 32), (1, 8, 2
 @pytest.mark.parametrize(("groups", "per_group", "size"), SHAPES)
 def test_the_plain_form_equals_the_formula(groups, per_group, size):
     tensors, singles = case([1, 9, 4, 30], groups=groups, per_group=per_group, size=size)
-    found = PagedAttention().singles(*tensors, singles)
-    torch.testing.assert_close(
-        found.double(), expected(*tensors, singles), rtol=0, atol=TOLERANCE[FP32]
-    )
+    found, exact = PagedAttention().singles(*tensors, singles), expected(*tensors, singles)
+    # A few inputs in a thousand are worse conditioned: there the formula itself is as far off.
+    rounding = (expected(*tensors, singles, dtype=FP32).double() - exact).abs().max().item()
+    allowed = max(TOLERANCE[FP32], 1.5 * rounding)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])

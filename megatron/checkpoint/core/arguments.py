@@ -8,10 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.legacy.arguments import legacy_config, megatron_arguments
+from megatron.checkpoint.legacy.arguments import (
+    legacy_config,
+    megatron_arguments,
+    refuse_unknown,
+)
 from megatron.config.experts import mixture_layers
 from megatron.config.run import ModelRun
-from megatron.errors import CheckpointError
 
 # Fields that change what the weights mean, each with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
@@ -42,10 +45,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     Raises:
         CheckpointError: The network has a part that our networks lack.
     """
-    for name, neutral in _NEUTRAL.items():
-        if name in args and args[name] not in neutral:
-            value = f"{args[name]!r:.80}"
-            raise CheckpointError(f"{name} is {value}: such networks are not supported")
+    refuse_unknown(args, _NEUTRAL)
     config = legacy_config(args, "gpt")
     model = config["model"]
     if args.get("transformer_impl") is not None:  # a conversion writes the same names

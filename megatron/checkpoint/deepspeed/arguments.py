@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.legacy.arguments import legacy_config
+from megatron.checkpoint.legacy.arguments import legacy_config, refuse_unknown
 from megatron.config.fields import MAX_LAYERS
 from megatron.errors import CheckpointError
 
@@ -31,10 +31,7 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
     Raises:
         CheckpointError: The network has a part that our networks lack.
     """
-    for name, neutral in _NEUTRAL.items():
-        if name in args and args[name] not in neutral:
-            value = f"{args[name]!r:.80}"
-            raise CheckpointError(f"{name} is {value}: such networks are not supported")
+    refuse_unknown(args, _NEUTRAL)
     result = {_RENAMED.get(name, name): value for name, value in args.items()}
     result.pop("position_embedding_type", None)
     norm = result.get("normalization")

@@ -62,6 +62,22 @@ def _scalar(value: Any) -> Json:
     return _DROPPED
 
 
+def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, ...]]) -> None:
+    """Check arguments that stand for parts of networks that we lack.
+
+    Args:
+        args: The arguments.
+        neutral: The values of such arguments that leave the part out.
+
+    Raises:
+        CheckpointError: An argument has another value.
+    """
+    for name, allowed in neutral.items():
+        if name in args and args[name] not in allowed:
+            value = f"{args[name]!r:.80}"
+            raise CheckpointError(f"{name} is {value}: such networks are not supported")
+
+
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings, other than those of the network, that a model needs to run.
 
