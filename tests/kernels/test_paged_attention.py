@@ -45,16 +45,34 @@ def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu")
     return [x.to(device, dtype) for x in (query, keys, values)], singles
 
 
-def expected(query, keys, values, singles, dtype=torch.float64):
-    """Row by row, by the formula, in float64 or another format."""
+def expected(query, keys, values, singles):
+    """Row by row, by the formula, in float64."""
     rows = []
     for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
         places = torch.arange(length, device=query.device)
         slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
         parts = (row[None], keys[slots], values[slots])
-        wide = [x.to(dtype).unsqueeze(1) for x in parts]
+        wide = [x.double().unsqueeze(1) for x in parts]
         out = attention_reference(*wide, AttentionOptions(causal=False))
         rows.append(out.view_as(row))
+    return torch.stack(rows)
+
+
+def effect_of_rounding(query, keys, values, singles):
+    """How far results are off, to first order, if each product in a score is rounded in fp32."""
+    rows = []
+    for row, table, length in zip(
+        query.double(), singles.tables, singles.lengths.tolist(), strict=True
+    ):
+        places = torch.arange(length)
+        slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
+        key, value = keys[slots].double(), values[slots].double()  # [l, g, d]
+        heads = row.view(key.shape[1], -1, row.shape[-1]) / row.shape[-1] ** 0.5  # [g, n, d]
+        weights = torch.einsum("gnd,lgd->gnl", heads, key).softmax(-1)
+        errors = torch.einsum("gnd,lgd->gnl", heads.abs(), key.abs()) * 2**-24
+        result = torch.einsum("gnl,lgd->gnd", weights, value)
+        away = (value.permute(1, 0, 2).unsqueeze(1) - result.unsqueeze(2)).abs()  # [g, n, l, d]
+        rows.append(torch.einsum("gnl,gnld->gnd", weights * errors, away).view_as(row))
     return torch.stack(rows)
 
 
@@ -65,10 +83,10 @@ SHAPES = [(2, 1, 64), (1, 4, 128), (2, 2, 16), (3, 3, 80), (1, 11, 32), (1, 8, 2
 def test_the_plain_form_equals_the_formula(groups, per_group, size):
     tensors, singles = case([1, 9, 4, 30], groups=groups, per_group=per_group, size=size)
     found, exact = PagedAttention().singles(*tensors, singles), expected(*tensors, singles)
-    # A few inputs in a thousand are worse conditioned: there the formula itself is as far off.
-    rounding = (expected(*tensors, singles, dtype=FP32).double() - exact).abs().max().item()
-    allowed = max(TOLERANCE[FP32], 1.5 * rounding)
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=allowed)
+    # A few inputs in a thousand need more, which their scores' rounding in fp32 explains.
+    allowed = (4 * effect_of_rounding(*tensors, singles)).clamp(min=TOLERANCE[FP32])
+    worst = ((found.double() - exact).abs() / allowed).max().item()
+    assert worst <= 1, worst
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
