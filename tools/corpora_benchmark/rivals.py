@@ -29,7 +29,8 @@ _WORD = re.compile(r"\w+")
 def datatrove(source: Path, output: Path) -> None:
     """Run datatrove's four MinHash steps with their defaults (14 bands of 8 values).
 
-    Words are split at white space, which is much faster than spaCy, its default for English.
+    Words are split at white space, which is much faster than spaCy, its default for English. Its
+    version 0.10 hashes with xxhash below 4.
     """
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import MinhashDedupCluster, MinhashDedupFilter
