@@ -29,6 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {"config", "tokenizer", "parallel"},
     "corpora": {"config", "tokenizer", "data"},
     "optimizer": {"config", "parallel", "kernels"},
+    "planner": {"config", "parallel", "kernels", "models"},
     "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
     "processes": {"config", "parallel", "kernels"},
 }

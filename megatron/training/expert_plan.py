@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.models.mixture import Mixture
 from megatron.models.plan import MixturePlan, ModelPlan
 from megatron.parallel.layout import Layout
-from megatron.training.memory import amount, largest_process, micro_batch
+from megatron.planner.memory import amount, largest_process, micro_batch
 
 _SHOWN_GROUPS = 4
 _CHOICE, _WEIGHT = 8, 4  # bytes of an expert's number (int64) and of its weight (fp32)

@@ -15,9 +15,9 @@ from megatron.models.arithmetic import (
 )
 from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
+from megatron.planner.memory import largest_process
+from megatron.planner.pipeline_balance import pipeline_rows
 from megatron.training.expert_plan import expert_rows
-from megatron.training.memory import largest_process
-from megatron.training.pipeline_balance import pipeline_rows
 
 if TYPE_CHECKING:
     from megatron.training.run import Run

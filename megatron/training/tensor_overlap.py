@@ -1,37 +1,13 @@
-"""Setup for `--tp-comm-overlap`: the exchange between tensor ranks, and its memory."""
+"""Setup for `--tp-comm-overlap`: the exchange between tensor ranks."""
 
 from __future__ import annotations
 
 from megatron.config import RunConfig
 from megatron.device import Device
-from megatron.parallel.exchange import SLOTS, Exchange, GroupExchange
+from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
+from megatron.planner.memory import largest_message
 from megatron.processes.groups import BACKSTOP
-
-
-def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the size in bytes of the largest message that a split layer sends to one rank.
-
-    A message is the rank's part of a micro-batch's hidden states.
-
-    Args:
-        config: The run's configuration.
-        layout: The grid of processes as this process sees it.
-        texts: The number of sequences in a sample.
-    """
-    width = config.precision.weight_dtype.itemsize
-    data = config.data
-    sequence = max(data.seq_length, data.decoder_seq_length or 0)
-    rows = sequence // layout.context.size // layout.tensor.size
-    sequences = config.training.micro_batch_size * texts
-    return width * rows * sequences * config.model.hidden_size
-
-
-def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the memory in bytes that a process keeps for its exchange on a GPU."""
-    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
-        return 0
-    return SLOTS * layout.tensor.size * largest_message(config, layout, texts)
 
 
 def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange | None:

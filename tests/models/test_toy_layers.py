@@ -22,8 +22,8 @@ from megatron.models.plan import MicroBatch, WeightSplit
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
-from megatron.training.memory import largest_process
-from megatron.training.pipeline_balance import Costs, Pipeline
+from megatron.planner.memory import largest_process
+from megatron.planner.pipeline_balance import Costs, Pipeline
 from tests.checkpoint.states import save
 from tests.models.small import SEQUENCE, batch, config, plan
 from tests.models.toy_mixer import RunningMean, RunningMeanPlan

@@ -16,8 +16,8 @@ from megatron.models.router import Routing
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
+from megatron.planner.memory import estimate_memory
 from megatron.training.expert_plan import expert_rows, full_at, plan_exchange
-from megatron.training.memory import estimate_memory
 from tests.distributed import run_sharing_memory
 from tests.parity.mixtures import MixtureCase
 from tests.training.toy import TOY, build_toy, train_toy

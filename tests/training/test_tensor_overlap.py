@@ -8,7 +8,8 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layout import Layout
-from megatron.training.tensor_overlap import exchange_bytes, largest_message, new_exchange
+from megatron.planner.memory import exchange_bytes, largest_message
+from megatron.training.tensor_overlap import new_exchange
 from tests.training.toy import OF_KIND, TOY, build_toy
 
 SPLIT = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"

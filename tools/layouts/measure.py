@@ -15,8 +15,8 @@ from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.errors import UserError
 from megatron.models.plans import model_plan
+from megatron.planner.memory import largest_process
 from megatron.tokenizer import padded_vocabulary
-from megatron.training.memory import largest_process
 from tools.bench.launch import entry_command, run_to_end
 from tools.layouts.models import BenchmarkLayout
 from tools.layouts.table import Measurement, Row

@@ -17,7 +17,7 @@ from megatron.models.block import Block
 from megatron.models.plan import ModelPlan
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
 from megatron.parallel.pipeline.simulate import Course, Times, time_table
-from megatron.training.memory import largest_process
+from megatron.planner.memory import largest_process
 
 # The time of a floating-point operation, relative to one in a 16-bit matrix product. It follows
 # from the ceilings measured on an H200: 670 TFLOP/s, attention 450, fp8 products 1,250

@@ -24,10 +24,10 @@ from megatron.models.arithmetic import (
 from megatron.models.plan import MicroBatch, ModelPlan, WeightSplit
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
+from megatron.parallel.exchange import SLOTS
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
-from megatron.training.tensor_overlap import exchange_bytes
 
 _GIB, _MIB = 1024.0**3, 1024.0**2
 
@@ -104,6 +104,31 @@ def largest_process(
         estimate_memory(config, plan, layout, micro_batches, imbalance) for layout in layouts
     ]
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
+    """Return the size in bytes of the largest message that a split layer sends to one rank.
+
+    A message is the rank's part of a micro-batch's hidden states.
+
+    Args:
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        texts: The number of sequences in a sample.
+    """
+    width = config.precision.weight_dtype.itemsize
+    data = config.data
+    sequence = max(data.seq_length, data.decoder_seq_length or 0)
+    rows = sequence // layout.context.size // layout.tensor.size
+    sequences = config.training.micro_batch_size * texts
+    return width * rows * sequences * config.model.hidden_size
+
+
+def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
+    """Return the memory in bytes that a process keeps for its exchange on a GPU."""
+    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
+        return 0
+    return SLOTS * layout.tensor.size * largest_message(config, layout, texts)
 
 
 def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:

@@ -13,7 +13,7 @@ from megatron.models.arithmetic import count_parameters, count_part_matrices
 from megatron.models.plan import HeadSpec, WeightSplit
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
-from megatron.training.memory import estimate_memory, largest_process
+from megatron.planner.memory import estimate_memory, largest_process
 from tests.training.toy import OF_KIND, TOY, build_toy
 
 

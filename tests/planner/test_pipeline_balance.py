@@ -10,9 +10,9 @@ from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
-from megatron.training.memory import largest_process
+from megatron.planner.memory import largest_process
+from megatron.planner.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
 from megatron.training.panel import size_rows
-from megatron.training.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
 SHAPES += [("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
@@ -79,7 +79,7 @@ def test_candidates_are_compared_by_one_schedule(monkeypatch):
         made.append(sizes)
         return make_schedule(*sizes)
 
-    monkeypatch.setattr("megatron.training.pipeline_balance.make_schedule", make)
+    monkeypatch.setattr("megatron.planner.pipeline_balance.make_schedule", make)
     assert "smaller bubble" in _rows("--num-layers-per-virtual-pipeline-stage", "2")
     assert len(made) == 1
 
