@@ -148,7 +148,9 @@ def parse_config(
         start = with_values(start, flatten(line.ask(lambda: find_start(line.given))))
     asked = start
     if "config" in line.given:
-        in_file = line.ask(lambda: yaml_file.read(Path(line.given["config"]), line))
+        count = line.given.get("dry_run_world_size") if line.given.get("dry_run") else None
+        path, processes = Path(line.given["config"]), count or world_size
+        in_file = line.ask(lambda: yaml_file.read(path, line, processes))
         asked = forget_derived(with_values(start, in_file), world_size)
     asked = with_values(asked, line.values)
     unread = _unread(asked, start, program.reads(line.given), line)

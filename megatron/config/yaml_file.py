@@ -1,8 +1,12 @@
-"""A run as a YAML file, with a section per field of `RunOptions` and a key per field in it."""
+"""A run as a YAML file, with a section per field of `RunOptions` and a key per field in it.
+
+Two more sections make a recipe of it: `layouts` holds sections that replace others on that many
+processes, and `recipe` says what the file is (`megatron.recipes.catalog`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from megatron.config.fields import fields_of, from_yaml, suggestion
 from megatron.config.run import Findings, RunOptions, flatten, sections, with_values
 from megatron.errors import ConfigError
 
+_ABOUT, _LAYOUTS = "recipe", "layouts"
 _MAX_SIZE = 2 << 20  # characters of a file, and of its values with each alias written out
 _NODE_SIZE = 64  # characters that each value counts for in addition: PyYAML takes 50 us for one
 _MAX_DEPTH = 20  # PyYAML takes time quadratic in it
@@ -63,14 +68,59 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read(path: Path, found: Findings) -> dict[str, Any]:
+def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
     """Read a file, return its values by "section.field", and add its mistakes to `found`.
+
+    Args:
+        path: The file.
+        found: Gets the mistakes, and a notice if the file has layouts but none that fits.
+        world_size: The number of processes, which chooses among the layouts of a recipe.
 
     Raises:
         ConfigError: The file cannot be read, or is not YAML.
     """
     data = load("--config", path)
-    return _read_sections({} if data is None else data, str(path), found)
+    if not isinstance(data, Mapping):
+        return _read_sections({} if data is None else data, str(path), found)
+    run = {name: part for name, part in data.items() if name not in (_ABOUT, _LAYOUTS)}
+    values = _read_sections(run, str(path), found)
+    layouts = _read_layouts(data.get(_LAYOUTS), str(path), found)
+    chosen = layout_for(layouts, world_size)
+    if chosen is not None:
+        values |= layouts[chosen]
+    elif layouts:
+        found.notices.append(
+            f"{path} has layouts for {', '.join(map(str, layouts))} processes and their multiples, "
+            f"not for {world_size}: the flags for layouts keep their defaults unless you give them"
+        )
+    return values
+
+
+def layout_for(counts: Iterable[int], world_size: int) -> int | None:
+    """Return which of a recipe's numbers of processes to use on `world_size` processes.
+
+    It is the largest one that divides `world_size`, because a multiple of it only has more replicas
+    of the model.
+    """
+    return max((count for count in counts if world_size % count == 0), default=None)
+
+
+def _read_layouts(data: Any, path: str, found: Findings) -> dict[int, dict[str, Any]]:
+    """Return the values of each layout by "section.field", by number of processes."""
+    layouts: dict[int, dict[str, Any]] = {}
+    if data is not None and not isinstance(data, Mapping):
+        found.problems.append(
+            f"{path}: {_LAYOUTS}: expected numbers of processes with sections, got {data!r}"
+        )
+        return layouts
+    for count, part in (data or {}).items():
+        if type(count) is not int or count < 1:
+            found.problems.append(
+                f"{path}: {_LAYOUTS}: expected a number of processes, got {count!r}"
+            )
+            continue
+        layouts[count] = _read_sections(part or {}, f"{path}: {_LAYOUTS}.{count}", found)
+    return layouts
 
 
 def load(flag: str, path: Path) -> Any:

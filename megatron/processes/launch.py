@@ -61,7 +61,7 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
                 "--use-mpi: OMPI_COMM_WORLD_RANK is not set: start with mpirun, or drop the flag "
                 "and start with torchrun"
             )
-    elif not _is_launched():
+    elif not is_launched():
         _refuse_bare_slurm()
     rank, size, local_rank, local_size = map(whole_number, names, (0, 1, 0, 1))
     restarts = 0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0)
@@ -75,7 +75,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     return Launch(rank, size, local_rank, local_size, restarts)
 
 
-def _is_launched() -> bool:
+def is_launched() -> bool:
+    """Return whether torchrun, or another launcher with its variables, started this process."""
     return RANK_ENV in os.environ or WORLD_SIZE_ENV in os.environ
 
 
@@ -85,7 +86,7 @@ def slurm_task() -> int:
     Raises:
         ConfigError: The variable is not a number.
     """
-    return 0 if _is_launched() else whole_number(_SLURM_TASK_ENV, 0)
+    return 0 if is_launched() else whole_number(_SLURM_TASK_ENV, 0)
 
 
 def _refuse_bare_slurm() -> None:
@@ -106,6 +107,11 @@ def _refuse_bare_slurm() -> None:
             "--nproc-per-node GPUS ..., see docs/several-machines.md), or for a single process set "
             f"{RANK_ENV}=0 {WORLD_SIZE_ENV}=1"
         )
+
+
+def hide_gpus() -> None:
+    """Let the programs that this process becomes or starts run on the CPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def leave_message(text: str) -> None:

@@ -1,0 +1,9 @@
+"""The command line `megatron`. `main` has the table of commands, and finds the one asked for.
+
+    main             the table of commands
+    pretrain         `megatron pretrain`: a recipe, and the processes that train it
+    recipes          `megatron recipes`
+    serve            `megatron serve`
+
+A command for which there is a module elsewhere is a line of the table alone.
+"""

@@ -1,0 +1,91 @@
+"""The commands of `megatron`. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megatron import __version__
+from megatron.command import guard_imports, run_command
+from megatron.config.fields import suggestion
+from megatron.errors import ConfigError
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+        help: What it does, on one line.
+        module: The module that does it. With a function behind a colon, that function takes the
+            words after the command and returns an exit code. Otherwise the module is a tool: it has
+            `build_parser()` and `run(options)`.
+    """
+
+    help: str
+    module: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
+    "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
+    "serve": Command("serve a model: REST and OpenAI's API, a page", "megatron.cli.serve:serve"),
+}
+_HELP = ("-h", "--help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that a command line names, and return its exit code."""
+    guard_imports()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in _HELP:
+        print(overview("megatron", COMMANDS))
+        return 0
+    if words[0] == "--version":
+        print(f"megatron {__version__}")
+        return 0
+    return dispatch("megatron", COMMANDS, words)
+
+
+def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]) -> int:
+    """Run one of the commands of a table.
+
+    Args:
+        program: What was typed before `words`, for messages.
+        commands: The table.
+        words: The name of a command, and its own words.
+
+    Returns:
+        The exit code.
+    """
+    name, *rest = words
+    command = commands.get(name)
+    if command is None:
+        hint = suggestion(name, commands) or f": `{program} --help` lists all commands"
+        print(f"error: unknown command {name}{hint}", file=sys.stderr)
+        return ConfigError.exit_code
+    module, _, function = command.module.partition(":")
+    tool = importlib.import_module(module)
+    if function:
+        code: int = getattr(tool, function)(rest)
+        return code
+    parser = tool.build_parser()
+    parser.prog = f"{program} {name}"
+    options = parser.read(rest)
+    return run_command(lambda: tool.run(options))
+
+
+def overview(program: str, commands: Mapping[str, Command]) -> str:
+    """Return the help of a table of commands."""
+    width = max(map(len, commands))
+    rows = [f"  {name.ljust(width)}  {command.help}" for name, command in commands.items()]
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [...]",
+            "",
+            *rows,
+            "",
+            f"`{program} COMMAND --help` explains a command.",
+        ]
+    )

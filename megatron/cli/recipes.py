@@ -1,0 +1,54 @@
+"""`megatron recipes`: the models that have a name, and the flags of one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.config.arguments import ToolParser
+from megatron.config.run import field_at
+from megatron.recipes import catalog
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("recipes", "List the models that have a name, or show one of them.")
+    parser.add_argument("recipe", nargs="?", help="The recipe whose flags to show.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table of recipes, or one recipe.
+
+    Raises:
+        ConfigError: There is no such recipe.
+    """
+    if options.recipe is not None:
+        print(_details(catalog.find(options.recipe)))
+        return
+    rows = [_row(catalog.find(name)) for name in catalog.names()]
+    print(_table([("recipe", "parameters", "layers", "GPUs", "model"), *rows]))
+    print("\n`megatron recipes NAME` shows the flags, `megatron pretrain NAME` trains it.")
+
+
+def _row(recipe: catalog.NamedRun) -> tuple[str, ...]:
+    about = recipe.about
+    return (
+        recipe.name,
+        catalog.short(about.get("parameters")),
+        str(recipe.values.get("model.num_layers", "")),
+        " ".join(f"{count:,}" for count in recipe.layouts),
+        str(about.get("title", "")),
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _details(recipe: catalog.NamedRun) -> str:
+    about = [f"{name}: {value}" for name, value in recipe.about.items()]
+    flags = [field_at(path).spell(value) for path, value in recipe.values.items()]
+    return "\n".join([f"{recipe.name} ({recipe.path})", *about, "", *flags])

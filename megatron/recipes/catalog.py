@@ -1,0 +1,85 @@
+"""The recipes that come with the package, and those in other files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import yaml_file
+from megatron.config.fields import suggestion
+from megatron.config.run import Findings
+from megatron.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A recipe: a run as YAML, and what the file says about it.
+
+    Attributes:
+        name: Its name, for example "gpt-125m".
+        path: The file, which `--config` takes.
+        about: The section `recipe` of the file.
+        values: The values for one process, by "section.field".
+        layouts: The numbers of processes for which it has a layout.
+    """
+
+    name: str
+    path: Path
+    about: Mapping[str, Any]
+    values: Mapping[str, Any]
+    layouts: tuple[int, ...]
+
+    @property
+    def architecture(self) -> str:
+        """The kind of network: gpt, bert or t5."""
+        return str(self.values.get("model.architecture", "gpt"))
+
+
+def names() -> list[str]:
+    """Return the names of all recipes of the package, in alphabetical order."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find(word: str) -> NamedRun:
+    """Return the recipe that has a name, or that is in a file.
+
+    Raises:
+        ConfigError: There is none, or its file has mistakes.
+    """
+    if word in names():
+        return read(FOLDER / f"{word}.yaml")
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml"):
+        return read(path)
+    hint = suggestion(word, names()) or ": `megatron recipes` lists all of them"
+    raise ConfigError(f"no recipe is named {word!r}{hint}")
+
+
+def read(path: Path) -> NamedRun:
+    """Read the recipe in a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or has mistakes.
+    """
+    found = Findings()
+    values = yaml_file.read(path, found)
+    if found.problems:
+        raise ConfigError(found.problems)
+    data = yaml_file.load("--config", path) or {}
+    return NamedRun(
+        path.stem, path, data.get("recipe") or {}, values, tuple(sorted(data.get("layouts") or ()))
+    )
+
+
+def short(number: object) -> str:
+    """Return a number of parameters or tokens for a table: `124M`, `6.74B`."""
+    if not isinstance(number, int):
+        return ""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{float(f'{number / size:.3g}'):g}{unit}"
+    return str(number)

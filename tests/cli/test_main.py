@@ -1,0 +1,62 @@
+"""The table of commands: help, mistakes, and how soon each begins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.cli import main as cli
+from tests.repository import ROOT
+
+_PROBE = """
+import sys
+from megatron.cli.main import main
+try:
+    code = main({words!r})
+except SystemExit as leaving:
+    code = leaving.code or 0
+heavy = sorted({{"torch", "numpy", "tokenizers", "matplotlib", "pyarrow"}} & set(sys.modules))
+assert not heavy, heavy
+raise SystemExit(code)
+"""
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _PROBE.format(words=list(words))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_is_one_screen_and_names_every_command() -> None:
+    done = _run("--help")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) <= 24
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in done.stdout
+    assert _run().stdout == done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_explains_itself_without_heavy_imports(name: str) -> None:
+    done = _run(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: megatron {name}")
+
+
+def test_a_misspelled_command_gets_the_nearest_one() -> None:
+    done = _run("pretain", "gpt-125m")
+    assert done.returncode == 9
+    assert done.stderr == "error: unknown command pretain: did you mean pretrain?\n"
+
+
+def test_python_m_megatron_is_the_same() -> None:
+    words = [sys.executable, "-m", "megatron", "--version"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("megatron ")

@@ -1,0 +1,118 @@
+"""`megatron pretrain` becomes a script with a recipe, and torchrun starts several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.cli import pretrain
+from megatron.cli.pretrain import training_command
+from megatron.config import parse_config
+from megatron.errors import ConfigError
+from megatron.recipes import catalog
+from tests.repository import ROOT
+
+TINY = str(catalog.FOLDER / "gpt-tiny.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_a_recipe_becomes_its_script_and_flags_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
+    command = training_command(["gpt-tiny", "--lr", "0.1", "--blend", "1", "2", "--bf16"])
+    flags = ["--config", TINY, "--lr", "0.1", "--blend", "1", "2", "--bf16"]
+    assert command == (["python"], ROOT / "pretrain_gpt.py", flags)
+
+
+def test_gpus_starts_torchrun_with_as_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
+    program, _, flags = training_command(["gpt-tiny", "--gpus", "4", "--lr=0.1"])
+    assert program == "torchrun --standalone --nproc-per-node 4".split()
+    assert flags == ["--config", TINY, "--lr", "0.1"]
+    assert training_command(["gpt-tiny", "--gpus", "0"])[0] == ["python"]
+
+
+def test_every_gpu_of_the_machine_is_used_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 8)
+    assert training_command(["gpt-tiny"])[0][-1] == "8"
+    with pytest.raises(ConfigError, match=r"--gpus 9: this machine has 8 GPU\(s\)"):
+        training_command(["gpt-tiny", "--gpus", "9"])
+
+
+def test_processes_of_a_launcher_start_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 8)
+    assert training_command(["gpt-tiny"])[0] == ["python"]
+    with pytest.raises(ConfigError, match="a launcher has started this process already"):
+        training_command(["gpt-tiny", "--gpus", "2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt-125"], "no recipe is named 'gpt-125': did you mean gpt-125m?"),
+        (["gpt-tiny", "--gpus", "two"], "--gpus two: give the number of GPUs"),
+        (["gpt-tiny", "gpt-125m"], "gpt-tiny gpt-125m: give one recipe"),
+        (["gpt-tiny", "--config", "x.yaml"], "gpt-tiny and --config: both name a YAML file"),
+        (["no.yaml"], "--config no.yaml: cannot be read"),
+    ],
+)
+def test_mistakes_say_the_remedy(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        training_command(words)
+    assert message in str(caught.value)
+
+
+_LAYOUTS = """
+layouts:
+  2: {parallel: {tensor_model_parallel_size: 2}}
+  8: {parallel: {tensor_model_parallel_size: 4}, training: {micro_batch_size: 2}}
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}
+training: {micro_batch_size: 1, global_batch_size: 48, train_iters: 2}
+schedule: {lr: 0.1}
+tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 100}
+data: {mock_data: true, seq_length: 16}
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "tensor", "micro_batch"), [(2, 2, 1), (6, 2, 1), (8, 4, 2), (24, 4, 2), (3, 1, 1)]
+)
+def test_the_number_of_processes_chooses_the_layout(
+    processes: int, tensor: int, micro_batch: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(_LAYOUTS)
+    parsed = parse_config(["--config", str(path)], world_size=processes)
+    assert parsed.config.parallel.tensor_model_parallel_size == tensor
+    assert parsed.config.training.micro_batch_size == micro_batch
+    noted = any("has layouts for 2, 8 processes" in notice for notice in parsed.notices)
+    assert noted == (processes == 3)
+    dry = ["--config", str(path), "--dry-run", "--dry-run-world-size", str(processes)]
+    assert parse_config(dry, world_size=1).config.parallel.tensor_model_parallel_size == tensor
+    flag = parse_config(
+        ["--config", str(path), "--tensor-model-parallel-size", "1"], world_size=processes
+    )
+    assert flag.config.parallel.tensor_model_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ("[2]", "layouts: expected numbers of processes with sections, got [2]"),
+        ("{two: {}}", "layouts: expected a number of processes, got 'two'"),
+        ("{8: {parallel: {tensor: 2}}}", "layouts.8: unknown key parallel.tensor"),
+    ],
+)
+def test_mistakes_in_any_layout_are_found(layouts: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"layouts: {layouts}\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--config", str(path)], world_size=1)
+    assert message in str(caught.value)
