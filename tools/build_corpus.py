@@ -37,7 +37,7 @@ def build_parser() -> ToolParser:
         nargs="+",
         metavar="PATH",
         help="Files, glob patterns or folders: .warc and .wet (also .gz); .jsonl or .json, one "
-        "JSON object per line (also .gz, .zst); .parquet; .txt, one document per file.",
+        "JSON object per line (also .gz, .bz2, .zst); .parquet; .txt, one document per file.",
     )
     group.add_argument(
         "--json-key",

@@ -71,7 +71,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         required=True,
         metavar="PATH",
         help="Files, glob patterns or directories: .jsonl or .json (one JSON object per line), "
-        "also with .gz or .zst; .parquet; .txt (one document per file).",
+        "also with .gz, .bz2 or .zst; .parquet; .txt (one document per file).",
     )
     add_max_line_mb(group)
     group.add_argument(

@@ -29,7 +29,7 @@ def build_parser() -> ToolParser:
     """Define the command line: that of Megatron-LM's script, and a few flags."""
     parser = ToolParser("presplit_sentences_json.py", __doc__)
     add = parser.add_argument
-    add("input", metavar="INPUT", help="File of JSON lines, also with .gz or .zst.")
+    add("input", metavar="INPUT", help="File of JSON lines, also with .gz, .bz2 or .zst.")
     add("output", metavar="OUTPUT", help="File to write.")
     add("--json-key", default="text", metavar="KEY", help="Key of the text (default: text).")
     add("--lang", default="english", help="Language of NLTK's Punkt (default: english).")

@@ -63,7 +63,7 @@ def build_parser() -> ToolParser:
         nargs="+",
         metavar="PATH",
         help="Files, glob patterns or directories: .jsonl or .json (one JSON object per line), "
-        "also with .gz or .zst; .parquet; .txt.",
+        "also with .gz, .bz2 or .zst; .parquet; .txt.",
     )
     text.add_argument(
         "--json-keys",

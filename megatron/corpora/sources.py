@@ -17,11 +17,17 @@ from typing import Any, BinaryIO, NamedTuple
 from megatron.config.arguments import MAX_LINE_MB
 from megatron.corpora.plan import CorpusPlan
 from megatron.corpora.requirements import corpora_extra
-from megatron.data.text_input import TextBlock, find_inputs, load_line, read_blocks
+from megatron.data.text_input import (
+    PACKED_SUFFIXES,
+    TextBlock,
+    find_inputs,
+    load_line,
+    read_blocks,
+)
 from megatron.errors import DataError
 
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
-_WHOLE = (".gz", ".zst", ".parquet", ".txt", *ARCHIVES)  # read from front to back
+_WHOLE = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)  # read from front to back
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
 _PIECES = 64  # for an input between 64 MiB and 16 GiB
 _PAGES = ("text/html", "application/xhtml+xml")

@@ -27,6 +27,7 @@ from megatron.config.arguments import MAX_LINE_MB
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import DocumentTokens, IndexedDatasetBuilder, best_dtype
 from megatron.data.text_input import (
+    PACKED_SUFFIXES,
     BadLine,
     TextBlock,
     Value,
@@ -333,7 +334,7 @@ def choose_workers(paths: Sequence[str]) -> int:
     """Return the number of workers: one per usable core, fewer or none for small inputs."""
     size = sum(os.path.getsize(path) for path in paths)
     # A small file of these kinds may hold any amount of text.
-    fewest = int(any(path.lower().endswith((".gz", ".zst", ".parquet")) for path in paths))
+    fewest = int(any(path.lower().endswith((*PACKED_SUFFIXES, ".parquet")) for path in paths))
     return max(fewest, min(usable_cores(), size // _BYTES_PER_WORKER))
 
 

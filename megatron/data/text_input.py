@@ -1,4 +1,4 @@
-"""Reading corpora: JSON lines (plain, .gz, .zst), parquet and text files, in blocks of lines.
+"""Reading corpora: JSON lines (plain, .gz, .bz2, .zst), parquet and text files, in blocks of lines.
 
 In every format, a block consists of whole lines of JSON, one document per line. For a plain JSON
 lines file, a block only says where its lines are, so that the process that parses the lines also
@@ -30,8 +30,8 @@ from megatron.errors import DataError
 BLOCK_BYTES = 2 << 20
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET, _TEXT = ".parquet", ".txt"
-_PACKED_SUFFIXES = (".gz", ".zst")
-_KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; {_PARQUET}, {_TEXT}"
+PACKED_SUFFIXES = (".gz", ".bz2", ".zst")
+_KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz, .bz2 or .zst; {_PARQUET}, {_TEXT}"
 _START = 1 << 12  # bytes in which the first line of a file without a suffix must begin
 _PARQUET_ROWS = 16  # read at a time; a value may be as large as the longest line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -267,17 +267,17 @@ def read_blocks(
 
 def is_cut_anywhere(path: str) -> bool:
     """Return whether a file holds plain JSON lines, which can be read from any byte on."""
-    is_plain = not path.lower().endswith((*_PACKED_SUFFIXES, _PARQUET, _TEXT))
+    is_plain = not path.lower().endswith((*PACKED_SUFFIXES, _PARQUET, _TEXT))
     return is_plain and os.path.isfile(path)
 
 
 def _suffix(path: str) -> str | None:
-    """Return the ending that names the format, without .gz or .zst; `None` if it is unknown.
+    """Return the ending that names the format, without .gz, .bz2 or .zst; `None` if it is unknown.
 
     A file without an ending that begins with a JSON object counts as JSON lines.
     """
     name = Path(path).name.lower()
-    for packed in _PACKED_SUFFIXES:
+    for packed in PACKED_SUFFIXES:
         name = name.removesuffix(packed)
     known = (*_JSON_SUFFIXES, _PARQUET, _TEXT)
     found = next((suffix for suffix in known if name.endswith(suffix)), None)
@@ -373,11 +373,13 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
     """Return a stream that decompresses `raw` as the suffix of `path` requires."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
-    if path.lower().endswith(".zst"):
+    if path.lower().endswith((".bz2", ".zst")):
         import pyarrow
 
-        # zstandard's own reader does not notice a truncated file; Arrow's raises an OSError.
-        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 20)
+        # zstandard's own reader does not notice a truncated file, and Python's bz2 ends silently at
+        # a damaged second part. Arrow's raise an OSError.
+        codec = "bz2" if path.lower().endswith(".bz2") else "zstd"
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, codec), 1 << 20)
     return raw
 
 

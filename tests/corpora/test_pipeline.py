@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import importlib.util
 import json
@@ -317,6 +318,7 @@ _BAD_INPUTS = {
     "key.jsonl": (b'{"body": "x"}\n', "no text under the key 'text'"),
     "list.jsonl": (b"[1]\n", "no text under the key 'text'"),
     "cut.jsonl.gz": (gzip.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
+    "cut.jsonl.bz2": (bz2.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
     "cut.jsonl.zst": (b"\x28\xb5\x2f\xfdxx", "unreadable or truncated"),
     "bad.parquet": (b"PAR1", "not a readable parquet file"),
     "bad.warc": (b"garbage\r\n\r\n", "damaged or truncated"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -188,6 +189,7 @@ def _read_best(data: bytes, folder: Path) -> None:
 TARGETS = (
     Target("JSONL file", lambda: [_LINES], _corpus("x.jsonl"), (DataError,)),
     Target("gzip", lambda: [gzip.compress(_LINES, mtime=0)], _corpus("x.jsonl.gz"), (DataError,)),
+    Target("bzip2", lambda: [bz2.compress(_LINES)], _corpus("x.jsonl.bz2"), (DataError,)),
     Target("zstd", _zstd, _corpus("x.jsonl.zst"), (DataError,)),
     Target("parquet", _parquet, _corpus("x.parquet"), (DataError,)),
     Target("text file", lambda: [b"One.\nTwo.\n"], _corpus("x.txt"), (DataError,)),

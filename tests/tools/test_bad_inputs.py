@@ -6,6 +6,7 @@ Nothing is left behind under a final name, or any other.
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import os
@@ -93,6 +94,9 @@ _TEXTS = [
         _flipped(gzip.compress(_NOISE), 600),
         f"a.jsonl.gz: {_CUT}",
     ),
+    ("a.jsonl.bz2", bz2.compress(_NOISE)[:-50], f"a.jsonl.bz2: {_CUT}"),
+    ("a.jsonl.bz2", _GOOD, f"a.jsonl.bz2: {_CUT}"),
+    ("a.jsonl.bz2", bz2.compress(_GOOD) + b"more", f"a.jsonl.bz2: {_CUT}"),
     (
         "a.jsonl.zst",
         _zst(_NOISE)[:-50],

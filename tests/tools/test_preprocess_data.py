@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import gzip
 import json
@@ -187,12 +188,15 @@ def test_all_formats_give_the_same(run, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(
         gzip.compress(b"\xef\xbb\xbf" + data[:middle]) + gzip.compress(data[middle:])
     )
+    (tmp_path / "a.jsonl.bz2").write_bytes(
+        bz2.compress(data[:middle]) + bz2.compress(data[middle:])
+    )
     pack = zstandard.ZstdCompressor().compress
     (tmp_path / "a.jsonl.zst").write_bytes(pack(data[:middle]) + pack(data[middle:]))
     table = pyarrow.table({"id": range(2500), "text": [record["text"] for record in records]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
     results = set()
-    for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+    for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"):
         for workers in (1, 2):
             code, _, err = run("--input", tmp_path / name, "--append-eod", "--workers", workers)
             assert code == 0, err
@@ -253,11 +257,14 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     ("name", "message"),
     [
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("*.bz2", "no file matches this pattern"),
+        ("*.xz", "no file matches this pattern"),
         ("link.jso*", "link.jsonl: this is a link to a file that does not exist"),
         ("empty", r"holds no file with a known suffix \(.jsonl, .*.txt\)"),
         ("readme.md", "unknown suffix; expected .jsonl"),
         ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or truncated"),
+        ("cut.jsonl.bz2", "cut.jsonl.bz2.*unreadable or truncated"),
+        ("parts.jsonl.bz2", "parts.jsonl.bz2.*unreadable or truncated"),
+        ("false.jsonl.bz2", "false.jsonl.bz2.*unreadable or truncated"),
         ("cut.jsonl.zst", "cut.jsonl.zst.*unreadable or truncated"),
         ("false.jsonl.zst", "false.jsonl.zst.*unreadable or truncated"),
         ("false.parquet", "false.parquet: not a readable parquet file"),
@@ -271,6 +278,10 @@ def test_unreadable_input_is_named(run, tmp_path, name, message, workers):
     (tmp_path / "readme.md").write_text("x")
     (tmp_path / "link.jsonl").symlink_to("nowhere")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    packed = bz2.compress(lines)
+    (tmp_path / "cut.jsonl.bz2").write_bytes(packed[:-2000])
+    (tmp_path / "parts.jsonl.bz2").write_bytes(packed + packed[:50] + packed[60:])
+    (tmp_path / "false.jsonl.bz2").write_bytes(lines)
     (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines)[:-2000])
     (tmp_path / "false.jsonl.zst").write_bytes(lines)
     (tmp_path / "false.parquet").write_bytes(lines)
@@ -541,6 +552,8 @@ def _write_as(path: Path, texts: list[str]) -> Path:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(lines, 1))
+    elif path.suffix == ".bz2":
+        path.write_bytes(bz2.compress(lines))
     elif path.suffix == ".zst":
         path.write_bytes(zstandard.compress(lines))
     elif path.suffix == ".parquet":
@@ -550,7 +563,9 @@ def _write_as(path: Path, texts: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"]
+)
 def test_a_line_that_is_too_long_is_named_or_left_out(run, tmp_path, name):
     path = _write_as(tmp_path / name, ["he", "x" * (3 << 20), "ll", "y" * (1 << 20), "hell"])
     code, _, err = run("--input", path, "--max-line-mb", 1)
@@ -605,6 +620,7 @@ def test_a_text_file_that_is_too_long_is_named(run, tmp_path):
     for name, pack in (
         ("a.txt", bytes),
         ("b.txt.gz", gzip.compress),
+        ("b.txt.bz2", bz2.compress),
         ("c.txt.zst", zstandard.compress),
     ):
         (tmp_path / name).write_bytes(pack(b"x" * ((1 << 20) + 1)))
