@@ -102,7 +102,7 @@ class TextPlaces(TypedDict):
     """The places at which streams of text continue (`data.text_stream.save_places`)."""
 
     plan: str
-    places: list[list[Annotated[list[Annotated[int, Ge(-1), Le(2**62)]], Len(4, 4)]]]
+    places: list[list[Annotated[list[Annotated[int, Ge(-1), Le(2**62)]], Len(4, 5)]]]
 
 
 class Meta(TypedDict):
@@ -118,6 +118,7 @@ class Meta(TypedDict):
     tokenizer: NotRequired[str | None]
     corpus: NotRequired[str | None]
     text: NotRequired[TextPlaces | None]
+    validation_text: NotRequired[TextPlaces | None]
     config: dict[str, dict[str, Json]]
     legacy_args: NotRequired[Arguments | None]
     notices: NotRequired[list[str]]

@@ -120,7 +120,8 @@ class DataOptions:
             PREFIX ...
         text_key: The key of a document's text in JSON lines, or the column in parquet files, when
             --data-path names text files.
-        skip_bad_lines: Leave out lines of text files that hold no document, with a warning.
+        skip_bad_lines: Leave out lines of text files that hold no document: the first of each file
+            are reported, and the end of the run counts all.
         blend_schedule: Weights of the training datasets that change during the run: for each phase
             START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations, or
             samples with --train-samples.

@@ -297,8 +297,9 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     if data.mock_data or not paths:
         return None
     whole = hashlib.sha256()
-    for _, name in parse_weighted_paths(paths, "--data-path"):
-        for path in _files_of(_local(name, "--data-path", data), data):
+    flag = "--train-data-path" if data.train_data_path else "--data-path"
+    for _, name in parse_weighted_paths(paths, flag):
+        for path in _files_of(_local(name, flag, data), flag, data):
             try:
                 with path.open("rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
@@ -322,11 +323,11 @@ def _local(name: str, flag: str, data: DataConfig) -> str:
     return local_copy(name, flag, data.data_cache_path)
 
 
-def _files_of(prefix: str, data: DataConfig) -> Sequence[Path]:
+def _files_of(prefix: str, flag: str, data: DataConfig) -> Sequence[Path]:
     """Return the files behind a word of --data-path."""
     records = find_tfrecords(prefix)
     if not records and is_text(prefix):
-        return [Path(path) for path in TextCorpus(prefix, data.text_key).files]
+        return [Path(path) for path in TextCorpus(prefix, data.text_key, flag).files]
     return records or (idx_path(prefix), bin_path(prefix))
 
 
@@ -397,7 +398,7 @@ def _open(
             f"--dataloader-type cyclic: {flag} {prefix} is text, which is read in streams with an "
             "order of their own: drop --dataloader-type"
         )
-    return TextCorpus(prefix, data.text_key)
+    return TextCorpus(prefix, data.text_key, flag)
 
 
 def _build_split(

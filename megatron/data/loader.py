@@ -266,7 +266,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
     All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become `[k + 1]`:
-    0, followed by the ends in the concatenated samples. `PLACE` `[6]` become `[p, 6]` for the p
+    0, followed by the ends in the concatenated samples. `PLACE` `[7]` become `[p, 7]` for the p
     samples that have one.
     """
     batch = {}

@@ -14,7 +14,7 @@ from megatron.errors import DataError
 IGNORED_LABEL = -1
 # A part of a sample or batch: the ends of runs of tokens that attend only within themselves.
 SEGMENT_ENDS = "segment_ends"
-# A part of a sample of text, `[6]`, that says where the next row of its stream begins. In a blend,
+# A part of a sample of text, `[7]`, that says where the next row of its stream begins. In a blend,
 # other samples lack it.
 PLACE = "place"
 # One sample: arrays, and `id`, the sample's number in its dataset. Each array except `SEGMENT_ENDS`

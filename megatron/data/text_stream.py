@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
 _PIECES = 1024  # number into which a small corpus is cut, so that it can be divided into splits
 _LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
 _STREAMS = 128  # each holds a block's tokens, at most a few MB
+_TOLD = 3  # bad lines of a file that a loading process reports
 _KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
 
 
@@ -59,37 +60,41 @@ class RowPlace(NamedTuple):
         visit: The number of pieces that the stream has read before, over all epochs.
         block: The number of the block in that piece.
         token: The number of the token in the block, after shuffling.
+        bad: The number of bad lines that were left out, this block included.
     """
 
     row: int = 0
     visit: int = 0
     block: int = 0
     token: int = 0
+    bad: int = 0
 
 
 class TextCorpus:
-    """The pieces of the text files that one value of --data-path names.
+    """The pieces of the text files that one value of --data-path, or a similar flag, names.
 
     Args:
         name: A file, folder or glob, as `find_inputs` takes it.
         key: The key of a document's text in a line of JSON.
+        flag: The flag that names it, for messages.
 
     Raises:
         DataError: There is no such file, or its kind is unknown.
     """
 
-    def __init__(self, name: str, key: str) -> None:
+    def __init__(self, name: str, key: str, flag: str = "--data-path") -> None:
         """List the files and count their pieces."""
         from megatron.data.text_input import find_inputs, is_cut_anywhere
 
         self.prefix = name
         self.key = key
-        with _named_as_in_training():
+        self.flag = flag
+        with _named_as_in_training(flag):
             self.files = find_inputs([name])
         self.sizes = [os.path.getsize(path) for path in self.files]
         self.size = sum(self.sizes)  # in bytes
         if not self.size:
-            raise DataError(f"--data-path {name}: the text is empty: give more text")
+            raise DataError(f"{flag} {name}: the text is empty: give more text")
         self.piece_bytes = min(max(self.size // _PIECES, _LEAST), _MOST)
         # The number of pieces in the files up to and including each.
         self._ends = np.cumsum(
@@ -113,7 +118,7 @@ class TextCorpus:
         if is_cut_anywhere(path):
             start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
             bounds = start, min(start + self.piece_bytes, self.sizes[file])
-        with _named_as_in_training():
+        with _named_as_in_training(self.flag):
             blocks: Iterable[TextBlock]
             blocks = read_blocks([path], encoder.options.keys, _MOST, bounds=bounds)
             if bounds is not None:
@@ -134,7 +139,8 @@ class TextDataset:
         seq_length: The number of tokens in a sample without the last label, s.
         seed: The seed of all shuffles.
         encoder: The encoder, which turns text into ids.
-        skip_bad_lines: Whether to leave out lines without a document, with a warning.
+        skip_bad_lines: Whether to leave out lines without a document. The first of each file are
+            reported, and all are counted in the places.
         number: The number of this dataset in its blend.
     """
 
@@ -147,6 +153,7 @@ class TextDataset:
     skip_bad_lines: bool = False
     number: int = 0
     _places: dict[int, deque[RowPlace]] = field(default_factory=dict)
+    _told: dict[str, set[int]] = field(default_factory=dict)
     _readers: dict[int, tuple[int, Iterator[tuple[NDArray[np.int64], RowPlace]]]] = field(
         default_factory=dict
     )
@@ -182,8 +189,7 @@ class TextDataset:
         row, stream = divmod(i, self.streams)
         at, rows = self._readers.get(stream, (row + 1, None))
         if rows is None or at > row:
-            known = [place for place in self._places.get(stream, ()) if place.row <= row]
-            begin = max(known, default=RowPlace())
+            begin = self._known_place(stream, row)
             at, rows = begin.row, self._rows(stream, begin)
         while True:
             text, following = next(rows)
@@ -193,19 +199,22 @@ class TextDataset:
         self._readers[stream] = at, rows
         return {"text": text, "id": i, PLACE: np.array([self.number, stream, *following])}
 
+    def _known_place(self, stream: int, row: int) -> RowPlace:
+        """Return the last known place of a stream up to a row."""
+        known = (place for place in self._places.get(stream, ()) if place.row <= row)
+        return max(known, default=RowPlace())
+
     def remember(self, stream: int, place: RowPlace) -> None:
         """Remember where a row of a stream begins."""
         kept = max(64, _KEPT // self.streams)
         self._places.setdefault(stream, deque(maxlen=kept)).append(place)
 
-    def places_after(self, samples: int) -> list[RowPlace | None]:
-        """Return, for each stream, the place of its first row after `samples` samples, if known."""
-        places: list[RowPlace | None] = []
-        for stream in range(self.streams):
-            row = max(0, -(-(samples - stream) // self.streams))
-            known = self._places.get(stream, ())
-            places.append(next((p for p in known if p.row == row), None if row else RowPlace()))
-        return places
+    def places_after(self, samples: int) -> list[RowPlace]:
+        """Return, for each stream, the last known place up to its first row after `samples`."""
+        return [
+            self._known_place(stream, max(0, -(-(samples - stream) // self.streams)))
+            for stream in range(self.streams)
+        ]
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
         """Return this dataset and the number of samples: see `ReadsText`."""
@@ -217,7 +226,7 @@ class TextDataset:
         # The blocks that are not used up, and how many tokens of them are left.
         held: deque[tuple[RowPlace, NDArray[Any]]] = deque()
         left = 0
-        for at, tokens in self._blocks(stream, place.visit, place.block):
+        for at, tokens in self._blocks(stream, place):
             rest = tokens[begin.token :] if at[1:3] == begin[1:3] else tokens
             if not len(rest):
                 continue
@@ -239,10 +248,9 @@ class TextDataset:
                 row += 1
                 yield np.concatenate(parts, dtype=np.int64), held[0][0]._replace(row=row)
 
-    def _blocks(
-        self, stream: int, visit: int, block: int
-    ) -> Iterator[tuple[RowPlace, NDArray[Any]]]:
+    def _blocks(self, stream: int, place: RowPlace) -> Iterator[tuple[RowPlace, NDArray[Any]]]:
         """Yield the tokens of a stream's blocks, endlessly, keeping each document's together."""
+        visit, block, bad = place.visit, place.block, place.bad
         pieces = -(-(self.pieces[1] - self.pieces[0] - stream) // self.streams)
         empty = 0
         while True:
@@ -254,15 +262,17 @@ class TextDataset:
             ):
                 if encoded.bad:
                     self._report(encoded)
+                if not place.row or (visit, number) != (place.visit, place.block):
+                    bad += len(encoded.bad)
                 random = np.random.RandomState([self.seed, epoch, piece, number])
                 tokens = _shuffled(encoded, random)
                 found = found or len(tokens) > 0
-                yield RowPlace(0, visit, number, 0), tokens
+                yield RowPlace(0, visit, number, 0, bad), tokens
             empty = 0 if found or block else empty + 1
             if empty > pieces:
                 raise DataError(
-                    f"--data-path {self.corpus.prefix}: one of {self.streams} equal parts of the "
-                    "text holds no tokens: give more text"
+                    f"{self.corpus.flag} {self.corpus.prefix}: one of {self.streams} equal parts "
+                    "of the text holds no tokens: give more text"
                 )
             visit, block = visit + 1, 0
 
@@ -282,15 +292,20 @@ class TextDataset:
         return {}
 
     def _report(self, encoded: EncodedBlock) -> None:
-        """Raise, or warn, for the lines of a block that hold no document."""
+        """Raise for the lines of a block that hold no document, or warn of a file's first ones."""
+        path = encoded.block.path
+        told = self._told.setdefault(path, set())
         for bad in encoded.bad:
             at = encoded.block.offset + bad.offset
-            told = f"--data-path {encoded.block.path}: {bad.reason} (line starts at byte {at})"
+            what = f"{self.corpus.flag} {path}: {bad.reason} (line starts at byte {at})"
             if not self.skip_bad_lines:
                 raise DataError(
-                    f"{told}: fix the line, or leave bad lines out with --skip-bad-lines"
+                    f"{what}: fix the line, or leave bad lines out with --skip-bad-lines"
                 )
-            warn(f"{told}: left out")
+            if at not in told and len(told) < _TOLD:
+                told.add(at)
+                last = ", as are further bad lines of this file, which are only counted"
+                warn(f"{what}: left out{last if len(told) == _TOLD else ''}")
 
 
 def _shuffled(encoded: EncodedBlock, random: np.random.RandomState) -> NDArray[Any]:
@@ -302,12 +317,12 @@ def _shuffled(encoded: EncodedBlock, random: np.random.RandomState) -> NDArray[A
 
 
 @contextmanager
-def _named_as_in_training() -> Iterator[None]:
+def _named_as_in_training(flag: str) -> Iterator[None]:
     """Name the flags of a training run in the errors of readers that tools share."""
     try:
         yield
     except DataError as error:
-        told = str(error).replace("--input ", "--data-path ").replace("--json-keys ", "--text-key ")
+        told = str(error).replace("--input ", f"{flag} ").replace("--json-keys ", "--text-key ")
         raise DataError(told) from error
 
 
@@ -345,25 +360,40 @@ def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dic
     """Return where every stream continues after `samples` samples, as JSON. Collective.
 
     Args:
-        dataset: The training data.
+        dataset: The training or validation data.
         samples: The number of samples that all processes together have consumed.
         world: All processes. Each knows the streams of its own samples.
 
     Returns:
         A digest of everything that places depend on, and for each text dataset the places of its
-        streams, `[members, streams, 4]`. `None` without text.
+        streams, `[members, streams, 5]`. `None` without text.
     """
     members = text_members(dataset, samples)
     if not members:
         return None
+    return {"plan": _plan_digest(members), "places": _places(members, world)}
+
+
+def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) -> int:
+    """Return the number of lines left out among the first `samples` samples. Collective.
+
+    The arguments are those of `save_places`. Each pass over the text counts.
+    """
+    places = _places(text_members(dataset, samples), world)
+    return sum(RowPlace(*place).bad for streams in places for place in streams)
+
+
+def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[list[list[int]]]:
+    """Return the last place of each stream that any process knows. Collective."""
     places = []
     for member, count in members:
-        mine = [place or (-1,) * 4 for place in member.places_after(count)]
-        known = torch.tensor(mine, dtype=torch.int64)
+        known = torch.tensor(member.places_after(count), dtype=torch.int64)
         if world.size > 1:
+            rows = all_reduce(known[:, 0].clone(), world, ReduceOp.MAX)
+            known[known[:, 0] < rows] = -1  # another process knows a later place
             known = all_reduce(known, world, ReduceOp.MAX)
         places.append(known.tolist())
-    return {"plan": _plan_digest(members), "places": places}
+    return places
 
 
 def load_places(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:

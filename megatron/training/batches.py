@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config import RunConfig
+from megatron.config.run import evaluations_until
 from megatron.config.training import TrainingConfig
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
@@ -108,6 +109,16 @@ def samples_needed(config: RunConfig, train_iterations: int) -> SampleCounts:
     evaluations = train_iterations // evaluation.eval_interval + 1
     one_evaluation = evaluation.eval_iters * batch
     return train, evaluations * one_evaluation, one_evaluation
+
+
+def evaluation_position(run: Run, iteration: int) -> int:
+    """Return the number of validation samples consumed by evaluations up to an iteration.
+
+    It depends on the iteration and the flags alone, so a run resumed with the same flags evaluates
+    on the samples that the uninterrupted run would have used.
+    """
+    done = evaluations_until(run.config, iteration)
+    return done * run.config.evaluation.eval_iters * run.batches.global_batch
 
 
 def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator[Batch]:

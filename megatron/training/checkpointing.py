@@ -36,6 +36,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
+from megatron.training.batches import evaluation_position
 from megatron.training.loaded_settings import beyond_window, changed_corpus, changed_settings
 from megatron.training.run import Run
 
@@ -232,6 +233,9 @@ def meta_of(run: Run) -> dict[str, Any]:
         "tokenizer": run.tokenizer.fingerprint(),
         "corpus": run.corpus,
         "text": save_places(run.datasets[0], progress.consumed_samples, run.layout.world),
+        "validation_text": save_places(
+            run.datasets[1], evaluation_position(run, progress.iteration), run.layout.world
+        ),
         "config": to_dict(run.config),
     }
 
@@ -448,6 +452,9 @@ def _restore_position(run: Run, reader: Reader) -> None:
             )
         except CheckpointError as error:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
+    # Without a place, validation text is read again from its beginning. That takes longer, and its
+    # position, which the iteration determines, is the same.
+    load_places(run.datasets[1], meta.get("validation_text"))
     is_placed = load_places(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:
         if not is_placed:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from megatron.command import say
-from megatron.config.run import evaluations_until
 from megatron.data.sample import SampleDataset
 from megatron.errors import EXIT_OK
-from megatron.training.batches import batches_from
+from megatron.training.batches import batches_from, evaluation_position
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.log_line import validation_lines
@@ -77,16 +76,6 @@ def evaluate_and_report(
     scalars.after_evaluation(run, split, losses, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()
-
-
-def evaluation_position(run: Run, iteration: int) -> int:
-    """Return the number of validation samples consumed by evaluations up to an iteration.
-
-    It depends on the iteration and the flags alone, so a run resumed with the same flags evaluates
-    on the samples that the uninterrupted run would have used.
-    """
-    done = evaluations_until(run.config, iteration)
-    return done * run.config.evaluation.eval_iters * run.batches.global_batch
 
 
 class Evaluation(Callback):

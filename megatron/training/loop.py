@@ -14,7 +14,13 @@ from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.nonfinite import NonFinitePolicy
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.scalars import Scalars, Writer
-from megatron.training.callbacks.small import EmptyCache, GarbageCollection, ProgressBar, SampleIds
+from megatron.training.callbacks.small import (
+    BadLines,
+    EmptyCache,
+    GarbageCollection,
+    ProgressBar,
+    SampleIds,
+)
 from megatron.training.evaluation import Evaluation
 from megatron.training.run import Run
 from megatron.training.step import Updates, any_rank, reduce_losses, skip_iteration
@@ -36,6 +42,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
     callbacks += [NonFinitePolicy(), scalars]
+    if config.data.skip_bad_lines:
+        callbacks.append(BadLines())
     if config.data.log_sample_ids:
         callbacks.append(SampleIds())
     if config.training.manual_gc:

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron.checkpoint.loading import open_root
 from megatron.config.data import TokenizerConfig
 from megatron.data.datasets import BlendedDataset, build_blend_index, normalize
 from megatron.data.indexed import IndexedDataset
@@ -135,7 +137,7 @@ def test_every_number_of_processes_reads_the_same(corpus, vocabulary, processes,
         for batch in itertools.islice(
             build_loader(dataset, sampler, num_workers=workers, seed=0), 12 // processes
         ):
-            assert batch[PLACE].shape == (2, 6)
+            assert batch[PLACE].shape == (2, 7)
             found |= dict(zip(batch["id"].tolist(), batch["text"].tolist(), strict=True))
     assert [found[i] for i in range(24)] == expected
 
@@ -277,7 +279,10 @@ def test_bad_lines_are_refused_or_left_out(vocabulary, tmp_path, capsys):
     text = dataset_of(path, vocabulary, skip_bad_lines=True)[0]["text"].tolist()
     first = len(VOCABULARY) + 1
     assert set(text) == {first, first + 1, encoder_of(vocabulary).tokenizer.eod}
-    assert "no key 'text' (line starts at byte 18): left out" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3, lines
+    assert "no key 'text' (line starts at byte 18): left out" in lines[0] + lines[1]
+    assert lines[2].endswith("further bad lines of this file, which are only counted")
     path.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="holds no tokens: give more text"):
         dataset_of(path, vocabulary)[0]
@@ -313,6 +318,70 @@ def test_a_run_resumes_with_another_number_of_processes(form, corpus, vocabulary
     ranks = run_distributed(2, losses, saving)
     loading = [*words, "--load", str(tmp_path)]
     assert ranks[-1] + losses(Layout.single(), loading) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.usefixtures("_no_mock_data")
+@pytest.mark.parametrize("interval", [4, 6])  # saved between two evaluations, and before one
+def test_a_resumed_run_validates_on_the_same_text(
+    interval, corpus, vocabulary, tmp_path, monkeypatch
+):
+    held_out = tmp_path / "valid.jsonl"
+    held_out.write_text('{"txt": "w1"}\n'.join(corpus.open()))  # every second line is bad
+    words = ["--train-data-path", str(corpus), "--valid-data-path", str(held_out)]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
+    words += ["--make-vocab-size-divisible-by", "8", "--eval-iters", "40", "--skip-bad-lines"]
+    words += ["--train-iters", "9"]
+    read: list[int] = []
+    original = TextDataset._blocks
+
+    def counted(self, stream, place):
+        if self.corpus.flag == "--valid-data-path":
+            read.append(place.row)
+        return original(self, stream, place)
+
+    monkeypatch.setattr(TextDataset, "_blocks", counted)
+    recorder, run = toy.train_toy(Layout.single(), words)
+    losses = recorder.values("lm loss validation")
+    assert len(losses) == 3
+    saving = [*words, "--save", str(tmp_path / "run"), "--save-interval", str(interval)]
+    toy.train_toy(Layout.single(), [*saving, "--exit-interval", str(interval)])
+    read.clear()
+    resumed, again = toy.train_toy(Layout.single(), [*words, "--load", str(tmp_path / "run")])
+    assert resumed.values("lm loss validation") == losses[interval // 3 :]
+    assert again.datasets[1].places_after(480) == run.datasets[1].places_after(480)
+    assert min(read) > 0, "read again from the beginning"
+    reader = open_root(tmp_path / "run", layout=Layout.single())
+    assert reader is not None
+    bad = [place[4] for places in reader.meta["validation_text"]["places"] for place in places]
+    assert min(bad) > 0
+
+
+@pytest.mark.usefixtures("_no_mock_data")
+def test_the_end_of_a_run_counts_the_lines_left_out(vocabulary, tmp_path, capfd):
+    (tmp_path / "bad.jsonl").write_text('{"text": "w1 w2"}\n{"txt": "w3"}\n' * 20)
+    words = ["--data-path", str(tmp_path / "bad.jsonl"), "--split", "1,0,0", "--skip-bad-lines"]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
+    toy.train_toy(Layout.single(), words)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "skip-bad-lines" in line]
+    assert re.search(r"WARNING: --skip-bad-lines: \d+ lines without a document were left", line)
+
+
+@pytest.mark.usefixtures("_no_mock_data")
+def test_mistakes_name_the_flag_of_the_text(corpus, vocabulary, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"txt": "w1"}\n')
+    words = ["--vocab-file", vocabulary, "--tokenizer-type", "BertWordPieceLowerCase"]
+    good, empty, bad = (str(tmp_path / f"{name}.jsonl") for name in ("good", "empty", "bad"))
+    Path(good).write_text(corpus.read_text())
+    for train, valid, told in (
+        (empty, good, "--train-data-path .*empty.jsonl: the text is empty"),
+        (good, empty, "--valid-data-path .*empty.jsonl: the text is empty"),
+        (bad, good, "--train-data-path .*bad.jsonl: no key 'text'"),
+        (good, bad, "--valid-data-path .*bad.jsonl: no key 'text'"),
+    ):
+        paths = ["--train-data-path", train, "--valid-data-path", valid]
+        with pytest.raises(DataError, match=rf"\A{told}"):
+            toy.train_toy(Layout.single(), [*words, *paths])
 
 
 @pytest.mark.usefixtures("_no_mock_data")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron.data.text_stream import count_bad_lines
+from megatron.errors import warn
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.run import Run
@@ -46,6 +48,20 @@ class EmptyCache(Callback):
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Empty the cache after every iteration."""
         run.device.empty_cache()
+
+
+class BadLines(Callback):
+    """A callback that says at the end how many lines `--skip-bad-lines` has left out."""
+
+    def on_end(self, run: Run, leave: Leave | None) -> None:
+        """Count the lines of all processes, since the beginning of the run."""
+        dataset, consumed = run.datasets[0], run.progress.consumed_samples
+        count = count_bad_lines(dataset, consumed, run.layout.world)
+        if count and run.is_log_rank:
+            warn(
+                f"--skip-bad-lines: {count:,} lines without a document were left out (each pass "
+                "over the text counts): tools/preprocess_data.py --on-error skip lists them all"
+            )
 
 
 class SampleIds(Callback):
