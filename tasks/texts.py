@@ -48,7 +48,7 @@ def read_text(path: str) -> str:
 
 
 def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
-    """Yield the texts of a corpus: JSON lines (also .gz, .bz2 and .zst), parquet, or whole .txt files.
+    """Yield the texts of a corpus: JSON lines (also compressed), parquet, or whole .txt files.
 
     Raises:
         DataError: A line is not a JSON object with text under `key`. The message names it.
