@@ -243,7 +243,9 @@ def with_length(
         )
     used = None if own.keep_last else samples // batch * batch
     iterations = epochs * (samples // batch) if used else -(-epochs * samples // batch)
-    training = replace(config.training, train_iters=iterations, train_samples=None)
+    training = replace(
+        config.training, train_iters=iterations, train_samples=None, train_tokens=None
+    )
     config = replace(config, training=training)
     problems = find_problems(config, world_size, rules=_LATE)
     if problems:
@@ -261,7 +263,8 @@ def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
 
 def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
     """Return the settings that flags override: the pretrained checkpoint's, or those of --load."""
-    named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
+    lengths = ("train_iters", "train_samples", "train_tokens")
+    named = {flag: given[flag] for flag in lengths if flag in given}
     if named:
         flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
         raise ConfigError(f"{flags}: --epochs sets the length of training: drop it")

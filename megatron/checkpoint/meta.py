@@ -65,6 +65,9 @@ class SavedSchedule(TypedDict, total=False):
     warmup_iter: _Samples
     warmup_steps: _Samples
     lr_decay_steps: _Samples
+    lr_warmup_tokens: _Samples
+    lr_decay_tokens: _Samples
+    lr_in_tokens: bool
     end_iter: _Samples
     decay_steps: _Samples
     lr_decay_style: str | None
@@ -111,6 +114,7 @@ class Meta(TypedDict):
     iteration: Size
     consumed_train_samples: Size
     skipped_train_samples: NotRequired[Size]
+    consumed_train_tokens: NotRequired[Size]
     padded_vocab_size: Size
     optimizer: NotRequired[OptimizerScalars | None]
     schedule: NotRequired[SavedSchedule | None]

@@ -321,6 +321,7 @@ def convert_to_native(
         "skipped_train_samples": reader.meta.get("skipped_train_samples", 0),
         "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
         **{key: training.get(key) for key in ("optimizer", "schedule", "rng", "corpus")},
+        **{key: reader.meta[key] for key in ("consumed_train_tokens",) if key in reader.meta},
         "tokenizer": None,
         "config": to_dict(config),
         **extra,

@@ -123,8 +123,8 @@ class DataOptions:
         skip_bad_lines: Leave out lines of text files that hold no document: the first of each file
             are reported, and the end of the run counts all.
         blend_schedule: Weights of the training datasets that change during the run: for each phase
-            START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations, or
-            samples with --train-samples.
+            START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations with
+            --train-iters, otherwise samples.
         split: Relative shares of the documents in --data-path for training, validation and test.
         train_data_path: Training data, in the format of --data-path.
         valid_data_path: Validation data, in the format of --data-path.

@@ -229,7 +229,7 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
     """Return the known word that a misspelled or shortened word stands for, or None.
 
     Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
-    that differs in a whole part means something else: `--train-tokens` is not `--train-iters`.
+    that differs in a whole part means something else: `--train-epochs` is not `--train-iters`.
 
     Args:
         word: The word as it was written.

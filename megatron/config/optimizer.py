@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
+from megatron.config.training import TrainingOptions
 
 # Conditions that the flags below need or require.
 _ADAM = Need(lambda run: run.optimizer.optimizer == "adam", "--optimizer adam")
@@ -14,6 +15,7 @@ _WARMS_UP = Need(
         run.schedule.lr_warmup_fraction
         or run.schedule.lr_warmup_iters
         or run.schedule.lr_warmup_samples
+        or run.schedule.lr_warmup_tokens
     ),
     "a warm-up",
 )
@@ -67,9 +69,12 @@ class ScheduleConfig:
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
         lr_decay_iters: Length of the decay. Default: the whole run.
         lr_decay_samples: Length of the decay. Default: the whole run.
+        lr_decay_tokens: Length of the decay, counted over all tokens read. Default: --train-tokens,
+            if that alone sets the length of the run.
         lr_warmup_fraction: Length of the linear warm-up as a fraction of the decay length.
         lr_warmup_iters: Length of the linear warm-up.
         lr_warmup_samples: Length of the linear warm-up.
+        lr_warmup_tokens: Length of the linear warm-up, if the decay is in tokens, too.
         lr_warmup_init: Learning rate at the start of the warm-up.
         min_lr: Minimum learning rate of the decay.
         decoupled_lr: Peak learning rate of the word embeddings and the output layer. Default: --lr.
@@ -93,9 +98,11 @@ class ScheduleConfig:
     lr_wsd_decay_samples: int | None = flag(None, unit="samples", at_least=1, requires=_WSD)
     lr_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
     lr_decay_samples: int | None = flag(None, unit="samples", at_least=1)
+    lr_decay_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=("gpt", "bert"))
     lr_warmup_fraction: float | None = flag(None, unit="0 to 1", at_least=0, below=1)
     lr_warmup_iters: int = flag(0, unit="iterations", is_common=True, at_least=0)
     lr_warmup_samples: int = flag(0, unit="samples", at_least=0)
+    lr_warmup_tokens: int = flag(0, unit="tokens", at_least=0, only_for=("gpt", "bert"))
     lr_warmup_init: float = flag(0.0, at_least=0, needs=_WARMS_UP)
     min_lr: float = flag(0.0, is_common=True, at_least=0)
     decoupled_lr: float | None = flag(None, at_least=0)
@@ -108,3 +115,13 @@ class ScheduleConfig:
         names="--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler",
         needs=_LOADS,
     )
+
+    def in_tokens(self, training: TrainingOptions) -> bool:
+        """Return whether the schedules follow the tokens read instead of the samples.
+
+        Args:
+            training: The options that set the length of the run.
+        """
+        if self.lr_decay_tokens is not None or self.lr_warmup_tokens:
+            return True
+        return training.train_tokens is not None and not training.has_count

@@ -46,6 +46,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     micro_batch = training.micro_batch_size
     batch = micro_batch * data_parallel_size(config, world_size) if micro_batch else None
     has_no_length = training.skip_train and training.train_samples is None
+    has_no_length = has_no_length and training.train_tokens is None
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None
     # Each of Megatron's scripts has its own kind of tokenizer, which the examples do not name.
     own = "GPT2BPETokenizer" if model.architecture == "gpt" else "BertWordPieceLowerCase"

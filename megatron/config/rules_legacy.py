@@ -31,6 +31,18 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--ckpt-format torch_dist with --decoupled-lr {config.schedule.decoupled_lr:g}: such "
             f"optimizer states are not written for Megatron Core: {remedy}"
         )
+    yield from _schedule_in_tokens(config)
+
+
+def _schedule_in_tokens(config: RunOptions) -> Iterator[str]:
+    """Yield an error if Megatron-LM's checkpoints cannot hold the schedule."""
+    checkpoint = config.checkpoint
+    if config.schedule.in_tokens(config.training) and not checkpoint.no_save_optim:
+        cause = "--lr-decay-tokens" if config.schedule.lr_decay_tokens else "--train-tokens"
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} with {cause}: schedules of Megatron-LM count "
+            "samples: use --ckpt-format native"
+        )
 
 
 def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -69,6 +81,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             "Megatron-LM 23.08 has no such learning rate, and its optimizer files cannot store "
             "one: use --ckpt-format native"
         )
+    yield from _schedule_in_tokens(config)
     parts, layers = possible_plan(model, config.parallel), model.num_layers
     stages = config.parallel.pipeline_model_parallel_size
     is_t5 = model.architecture == "t5"

@@ -50,8 +50,11 @@ def required(config: RunOptions, world_size: int) -> Iterator[str]:
 def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the length of the run is missing."""
     training = config.training
-    if training.train_iters is None and training.train_samples is None:
-        yield "the length of the run is required: give --train-iters or --train-samples"
+    if not training.has_count and training.train_tokens is None:
+        yield (
+            "the length of the run is required: give --train-iters, --train-samples or "
+            "--train-tokens"
+        )
 
 
 def heads(config: RunOptions, world_size: int) -> Iterator[str]:

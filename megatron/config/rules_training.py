@@ -70,6 +70,9 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     if iters == 0 and not training.skip_train:
         yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
+    if schedule.in_tokens(training):
+        yield from _lengths_in_tokens(config)
+        return
     for unit, other, count in (("samples", "iters", iters), ("iters", "samples", samples)):
         for name in ("lr-decay", "lr-wsd-decay", "lr-warmup"):
             value = getattr(schedule, f"{name.replace('-', '_')}_{unit}")
@@ -78,6 +81,33 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
                     f"--{name}-{unit} {value} requires --train-{unit}, but this run has "
                     f"--train-{other} {count}: use --{name}-{other}"
                 )
+
+
+def _lengths_in_tokens(config: RunOptions) -> Iterator[str]:
+    """Yield an error for each length of a schedule in tokens that counts something else."""
+    schedule, training = config.schedule, config.training
+    cause = "--lr-decay-tokens" if schedule.lr_decay_tokens else "--train-tokens"
+    if schedule.lr_decay_tokens is None and training.has_count:
+        yield (
+            f"--lr-warmup-tokens {schedule.lr_warmup_tokens} requires --lr-decay-tokens: add it, "
+            "or give the warm-up in the unit of the run's length"
+        )
+        return
+    sample = config.data.seq_length or 0
+    for unit, each in (("samples", sample), ("iters", sample * (training.global_batch_size or 0))):
+        for name in ("lr-decay", "lr-warmup"):
+            value = getattr(schedule, f"{name.replace('-', '_')}_{unit}")
+            if value:
+                tokens = f" {value * each}" if each > 0 else ""
+                yield (
+                    f"--{name}-{unit} {value} cannot be combined with {cause}: use "
+                    f"--{name}-tokens{tokens}"
+                )
+    if schedule.lr_decay_style == "WSD":
+        yield (
+            f"--lr-decay-style WSD cannot be combined with {cause}, because its final decay counts "
+            "iterations or samples: use another style or --lr-decay-samples"
+        )
 
 
 def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -136,7 +166,7 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     """
     schedule, training = config.schedule, config.training
     fraction = schedule.lr_warmup_fraction
-    for unit in ("iters", "samples"):
+    for unit in ("iters", "samples", "tokens"):
         warmup, decay = (getattr(schedule, f"lr_{part}_{unit}") for part in ("warmup", "decay"))
         if warmup > 0 and fraction is not None:
             yield (
@@ -148,7 +178,7 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
         if not end or training.skip_train:
             continue
         source = f"--lr-decay-{unit} {end}" if decay is not None else f"--train-{unit} {end}"
-        anneal = getattr(schedule, f"lr_wsd_decay_{unit}")
+        anneal = None if unit == "tokens" else getattr(schedule, f"lr_wsd_decay_{unit}")
         if warmup > 0 and warmup >= end:
             yield f"--lr-warmup-{unit} {warmup} must be less than {source}: lower it"
         elif anneal is not None and schedule.lr_decay_style == "WSD":
@@ -334,7 +364,9 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
             "--exit-duration-in-mins and SIGTERM end a run before that, with a checkpoint)"
         )
         return
-    if iterations is None:
+    if iterations is None and training.train_samples is None:
+        iterations = (training.train_tokens or 0) // max(config.data.seq_length or 1, 1) // batch
+    elif iterations is None:
         iterations = (training.train_samples or 0) // batch
     evaluations = iterations // max(evaluation.eval_interval, 1) + 1
     if evaluations * evaluation.eval_iters * batch > _COUNTABLE:

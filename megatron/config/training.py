@@ -41,6 +41,8 @@ class TrainingOptions:
             Off: average over the tokens of each micro-batch, then over micro-batches.
         train_iters: Length of the run.
         train_samples: Length of the run.
+        train_tokens: Length of the run: it ends with the first update that reaches this number of
+            tokens. With --train-iters or --train-samples, whichever comes first ends the run.
         skip_train: Skip training and only evaluate.
         iterations_to_skip: Iterations to skip. Their samples are passed over, and nothing is
             updated, evaluated or saved. Iterations count from 0 as in Megatron Core: N is iteration
@@ -93,6 +95,7 @@ class TrainingOptions:
         None, unit="iterations", required="required unless --train-samples is given", at_least=0
     )
     train_samples: int | None = flag(None, unit="samples", at_least=1)
+    train_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=("gpt", "bert"))
     skip_train: bool = False
     iterations_to_skip: tuple[int, ...] | None = flag(None, unit="iterations")
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
@@ -121,6 +124,11 @@ class TrainingOptions:
     dry_run_world_size: int | None = flag(None, unit="processes", at_least=1, requires=_DRY)
     dry_run_memory_gib: float | None = flag(None, unit="GiB", above=0, requires=_DRY)
 
+    @property
+    def has_count(self) -> bool:
+        """Whether the length of the run is given in iterations or samples."""
+        return self.train_iters is not None or self.train_samples is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(TrainingOptions):
@@ -132,7 +140,7 @@ class TrainingConfig(TrainingOptions):
     @property
     def samples_per_unit(self) -> int:
         """Number of samples in a unit of the run's length: an iteration, or a sample."""
-        return self.global_batch_size if self.train_samples is None else 1
+        return 1 if self.train_iters is None else self.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

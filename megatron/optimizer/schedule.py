@@ -1,7 +1,9 @@
 """Learning rate and weight decay as functions of the samples that successful updates consumed.
 
 Update k uses the values at the samples consumed before it, so the first update of a warm-up has
-the warm-up's first learning rate. All lengths are in samples, so they hold for any batch size.
+the warm-up's first learning rate. All lengths are in samples, so they hold for any batch size. With
+--lr-decay-tokens, samples are replaced by tokens, and as in Megatron-DeepSpeed those of all updates
+count: a sequence that a curriculum shortens takes the schedule less far than a whole one.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class LearningRateSchedule:
         anneal: Length in samples of WSD's decay at the end; `None` with other styles.
         anneal_style: Shape of that decay: "exponential", "linear", "cosine" or "minus_sqrt"; `None`
             with other styles.
+        in_tokens: Whether all lengths are in tokens instead of samples.
     """
 
     peak: float
@@ -44,6 +47,7 @@ class LearningRateSchedule:
     style: str
     anneal: float | None = None
     anneal_style: str | None = None
+    in_tokens: bool = False
 
     def at(self, samples: float) -> float:
         """Return the learning rate of the next update after `samples` consumed samples."""
@@ -75,7 +79,10 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay from `start` to `end` over `length` samples, constant, linear or cosine."""
+    """Weight decay from `start` to `end` over `length` samples, constant, linear or cosine.
+
+    Its length is in tokens if the learning rate's are.
+    """
 
     start: float
     end: float
@@ -122,6 +129,7 @@ class Schedules:
         training: TrainingConfig,
         *,
         global_batch: int,
+        seq_length: int,
     ) -> Schedules:
         """Return the schedules that the flags ask for.
 
@@ -133,13 +141,18 @@ class Schedules:
             optimizer: Weight-decay flags.
             training: Flags for the run's length.
             global_batch: Full global batch size, which converts iterations to samples.
+            seq_length: Tokens of a whole sample, which convert samples to tokens.
         """
         assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
         run = _samples(training.train_iters, training.train_samples, global_batch)
-        assert run is not None, "the checks require a length"
         decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
-        decay = run if decay is None else decay
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
+        in_tokens = schedule.in_tokens(training)
+        if in_tokens:
+            run = training.train_tokens or run and run * seq_length
+            decay, warmup = schedule.lr_decay_tokens, schedule.lr_warmup_tokens
+        assert run is not None, "the checks require a length"
+        decay = run if decay is None else decay
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
         assert warmup <= decay or training.skip_train, "the checks refuse a longer warm-up"
@@ -157,6 +170,7 @@ class Schedules:
             style=schedule.lr_decay_style,
             anneal=anneal,
             anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
+            in_tokens=in_tokens,
         )
         ends = optimizer.start_weight_decay, optimizer.end_weight_decay
         start, end = (optimizer.weight_decay if value is None else value for value in ends)
@@ -170,13 +184,16 @@ class Schedules:
         """Return the schedules and their position under Megatron's `opt_param_scheduler` names.
 
         Values that Megatron does not save are included only if the run has them: WSD's decay, and
-        the learning rate of the word embeddings and the output layer.
+        the learning rate of the word embeddings and the output layer, and that lengths are in
+        tokens.
         """
         values = {
             key: getattr(getattr(self, part), field, None)
             for key, (part, field, _) in _FIELDS.items()
         }
-        return {"num_steps": samples} | {k: v for k, v in values.items() if v is not None}
+        return {"num_steps": samples} | {
+            key: value for key, value in values.items() if value is not None and value is not False
+        }
 
     def resumed(
         self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
@@ -195,7 +212,7 @@ class Schedules:
                 none; or it holds a value that no schedule has.
         """
         given = saved
-        saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
+        saved = _with_tokens({_OLD_NAMES.get(key, key): value for key, value in saved.items()})
         seen: Any = saved.get("num_steps")
         if not _is_number(seen):
             what = "no num_steps" if seen is None else f"num_steps {seen!r}, which is not a number"
@@ -226,7 +243,7 @@ class Schedules:
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with every saved value in place of ours."""
         changes: dict[str, dict[str, Any]] = {
-            "learning_rate": {},
+            "learning_rate": {"in_tokens": False},  # not saved means samples
             "weight_decay": {},
             "decoupled": {"peak": None, "minimum": None},  # not saved means not decoupled
         }
@@ -244,6 +261,15 @@ class Schedules:
         )
 
 
+def _with_tokens(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved schedule with Megatron-DeepSpeed's lengths in tokens under our names."""
+    decay = saved.get("lr_decay_tokens")
+    if decay is None:
+        return saved
+    warmup = saved.get("lr_warmup_tokens") or 0
+    return saved | {"lr_decay_steps": decay, "lr_warmup_steps": warmup, "lr_in_tokens": True}
+
+
 _RUN = "--train-iters or --train-samples"
 _WARMUP = "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction"
 _DECAY = f"--lr-decay-iters or --lr-decay-samples, by default {_RUN}"
@@ -259,6 +285,7 @@ _FIELDS = {
     "decoupled_min_lr": ("decoupled", "minimum", _DECOUPLED_MIN),
     "lr_warmup_steps": ("learning_rate", "warmup", f"the warm-up ({_WARMUP}), in samples,"),
     "lr_decay_steps": ("learning_rate", "decay", f"the decay's length ({_DECAY}), in samples,"),
+    "lr_in_tokens": ("learning_rate", "in_tokens", "counting in tokens (--lr-decay-tokens)"),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
     "wsd_decay_steps": (
         "learning_rate",
@@ -300,6 +327,8 @@ def _check_saved(saved: dict[str, Any]) -> None:
         if name in _STYLES:
             words = field_at(_STYLES[name]).info.choices or ()
             is_known, expected = value in words, f"one of {', '.join(words)}"
+        elif name == "lr_in_tokens":
+            is_known, expected = value is True, "true"
         else:
             is_known, expected = name not in _FIELDS or _is_number(value), "a number"
         if not is_known:
@@ -323,6 +352,8 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
         for key, (_, _, flags) in _FIELDS.items()
         if ours_dict.get(key) != saved_dict.get(key)
     ]
+    if ours.learning_rate.in_tokens:
+        differences = [line.replace(", in samples,", ", in tokens,") for line in differences]
     if differences:
         raise CheckpointError(
             "the schedule of learning rate and weight decay differs from the checkpoint's:\n  "

@@ -42,23 +42,30 @@ class BatchPlan:
         rampup: The growth of the batch at the start of the run, or `None` for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
             evenly into one or more micro-batches for each of them.
+        seq_length: The number of tokens of a sample.
     """
 
     micro_batch: int
     global_batch: int
     rampup: Rampup | None = None
     data_parallel: int = 1
+    seq_length: int = 1
 
     def __post_init__(self) -> None:
         """Check that batches divide into micro-batches."""
         assert self.global_batch % self.samples_per_pass == 0, self
 
     @classmethod
-    def from_config(cls, training: TrainingConfig, data_parallel: int) -> BatchPlan:
+    def from_config(cls, config: RunConfig, data_parallel: int) -> BatchPlan:
         """Return the plan that the flags describe. The rules have already checked the flags."""
-        ramp = training.rampup_batch_size
-        rampup = None if ramp is None else Rampup(*ramp)
-        return cls(training.micro_batch_size, training.global_batch_size, rampup, data_parallel)
+        training, ramp = config.training, config.training.rampup_batch_size
+        return cls(
+            training.micro_batch_size,
+            training.global_batch_size,
+            None if ramp is None else Rampup(*ramp),
+            data_parallel,
+            config.data.seq_length,
+        )
 
     @property
     def samples_per_pass(self) -> int:
@@ -77,6 +84,31 @@ class BatchPlan:
     def micro_batches_at(self, consumed_samples: int) -> int:
         """Return the number of micro-batches per process in the update after `consumed_samples`."""
         return self.global_batch_at(consumed_samples) // self.samples_per_pass
+
+    def tokens_at(self, consumed_samples: int) -> int:
+        """Return the number of tokens in the update that follows `consumed_samples`."""
+        return self.global_batch_at(consumed_samples) * self.seq_length
+
+    def iterations_of(self, training: TrainingConfig) -> int:
+        """Return the number of updates in a run that starts at its beginning."""
+        limits = [training.train_iters]
+        if training.train_samples is not None:
+            limits.append(self.iterations_for(training.train_samples))
+        if training.train_tokens is not None:
+            limits.append(self.iterations_for_tokens(training.train_tokens))
+        return min(limit for limit in limits if limit is not None)
+
+    def iterations_for_tokens(self, train_tokens: int) -> int:
+        """Return the number of updates until at least `train_tokens` have been read."""
+        iterations = samples = tokens = 0
+        while tokens < train_tokens:
+            batch, each = self.global_batch_at(samples), self.tokens_at(samples)
+            count = -(-(train_tokens - tokens) // each)
+            if self.rampup is not None and samples <= self.rampup.samples:
+                count = min(count, self._updates_of(batch, samples))
+            iterations, samples = iterations + count, samples + count * batch
+            tokens += count * each
+        return iterations
 
     def iterations_for(self, train_samples: int) -> int:
         """Return the number of whole updates in `train_samples`, without a partial last one."""
@@ -149,5 +181,6 @@ def _load(
         yield take_places(batch, dataset)
     raise DataError(
         f"the dataset of {len(dataset)} samples is exhausted: it was built for --train-iters "
-        f"{config.training.train_iters}, --train-samples {config.training.train_samples}"
+        f"{config.training.train_iters}, --train-samples {config.training.train_samples}, "
+        f"--train-tokens {config.training.train_tokens}"
     )

@@ -58,11 +58,8 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         entries = checkpointing.entries_held(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
-    batches = BatchPlan.from_config(training, layout.data.size)
-    train_iterations = training.train_iters
-    if training.train_samples is not None:
-        train_iterations = batches.iterations_for(training.train_samples)
-    assert train_iterations is not None, "a rule asks for a length"
+    batches = BatchPlan.from_config(config, layout.data.size)
+    train_iterations = batches.iterations_of(training)
     samples = samples_needed(config, train_iterations)
     has_corpus = layout.world.rank == 0 and not training.skip_train
     level, barrier = config.logging.timing_log_level, config.logging.barrier_with_l1_time
@@ -74,7 +71,11 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         layout=layout,
         tokenizer=tokenizer,
         schedules=Schedules.from_config(
-            config.schedule, config.optimizer, training, global_batch=batches.global_batch
+            config.schedule,
+            config.optimizer,
+            training,
+            global_batch=batches.global_batch,
+            seq_length=config.data.seq_length,
         ),
         channel=_connect(config, layout, device, len(model.parts), recipe.head.sequences),
         batches=batches,

@@ -14,6 +14,7 @@ from megatron.checkpoint.background import Saved
 from megatron.checkpoint.compatibility import check_network, check_states
 from megatron.checkpoint.entries import (
     Entry,
+    Json,
     State,
     boxes_of_range,
     buffer_state,
@@ -223,6 +224,7 @@ def meta_of(run: Run) -> dict[str, Any]:
     return {
         "iteration": progress.iteration,
         "consumed_train_samples": progress.consumed_samples,
+        "consumed_train_tokens": progress.consumed_tokens,
         "skipped_train_samples": progress.skipped_samples,
         "padded_vocab_size": run.plan.embedding.vocabulary,
         "optimizer": None if options.no_save_optim else run.optimizer.scalars(),
@@ -435,11 +437,18 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
         )
 
 
+def _consumed_tokens(meta: Json, seq_length: int) -> int:
+    """Return the tokens read so far. Checkpoints without the count are of runs of equal samples."""
+    told = meta["config"].get("data", {}).get("seq_length") or seq_length
+    return int(meta.get("consumed_train_tokens", meta["consumed_train_samples"] * told))
+
+
 def _restore_position(run: Run, reader: Reader) -> None:
     """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
     meta, options = reader.meta, run.config.schedule
     run.progress.iteration = meta["iteration"]
     run.progress.consumed_samples = meta["consumed_train_samples"]
+    run.progress.consumed_tokens = _consumed_tokens(meta, run.config.data.seq_length)
     run.progress.skipped_samples = meta.get("skipped_train_samples", 0)
     if meta.get("rng") and not run.config.checkpoint.no_load_rng:
         run.progress.dropout_seed = meta["rng"]["seed"]

@@ -13,7 +13,7 @@ from megatron.config.yaml_file import from_dict
 
 _LOST = "samples come in another order, and some are seen again"
 _PATHS = ("data.data_path", "data.train_data_path")
-_LENGTHS = ("training.train_iters", "training.train_samples")
+_LENGTHS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 # Settings that decide which sample is the run's k-th. A run's position is otherwise only a count.
 _ORDER = (
     *_PATHS,

@@ -36,7 +36,7 @@ _AFTER_LOSSES = (
 def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) -> Figures:
     """Return the figures of the last update that both the log line and TensorBoard report."""
     # Megatron steps its schedules before it logs, so these are the next update's rates.
-    next_update = run.progress.scheduled_samples
+    next_update = run.schedule_position
     return {
         # Megatron computes neither if the loss scale was too high.
         "grad-norm": None if outcome.overflow else outcome.grad_norm,

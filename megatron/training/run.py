@@ -36,6 +36,7 @@ class Progress:
         iteration: The number of updates tried so far, including skipped iterations.
         consumed_samples: The number of training samples read so far: the position in the sample
             order.
+        consumed_tokens: The number of tokens in these samples, as far as they were used.
         skipped_samples: The number of samples in iterations skipped by --iterations-to-skip.
         scheduled_samples: The number of samples in successful updates: the position in the
             schedules.
@@ -45,6 +46,7 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    consumed_tokens: int = 0
     skipped_samples: int = 0
     scheduled_samples: int = 0
     dropout_seed: int = 0
@@ -126,6 +128,13 @@ class Run(ParallelModel):
         return tokens / seconds / self.layout.world.size
 
     @property
+    def schedule_position(self) -> int:
+        """The position of the next update in the schedules, in their unit."""
+        if self.schedules.learning_rate.in_tokens:
+            return self.progress.consumed_tokens
+        return self.progress.scheduled_samples
+
+    @property
     def is_log_rank(self) -> bool:
         """Whether this is the last rank, which logs: in a pipeline it has the loss."""
         return self.layout.world.is_last
@@ -138,8 +147,13 @@ class Run(ParallelModel):
     @property
     def finished(self) -> bool:
         """Whether all requested training is done; a last partial batch is left out."""
-        samples = self.config.training.train_samples
-        if samples is None:
-            return self.progress.iteration >= self.train_iterations
-        consumed = self.progress.consumed_samples
-        return consumed + self.batches.global_batch_at(consumed) > samples
+        training, progress = self.config.training, self.progress
+        tokens, samples = training.train_tokens, training.train_samples
+        if tokens is not None and progress.consumed_tokens >= tokens:
+            return True
+        if samples is not None:
+            batch = self.batches.global_batch_at(progress.consumed_samples)
+            return progress.consumed_samples + batch > samples
+        if training.train_iters is None:
+            return False  # the tokens alone end it
+        return progress.iteration >= self.train_iterations

@@ -86,6 +86,7 @@ class Updates:
         journal = run.layout.journal
         journal.iteration = progress.iteration + 1
         samples = run.batches.global_batch_at(progress.consumed_samples)
+        tokens = run.batches.tokens_at(progress.consumed_samples)
         loss_scale = run.optimizer.loss_scale
         passes = self._begun or _next_passes(run)
         self._begun = None
@@ -108,9 +109,9 @@ class Updates:
         journal.enter("optimizer step")
         with run.timers.measure("optimizer"):
             ended = run.optimizer.begin_step(
-                lr=run.schedules.learning_rate.at(progress.scheduled_samples),
-                weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
-                decoupled_lr=run.schedules.decoupled_at(progress.scheduled_samples),
+                lr=run.schedules.learning_rate.at(run.schedule_position),
+                weight_decay=run.schedules.weight_decay.at(run.schedule_position),
+                decoupled_lr=run.schedules.decoupled_at(run.schedule_position),
                 divisor=share,
             )
         run.layers.forget_weights()
@@ -118,6 +119,7 @@ class Updates:
         reading = _Reading(run, ended, passes)
         progress.iteration += 1
         progress.consumed_samples += samples
+        progress.consumed_tokens += tokens
         if look_ahead and _may_look_ahead(run):
             journal.iteration = progress.iteration + 1
             self._begun = _next_passes(run)
@@ -155,6 +157,7 @@ def skip_iteration(run: Run) -> None:
     for number in range(run.batches.micro_batches_at(progress.consumed_samples)):
         with journal.inside(f"loading of micro-batch {number}"):
             next(run.train_batches)
+    progress.consumed_tokens += run.batches.tokens_at(progress.consumed_samples)
     progress.iteration += 1
     progress.consumed_samples += samples
     progress.skipped_samples += samples

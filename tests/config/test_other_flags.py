@@ -100,11 +100,6 @@ def test_the_file_is_not_read_for_a_command_line_of_todays_flags() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--train-tokens", "use --train-samples, which is tokens / --seq-length, or --train-iters"),
-        (
-            "--lr-warmup-tokens",
-            "use --lr-warmup-samples, which is tokens / --seq-length, or --lr-warmup-iters",
-        ),
         (
             "--no-pipeline-parallel",
             "drop it: --pipeline-model-parallel-size is 1 unless given",

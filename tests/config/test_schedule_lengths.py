@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused(words: str, line: str) -> None:
 def test_a_decay_at_the_end_may_begin_where_the_warm_up_ends(words: str) -> None:
     config = parse("--lr-decay-style WSD", words, without=_own(words)).config
     rate = Schedules.from_config(
-        config.schedule, config.optimizer, config.training, global_batch=4
+        config.schedule, config.optimizer, config.training, global_batch=4, seq_length=16
     ).learning_rate
     assert rate.at(rate.warmup) == pytest.approx(config.schedule.lr)
     assert rate.at(rate.decay) == 0.0

@@ -19,6 +19,7 @@ def _schedules(schedule=None, optimizer=None, training=None, global_batch=10):
             micro_batch_size=1, global_batch_size=1, **(training or {"train_iters": 100})
         ),
         global_batch=global_batch,
+        seq_length=16,
     )
 
 

@@ -1,9 +1,11 @@
 """Batch arithmetic: fixed and growing batches, and run lengths."""
 
+from dataclasses import replace
+
 import pytest
 
-from megatron.config.training import TrainingConfig
 from megatron.training.batches import BatchPlan, Rampup
+from tests.config.command import parse
 
 # 16, 24, 32 over 100 samples: a step is worth 50, and 100 itself still counts as the ramp.
 GROWING = BatchPlan(micro_batch=2, global_batch=32, rampup=Rampup(16, 8, 100), data_parallel=4)
@@ -56,10 +58,9 @@ def test_fixed_batch():
 
 
 def test_from_config() -> None:
-    training = TrainingConfig(
-        micro_batch_size=2, global_batch_size=32, rampup_batch_size=(16, 8, 100)
-    )
-    assert BatchPlan.from_config(training, data_parallel=4) == GROWING
+    words = "--micro-batch-size 2 --global-batch-size 32 --rampup-batch-size 16 8 100"
+    config = parse(words, "--train-samples 200", without=["--train-iters"]).config
+    assert BatchPlan.from_config(config, data_parallel=4) == replace(GROWING, seq_length=128)
 
 
 def test_a_ramp_up_of_very_many_updates_is_counted_at_once():

@@ -73,7 +73,8 @@ def build_toy(
     size, rank = layout.world.size, layout.world.rank
     device = device or toy_device(rank)
     words = [*TOY, *OF_KIND[kind], *arguments]
-    words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
+    lengths = {"--train-samples", "--train-iters", "--train-tokens"}
+    words += [] if lengths & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
     parsed = parse_config(words, world_size=size, architecture=kind)
     return build_run(parsed.config, RECIPES[kind], device, layout)

@@ -18,7 +18,11 @@ from megatron.checkpoint.core.arguments import core_config
 from megatron.checkpoint.core.index import Chunk, Index, StoredTensor
 from megatron.checkpoint.entries import Box, Json
 from megatron.checkpoint.find import RELEASE
-from megatron.checkpoint.legacy.arguments import consumed_samples, plain_arguments
+from megatron.checkpoint.legacy.arguments import (
+    consumed_samples,
+    consumed_tokens,
+    plain_arguments,
+)
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
 from megatron.checkpoint.reader import HeldTensor, Reader
@@ -118,6 +122,7 @@ class CoreReader(Reader):
             "optimizer": self._counters(tree) if has_states and not released else None,
             "schedule": _schedule(tree),
             "config": config,
+            **consumed_tokens(args),
             "legacy_args": args,
         }
 

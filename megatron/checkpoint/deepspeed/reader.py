@@ -29,7 +29,11 @@ from megatron.checkpoint.deepspeed.states import (
     read_plain,
 )
 from megatron.checkpoint.entries import Box, Json, is_tiled
-from megatron.checkpoint.legacy.arguments import consumed_samples, plain_arguments
+from megatron.checkpoint.legacy.arguments import (
+    consumed_samples,
+    consumed_tokens,
+    plain_arguments,
+)
 from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
@@ -115,6 +119,7 @@ class DeepSpeedReader(Reader):
             "optimizer": None if states is None else self._counters(states),
             "schedule": _scalars(tree.get("lr_scheduler")),
             "config": deepspeed_config(self._args),
+            **consumed_tokens(self._args),
             "legacy_args": self._args,
         }
         if "rng_state" in tree:

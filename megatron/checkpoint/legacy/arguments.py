@@ -132,6 +132,12 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     raise CheckpointError("`args` does not say how many samples were seen: use --finetune")
 
 
+def consumed_tokens(args: Mapping[str, Json]) -> Json:
+    """Return the metadata about the tokens seen, which only Megatron-DeepSpeed's runs count."""
+    tokens = args.get("consumed_train_tokens")
+    return {"consumed_train_tokens": tokens} if type(tokens) is int and tokens >= 0 else {}
+
+
 def megatron_arguments(
     config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
 ) -> argparse.Namespace:
@@ -184,6 +190,7 @@ def megatron_arguments(
         "padded_vocab_size": rows,
         "consumed_train_samples": meta.get("consumed_train_samples") or 0,
         "skipped_train_samples": meta.get("skipped_train_samples") or 0,  # Megatron Core reads it
+        **consumed_tokens(meta),
         "params_dtype": dtype,
         "fp16": dtype == torch.float16,
         "bf16": dtype == torch.bfloat16,

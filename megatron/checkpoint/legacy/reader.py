@@ -22,7 +22,12 @@ from megatron.checkpoint.entries import Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy import names as legacy
 from megatron.checkpoint.legacy import torch_file
-from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
+from megatron.checkpoint.legacy.arguments import (
+    consumed_samples,
+    consumed_tokens,
+    legacy_config,
+    plain_arguments,
+)
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizers
 from megatron.checkpoint.legacy.torch_file import RankFile
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
@@ -246,6 +251,7 @@ class LegacyReader(Reader):
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": {key: value for key, value in schedule.items() if type(value) in scalar},
             "config": self._config(),
+            **consumed_tokens(args),
             "legacy_args": args,
         }
 

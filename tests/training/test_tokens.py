@@ -1,0 +1,146 @@
+"""Lengths of runs and schedules in tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import CheckpointError
+from megatron.optimizer.schedule import Schedules
+from megatron.parallel.layout import Layout
+from megatron.training.batches import BatchPlan, Rampup
+from tests.config.command import parse, problems
+from tests.training.toy import build_toy, fingerprint, train_toy
+
+_BATCH = 64  # tokens of the toy's update: 4 samples of 16 tokens
+_NO_LENGTH = ["--train-iters"]
+
+
+def test_the_update_that_reaches_the_tokens_is_the_last() -> None:
+    for tokens, iterations in ((1, 1), (_BATCH, 1), (_BATCH + 1, 2), (5 * _BATCH, 5)):
+        run = train_toy(Layout.single(), ["--train-tokens", str(tokens)])[1]
+        assert (run.train_iterations, run.progress.iteration) == (iterations, iterations)
+        assert run.progress.consumed_tokens == iterations * _BATCH
+
+
+def test_the_first_of_two_lengths_ends_the_run() -> None:
+    for words, iterations in (
+        ("--train-tokens 129 --train-iters 2", 2),
+        ("--train-tokens 129 --train-iters 9", 3),
+        ("--train-tokens 129 --train-samples 11", 2),
+        ("--train-tokens 129 --train-samples 40", 3),
+    ):
+        run = train_toy(Layout.single(), words.split())[1]
+        assert (run.train_iterations, run.progress.iteration) == (iterations, iterations)
+
+
+def test_a_growing_batch_in_tokens() -> None:
+    plan = BatchPlan(1, 12, Rampup(4, 4, 32), seq_length=10)
+    # 5 updates of 4, 2 of 8 (from sample 16 on, rounded up to 20), then 12: 200, 360, then 120 each
+    updates, samples, tokens = 0, 0, 0
+    for limit in range(1, 900, 7):
+        while tokens < limit:
+            tokens += plan.tokens_at(samples)
+            samples += plan.global_batch_at(samples)
+            updates += 1
+        assert plan.iterations_for_tokens(limit) == updates
+
+
+def test_schedules_in_tokens_are_those_in_samples() -> None:
+    tokens = "--train-tokens 384 --lr-warmup-tokens 128 --lr-decay-tokens 320 --min-lr 1e-4".split()
+    samples = "--lr-warmup-samples 8 --lr-decay-samples 20 --train-samples 24 --min-lr 1e-4".split()
+    unset = ["--lr-warmup-fraction", "none"]
+    ours, run = train_toy(Layout.single(), [*tokens, *unset])
+    theirs, _ = train_toy(Layout.single(), [*samples, *unset])
+    assert ours.values("learning-rate") == theirs.values("learning-rate")
+    assert len(set(ours.values("learning-rate"))) > 4
+    assert ours.values("lm loss") == theirs.values("lm loss")
+    assert run.schedules.learning_rate.in_tokens
+
+
+def test_tokens_are_saved_and_gone_on_with(tmp_path: Path) -> None:
+    words = "--train-tokens 384 --lr-decay-tokens 320 --lr-warmup-tokens 100 --save-interval 3"
+    flags = [*words.split(), "--lr-warmup-fraction", "none", "--save", str(tmp_path)]
+    whole = train_toy(Layout.single(), flags)[1]
+    resumed = train_toy(Layout.single(), [*flags, "--load", str(tmp_path), "--ckpt-step", "3"])[1]
+    assert fingerprint(resumed) == fingerprint(whole)
+    load = ["--load", str(tmp_path), "--lr-warmup-fraction", "none"]
+    other = "--train-tokens 384 --lr-decay-tokens 320 --lr-warmup-tokens 90"
+    with pytest.raises(CheckpointError, match="the warm-up .* in tokens, is 90 here and 100 in"):
+        build_toy(Layout.single(), [*other.split(), *load])
+    taken = build_toy(
+        Layout.single(), [*load, "--use-checkpoint-opt_param-scheduler", "--train-samples", "24"]
+    )
+    assert taken.schedules.learning_rate == whole.schedules.learning_rate
+
+
+def test_a_schedule_of_megatron_deepspeed_is_read() -> None:
+    config = parse("--lr-decay-tokens 9000 --lr-warmup-tokens 100").config
+    ours = Schedules.from_config(
+        config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
+    )
+    theirs = {
+        "max_lr": 1e-3,
+        "min_lr": 0.0,
+        "lr_decay_style": "linear",
+        "num_steps": 12,
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": 160,
+        "num_tokens": 1536,
+        "lr_warmup_tokens": 100,
+        "lr_decay_tokens": 9000,
+    }
+    assert ours.resumed(theirs) == (ours, 12)
+    with pytest.raises(CheckpointError, match="the decay's length"):
+        ours.resumed(theirs | {"lr_decay_tokens": 8000})
+    del theirs["lr_decay_tokens"]
+    with pytest.raises(CheckpointError, match="counting in tokens"):
+        ours.resumed(theirs)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--lr-warmup-tokens 9", "--lr-warmup-tokens 9 requires --lr-decay-tokens: add it, or"),
+        (
+            "--lr-decay-tokens 900 --lr-warmup-iters 2",
+            "--lr-warmup-iters 2 cannot be combined with --lr-decay-tokens: use "
+            "--lr-warmup-tokens 1024",
+        ),
+        (
+            "--lr-decay-tokens 900 --lr-decay-samples 20",
+            "--lr-decay-samples 20 cannot be combined with --lr-decay-tokens: use "
+            "--lr-decay-tokens 2560",
+        ),
+        (
+            "--lr-decay-tokens 900 --lr-warmup-tokens 900",
+            "--lr-warmup-tokens 900 must be less than --lr-decay-tokens 900: lower it",
+        ),
+        (
+            "--lr-decay-tokens 900 --lr-decay-style WSD --lr-wsd-decay-iters 2",
+            "--lr-decay-style WSD cannot be combined with --lr-decay-tokens, because its final",
+        ),
+        (
+            "--lr-decay-tokens 900 --ckpt-format legacy",
+            "--ckpt-format legacy with --lr-decay-tokens: schedules of Megatron-LM count samples",
+        ),
+    ],
+)
+def test_lengths_that_contradict_tokens_are_refused(words: str, line: str) -> None:
+    (said,) = problems(words)
+    assert said.startswith(line)
+
+
+def test_tokens_as_the_only_length() -> None:
+    (said,) = problems("--train-tokens 900 --lr-warmup-samples 8", without=_NO_LENGTH)
+    assert said == (
+        "--lr-warmup-samples 8 cannot be combined with --train-tokens: use --lr-warmup-tokens 1024"
+    )
+    (said,) = problems("--train-tokens 900 --decoder-seq-length 8", architecture="t5")
+    assert said.startswith("--train-tokens 900 is only for GPT and BERT")
+    config = parse("--train-tokens 900 --lr-warmup-fraction 0.1", without=_NO_LENGTH).config
+    rate = Schedules.from_config(
+        config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
+    ).learning_rate
+    assert (rate.warmup, rate.decay, rate.in_tokens) == (90, 900, True)
