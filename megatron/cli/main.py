@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Command] = {
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
     "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
     "serve": Command("serve a model: REST and OpenAI's API, a page", "megatron.cli.serve:serve"),
+    "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
 }
 _HELP = ("-h", "--help")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron.config.fields import fields_of, from_yaml, suggestion
+from megatron.config.fields import Field, fields_of, from_yaml, suggestion
 from megatron.config.run import Findings, RunOptions, flatten, sections, with_values
 from megatron.errors import ConfigError
 
@@ -81,9 +81,9 @@ def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
     """
     data = load("--config", path)
     if not isinstance(data, Mapping):
-        return _read_sections({} if data is None else data, str(path), found)
+        return read_sections({} if data is None else data, str(path), found, sections())
     run = {name: part for name, part in data.items() if name not in (_ABOUT, _LAYOUTS)}
-    values = _read_sections(run, str(path), found)
+    values = read_sections(run, str(path), found, sections())
     layouts = _read_layouts(data.get(_LAYOUTS), str(path), found)
     chosen = layout_for(layouts, world_size)
     if chosen is not None:
@@ -119,7 +119,7 @@ def _read_layouts(data: Any, path: str, found: Findings) -> dict[int, dict[str, 
                 f"{path}: {_LAYOUTS}: expected a number of processes, got {count!r}"
             )
             continue
-        layouts[count] = _read_sections(part or {}, f"{path}: {_LAYOUTS}.{count}", found)
+        layouts[count] = read_sections(part or {}, f"{path}: {_LAYOUTS}.{count}", found, sections())
     return layouts
 
 
@@ -170,18 +170,29 @@ def from_dict(data: Any, source: str) -> RunOptions:
         ConfigError: There are unknown sections or keys, or values that do not fit.
     """
     found = Findings()
-    values = _read_sections(data, source, found)
+    values = read_sections(data, source, found, sections())
     if found.problems:
         raise ConfigError(found.problems)
     return with_values(RunOptions(), values)
 
 
-def _read_sections(data: Any, path: str, found: Findings) -> dict[str, Any]:
+def read_sections(
+    data: Any, path: str, found: Findings, known: Mapping[str, type]
+) -> dict[str, Any]:
+    """Return the values of a file by "section.field", and add its mistakes to `found`.
+
+    Args:
+        data: What the file holds, of plain values.
+        path: The file, to be named in messages.
+        found: The list of mistakes.
+        known: The dataclass of each section, by its name.
+    """
     values: dict[str, Any] = {}
     if not isinstance(data, Mapping):
-        found.problems.append(f"{path}: expected sections such as `model:`, got {data!r}")
+        found.problems.append(
+            f"{path}: expected sections such as `{next(iter(known))}:`, got {data!r}"
+        )
         return values
-    known = sections()
     for name, part in data.items():
         if name not in known:
             hint = suggestion(str(name), known) or f": sections are {', '.join(known)}"
@@ -189,14 +200,14 @@ def _read_sections(data: Any, path: str, found: Findings) -> dict[str, Any]:
         elif part is not None and not isinstance(part, Mapping):
             found.problems.append(f"{path}: {name}: expected `key: value` lines, got {part!r}")
         else:
-            values |= _read_section(name, part or {}, path, found)
+            fields = {entry.name: entry for entry in fields_of(known[name])}
+            values |= _read_section(name, part or {}, path, found, fields)
     return values
 
 
 def _read_section(
-    section: str, part: Mapping[Any, Any], path: str, found: Findings
+    section: str, part: Mapping[Any, Any], path: str, found: Findings, known: Mapping[str, Field]
 ) -> dict[str, Any]:
-    known = {entry.name: entry for entry in fields_of(sections()[section])}
     values = {}
     for key, value in part.items():
         if key not in known:

@@ -1,0 +1,63 @@
+"""torchrun, except that its exit code is that of the run, and that a SIGTERM leaves time to save.
+
+    python -m megatron.processes.torchrun --nproc-per-node 8 pretrain_gpt.py ...
+
+takes torchrun's flags. torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
+run that saved and wants to continue (3) from one with a wrong flag (9). On SIGTERM it also kills
+the ranks after 30 seconds, which is too short for a large checkpoint. Here SIGTERM goes to the
+ranks, which save and exit together, and the scheduler's own limit decides how long that may take.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.errors import EXIT_SAVED_ON_SIGNAL, say_on_stderr
+
+# torchrun ends at once on these; on SIGTERM it would too.
+_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run torchrun with these words, by default those of the command line.
+
+    Returns:
+        0, or the exit code of the first rank that failed: 128 and the signal's number if a signal
+        killed it.
+    """
+    signal.signal(signal.SIGTERM, _pass_on)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    given = list(sys.argv[1:] if words is None else words)
+    try:
+        run.main(["--signals-to-handle", _SIGNALS, *given])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
+            say_on_stderr(str(error))  # the table of all ranks, which torchrun prints too
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    return 0
+
+
+def _pass_on(number: int, frame: object) -> None:
+    """Pass a signal on to the ranks, or exit if none has been started."""
+    ranks = [
+        int(rank)
+        for children in Path("/proc/self/task").glob("*/children")
+        for rank in children.read_text().split()
+    ]
+    if not ranks:
+        sys.exit(128 + number)
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+r"""Write the job file of a run for a cluster, and submit it.
+
+    python tools/submit.py --to slurm --nodes 2 --time 24:00:00 --requeue -- \
+        pretrain_gpt.py --config run.yaml --load checkpoints --save checkpoints
+
+prints the file. --output keeps it, --submit also hands it to sbatch, kubectl or bash. A --run file
+holds the same settings by section (docs/clusters.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from megatron.config.arguments import ToolParser, add_flags
+from megatron.config.fields import fields_of
+from megatron.durable import replace_file, writing_to
+from megatron.errors import ConfigError, say_on_stderr
+from megatron.submit.description import SECTIONS, TARGETS, Description, read_description
+from megatron.submit.render import render
+
+_PROGRAMS = {
+    "slurm": ("sbatch", "run on a login node of the cluster"),
+    "kubernetes": ("kubectl", "install it (https://kubernetes.io/docs/tasks/tools)"),
+    "hostfile": ("bash", "install it"),
+    "local": ("bash", "install it"),
+}
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("submit.py", __doc__)
+    add = parser.add_argument
+    add("--to", choices=TARGETS, required=True, help="Where the job runs.")
+    add("--run", type=Path, metavar="FILE.yaml", help="Description of the run. Flags win over it.")
+    add("--output", type=Path, metavar="FILE", help="Job file to write. Default: print it.")
+    add("--submit", action="store_true", help="Submit the file. It needs --output.")
+    add("words", nargs="*", metavar="-- COMMAND", help="The Python file and its flags.")
+    for kind in SECTIONS.values():
+        add_flags(parser, kind)
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print, write or submit a job file.
+
+    Returns:
+        0, or the exit code of the program that was given the file.
+
+    Raises:
+        ConfigError: The description has mistakes, or a program is missing.
+        StorageError: The file cannot be written.
+    """
+    described = describe(options)
+    text = render(described, options.to)
+    if options.output is None:
+        if options.submit:
+            raise ConfigError("--submit needs --output: the job file is kept, to show what ran")
+        print(text, end="")
+        return 0
+    with writing_to("--output", options.output):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.output, text.encode())
+    words = submit_command(options.to, options.output)
+    if not options.submit:
+        say_on_stderr(f"wrote {options.output}; submit it with: {shlex.join(words)}")
+        return 0
+    program, remedy = _PROGRAMS[options.to]
+    if shutil.which(program) is None:
+        raise ConfigError(f"--to {options.to} --submit: there is no {program} here: {remedy}")
+    if options.to == "slurm":  # which does not create the folder of a job's output
+        Path(described.job.workdir or ".", described.job.logs).mkdir(parents=True, exist_ok=True)
+    return subprocess.run(words, check=False).returncode
+
+
+def describe(options: argparse.Namespace) -> Description:
+    """Return the run that a command line describes, with its --run file.
+
+    Raises:
+        ConfigError: The file cannot be read, or has unknown keys or values of another kind.
+    """
+    given = {
+        name: {
+            field.name: tuple(value) if field.many else value
+            for field in fields_of(kind)
+            if (value := getattr(options, field.name, None)) is not None
+        }
+        for name, kind in SECTIONS.items()
+    }
+    return read_description(options.run, given, options.words)
+
+
+def submit_command(target: str, file: Path) -> list[str]:
+    """Return the command that submits a job file."""
+    if target == "kubernetes":
+        return ["kubectl", "apply", "--filename", str(file)]
+    return [_PROGRAMS[target][0], str(file)]

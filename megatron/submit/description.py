@@ -1,0 +1,341 @@
+"""The description of a run for a cluster: its sections, how it is read, and what it must fulfil."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.config.fields import fields_of, flag
+from megatron.config.generation import bounds_problems
+from megatron.config.run import Findings
+from megatron.config.yaml_file import load, read_sections
+from megatron.errors import ConfigError
+
+TARGETS = ("slurm", "kubernetes", "hostfile", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """Job: what runs, and on what.
+
+    Attributes:
+        name: Name of the job: small letters, digits and hyphens.
+        nodes: Machines.
+        gpus_per_node: GPUs of each machine. 0 trains on CPUs.
+        processes_per_node: Processes on each machine. Default: one for each GPU.
+        cpus_per_node: Processor cores of each machine.
+        memory_gb: Memory of each machine.
+        time: Time limit, as HH:MM:SS.
+        image: Container image.
+        volume: Folders in the container, each as SOURCE:TARGET or SOURCE:TARGET:ro. A source
+            without a slash is a Kubernetes volume claim.
+        env: Environment variables, each as NAME=VALUE.
+        workdir: Folder in which the command runs: that of this project.
+        logs: Folder for the logs of all ranks.
+        python: Python interpreter, for example that of a virtual environment.
+        command: The command as one line: a Python file or -m MODULE, then its flags. On the command
+            line it follows --.
+    """
+
+    name: str = "megatron"
+    nodes: int = flag(1, at_least=1, at_most=100_000)
+    gpus_per_node: int = flag(8, at_least=0, at_most=1024)
+    processes_per_node: int | None = flag(None, at_least=1, at_most=1024)
+    cpus_per_node: int | None = flag(None, at_least=1)
+    memory_gb: int | None = flag(None, unit="GB", at_least=1)
+    time: str | None = None
+    image: str | None = None
+    volume: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    workdir: str | None = None
+    logs: str = "logs"
+    python: str = "python"
+    command: str = flag("", is_flag=False)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes on each node."""
+        return self.processes_per_node or self.gpus_per_node or 1
+
+    @property
+    def threads(self) -> int:
+        """The number of cores for each process."""
+        return max(1, (self.cpus_per_node or 1) // self.processes)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command."""
+        return shlex.split(self.command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """SLURM.
+
+    Attributes:
+        partition: Partition.
+        account: Account that is charged.
+        qos: Quality of service.
+        constraint: Features that the nodes must have.
+        module: Environment modules to load.
+        requeue: Queue the job again when it is preempted or its time is up, until training is
+            complete. It needs --load and --save.
+        chain: Number of jobs that continue one another, as an array of which one runs at a time. It
+            needs --load and --save.
+        save_seconds: How long before the end of its time a job is told to save.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    module: tuple[str, ...] = ()
+    requeue: bool = False
+    chain: int = flag(1, at_least=1, at_most=1000)
+    save_seconds: int = flag(120, unit="seconds", at_least=1, at_most=65535)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesConfig:
+    """Kubernetes.
+
+    Attributes:
+        kind: Kind of the object. A job of several nodes is an Indexed Job with a headless Service.
+            A debug pod has the same resources and volumes, and waits for `kubectl exec`.
+        namespace: Namespace.
+        queue: Queue of Kueue.
+        service_account: Service account.
+        pull_secret: Secret with which the image is pulled.
+        node_selector: Labels that nodes must have, each as KEY=VALUE.
+        toleration: Taints that the pods tolerate, as kubectl writes them: KEY=VALUE:EFFECT,
+            KEY:EFFECT or KEY.
+        gpu_resource: Name of the GPU resource.
+        shared_memory_gb: Size of /dev/shm, for data loading and NCCL.
+        restarts: How often a job may fail before it is given up. Preemption does not count.
+        save_seconds: How long a pod that must end may take to save.
+        silence_minutes: A pod whose ranks have logged nothing for so long is ended. 0 disables the
+            probe.
+    """
+
+    kind: str = flag(
+        "job", names="--kubernetes-kind", choices=("job", "jobset", "pytorchjob", "debug")
+    )
+    namespace: str | None = None
+    queue: str | None = None
+    service_account: str | None = None
+    pull_secret: str | None = None
+    node_selector: tuple[str, ...] = ()
+    toleration: tuple[str, ...] = ("nvidia.com/gpu:NoSchedule",)
+    gpu_resource: str = "nvidia.com/gpu"
+    shared_memory_gb: int = flag(64, unit="GB", at_least=1)
+    restarts: int = flag(10, at_least=0, at_most=10_000)
+    save_seconds: int = flag(
+        300, names="--pod-save-seconds", unit="seconds", at_least=1, at_most=86_400
+    )
+    silence_minutes: int = flag(60, unit="minutes", at_least=0, at_most=10_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """Machines without a scheduler.
+
+    Attributes:
+        hostfile: File with one machine per line, as MPI or DeepSpeed write it: HOST, HOST slots=8
+            or HOST:8. It replaces the number of nodes.
+        launcher: How the machines are reached: ssh starts torchrun on each, mpi is mpirun.
+        ssh_config: Configuration file of ssh, in place of the user's own.
+        port: Port at which the processes meet.
+    """
+
+    hostfile: str | None = None
+    launcher: str = flag("ssh", choices=("ssh", "mpi"))
+    ssh_config: str | None = None
+    port: int = flag(29500, names="--port", at_least=1024, at_most=65535)
+
+
+class Description(NamedTuple):
+    """A run, described for a cluster."""
+
+    job: JobConfig
+    slurm: SlurmConfig
+    kubernetes: KubernetesConfig
+    hosts: HostsConfig
+
+
+SECTIONS: Mapping[str, type] = {
+    "job": JobConfig,
+    "slurm": SlurmConfig,
+    "kubernetes": KubernetesConfig,
+    "hosts": HostsConfig,
+}
+
+
+def read_description(
+    file: Path | None, given: Mapping[str, Mapping[str, Any]], command: Sequence[str]
+) -> Description:
+    """Read a description from a file, flags and a command. Flags win.
+
+    Args:
+        file: The YAML file, if any.
+        given: The values of the flags that were given, by section and field.
+        command: The words of the command, if given on the command line.
+
+    Raises:
+        ConfigError: The file cannot be read, or has unknown keys or values of another kind.
+    """
+    found = Findings()
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = read_sections(load("--run", file) or {}, str(file), found, SECTIONS)
+    if found.problems:
+        raise ConfigError(found.problems)
+    if command:
+        values["job.command"] = shlex.join(command)
+    parts = []
+    for name, kind in SECTIONS.items():
+        known = {entry.name for entry in fields_of(kind)}
+        in_file = {key: values[f"{name}.{key}"] for key in known if f"{name}.{key}" in values}
+        parts.append(kind(**in_file | dict(given[name])))
+    return Description(*parts)
+
+
+# A word that has no meaning to any shell, nor to SLURM's reading of `#SBATCH` lines.
+_PLAIN = r"[\w.,:/=@%+&|()\[\]*-]+"
+_PATTERNS = {
+    "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 small letters, digits and hyphens, "
+             "beginning with a letter and not ending with a hyphen"),
+    "time": (r"\d{1,4}:[0-5]\d:[0-5]\d", "HH:MM:SS, such as 24:00:00"),
+    "partition": (r"[\w.,-]+", "letters, digits, dots, commas and hyphens"),
+    "account": (r"[\w.-]+", "letters, digits, dots and hyphens"),
+    "qos": (r"[\w.-]+", "letters, digits, dots and hyphens"),
+    "constraint": (r"[\w.,&|()\[\]*-]+", "features joined by &, | or commas"),
+    "module": (r"[\w.+/-]+", "a module such as cuda/12.8"),
+    "logs": (r"[\w.+/-]+", "a path without spaces, because SLURM gives them a meaning"),
+    "env": (r"[A-Za-z_]\w*=[^\0\r\n]*", "NAME=VALUE on one line"),
+    "volume": (r"[^:,\0\r\n]+:/[^:,\0\r\n]*(:ro)?", "SOURCE:/TARGET or SOURCE:/TARGET:ro"),
+    "image": (r"[\w.:/@#+-]+", "an image such as nvcr.io/nvidia/pytorch:25.10-py3, or a file"),
+    "namespace": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a name of Kubernetes"),
+    "queue": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a name of Kubernetes"),
+    "service_account": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a name of Kubernetes"),
+    "pull_secret": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a name of Kubernetes"),
+    "node_selector": (r"[\w./-]+=[\w.-]*", "KEY=VALUE"),
+    "toleration": (r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+                   "KEY=VALUE:EFFECT, KEY:EFFECT or KEY, with the effect NoSchedule, "
+                   "PreferNoSchedule or NoExecute"),
+    "gpu_resource": (r"[a-z0-9.-]+/[\w.-]+", "a resource such as nvidia.com/gpu"),
+}  # fmt: skip
+
+
+def problems_of(run: Description, target: str) -> list[str]:
+    """Return a line for each mistake in a description, with the remedy."""
+    found = [problem for part in run for problem in bounds_problems(part)]
+    found += _unreadable(run)
+    if not found:
+        found += _command_problems(run, target)
+        found += _target_problems(run, target)
+    return found
+
+
+def _unreadable(run: Description) -> Iterator[str]:
+    """Yield a line for each value that does not have its form."""
+    for part in run:
+        kind: type = type(part)
+        for field in fields_of(kind):
+            value = getattr(part, field.name)
+            values = value if field.many else [] if value is None else [value]
+            for one in values:
+                if not isinstance(one, str):
+                    continue
+                pattern, form = _PATTERNS.get(field.name, (r"[^\0\r\n]*", "text on one line"))
+                if field.name != "command" and not re.fullmatch(pattern, one, re.ASCII):
+                    yield f"{field.shown} {one!r}: expected {form}"
+    try:
+        shlex.split(run.job.command)
+    except ValueError as error:
+        yield f"job.command: {error}: close the quotation, or write the command behind --"
+
+
+def _command_problems(run: Description, target: str) -> Iterator[str]:
+    words, job = run.job.words, run.job
+    is_debug = target == "kubernetes" and run.kubernetes.kind == "debug"
+    if not words:
+        if not is_debug:
+            yield (
+                "no command: write it behind --, as in `-- pretrain_gpt.py --config run.yaml`, or "
+                "as job.command in the --run file"
+            )
+        return
+    if "\0" in job.command:
+        yield "job.command: it contains a NUL character: remove it"
+    if not words[0].endswith(".py") and (words[0] != "-m" or len(words) < 2):
+        yield (
+            f"the command begins with {words[0]!r}: begin with a Python file, such as "
+            "pretrain_gpt.py, or with -m MODULE; the launcher is added to it"
+        )
+    if job.gpus_per_node and job.processes_per_node and job.processes > job.gpus_per_node:
+        yield (
+            f"--processes-per-node {job.processes} is more than --gpus-per-node "
+            f"{job.gpus_per_node}: each process needs a GPU of its own"
+        )
+
+
+def _target_problems(run: Description, target: str) -> Iterator[str]:
+    claims = [one.source for one in volumes(run) if not one.source.startswith("/")]
+    if claims and target != "kubernetes":
+        yield (
+            f"--volume {claims[0]}:...: a volume claim needs --to kubernetes; begin a folder with /"
+        )
+    if target == "slurm":
+        yield from _slurm_problems(run)
+    if target == "kubernetes" and run.job.image is None:
+        yield "--to kubernetes needs --image: the image that holds this project (see Dockerfile)"
+    memory, shared = run.job.memory_gb, run.kubernetes.shared_memory_gb
+    if target == "kubernetes" and memory is not None and shared >= memory:
+        yield (
+            f"--shared-memory-gb {shared} is a part of --memory-gb {memory}: ask for more memory, "
+            "or for less shared memory"
+        )
+    if target == "hostfile" and run.hosts.hostfile is None:
+        yield "--to hostfile needs --hostfile: a file with one machine per line"
+    if target in ("hostfile", "local") and run.job.image is not None:
+        yield f"--to {target} starts no containers: remove --image"
+    if target == "local" and run.job.nodes > 1:
+        yield f"--to local is one machine, but --nodes is {run.job.nodes}: use --to hostfile"
+
+
+def _slurm_problems(run: Description) -> Iterator[str]:
+    slurm, words = run.slurm, run.job.words
+    if run.job.volume and run.job.image is None:
+        yield "--volume needs --image: without a container a job sees the folders of the machine"
+    if slurm.requeue and slurm.chain > 1:
+        yield f"--requeue and --chain {slurm.chain} both continue a run: give one of them"
+    if slurm.requeue or slurm.chain > 1:
+        asked = "--requeue" if slurm.requeue else f"--chain {slurm.chain}"
+        # A configuration file may set both, so it cannot be told from the command.
+        if "--config" not in words:
+            missing = [name for name in ("--load", "--save") if name not in words]
+            if missing:
+                yield (
+                    f"{asked} continues from a checkpoint, but the command has no "
+                    f"{' and no '.join(missing)}: add --load and --save with the same folder"
+                )
+    if run.job.time is None and slurm.requeue is False and slurm.chain > 1:
+        yield f"--chain {slurm.chain} needs --time: without a limit the first job never ends early"
+
+
+class Volume(NamedTuple):
+    """A folder in a container: where it comes from, where it is, and whether it is read only."""
+
+    source: str
+    target: str
+    read_only: bool
+
+
+def volumes(run: Description) -> list[Volume]:
+    """Return the folders of the container."""
+    parts = [volume.split(":") for volume in run.job.volume]
+    return [Volume(source, target, bool(mode)) for source, target, *mode in parts]

@@ -1,0 +1,37 @@
+"""What the tests of job files share: files from flags, and words that no shell may read."""
+
+from __future__ import annotations
+
+from megatron.submit.command import build_parser, describe
+from megatron.submit.render import render
+
+COMMAND = ["--", "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml"]
+# Each would do something in some shell, in YAML, in Jinja2 or in Kubernetes.
+HOSTILE = [
+    "a b",
+    "$(touch injected)",
+    "`touch injected`",
+    "'; touch injected; '",
+    '"; touch injected; "',
+    "$HOME",
+    "${IFS}",
+    "a\nb",
+    "{{ 7 * 7 }}",
+    "{% raw %}",
+    "$(HOME)",
+    "*",
+    "~",
+    "!x",
+    "\\",
+    "#",
+    "&",
+    ": - [",
+    "é\u2028",
+    "",
+]
+
+
+def job_file(target: str, *words: str) -> str:
+    """The job file that `tools/submit.py --to target ...` prints."""
+    options = build_parser().read(["--to", target, *words])
+    return render(describe(options), target)

@@ -1,0 +1,136 @@
+"""Descriptions of runs: a file and flags, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from tests.submit.descriptions import COMMAND, job_file
+
+_FILE = """
+job:
+  name: mine
+  nodes: 2
+  env: [A=1, B=2]
+  command: >
+    pretrain_gpt.py --config examples/gpt_tiny.yaml
+    --save 'runs/a b'
+slurm:
+  partition: gpu
+"""
+
+
+def _problems(*words: str, target: str = "slurm") -> str:
+    with pytest.raises(ConfigError) as caught:
+        job_file(target, *words)
+    return str(caught.value)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(_FILE)
+    file = ("--run", str(tmp_path / "run.yaml"))
+    text = job_file("slurm", *file, "--partition", "other")
+    assert "#SBATCH --job-name=mine\n#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --partition=other\n" in text
+    assert "    --save 'runs/a b'\n" in text
+    assert "export B=2\n" in text
+    text = job_file("slurm", *file, "--", "other.py", "--x")
+    assert "    other.py\n    --x\n)" in text
+
+
+def test_mistakes_in_a_file_name_it_and_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("job: {nodez: 2, gpus_per_node: many}\nslrum: {}\nkubernetes: {kind: pod}\n")
+    assert _problems("--run", str(file)).splitlines() == [
+        f"{file}: unknown key job.nodez: did you mean nodes?",
+        f"{file}: job.gpus_per_node: expected a whole number, got 'many'",
+        f"{file}: unknown section slrum: did you mean slurm?",
+        f"{file}: kubernetes.kind: expected one of job, jobset, pytorchjob, debug, got 'pod'",
+    ]
+    file.write_text("job: [1]\n")
+    assert f"{file}: job: expected `key: value` lines" in _problems("--run", str(file))
+    assert "cannot be read" in _problems("--run", str(tmp_path / "none.yaml"))
+    file.write_text('job: {command: "a.py \'b"}')
+    assert "job.command: No closing quotation: close the quotation" in _problems("--run", str(file))
+
+
+_RESUME = (*COMMAND, "--load", "a", "--save", "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--nodes", "0", *COMMAND), "--nodes 0: "),
+        (("--name", "a;b", *COMMAND), "--name 'a;b': expected at most 40 small letters"),
+        (("--name", "a\n#SBATCH --uid=0", *COMMAND), "--name 'a\\n"),
+        (("--time", "1 day", *COMMAND), "--time '1 day': expected HH:MM:SS"),
+        (("--partition", "gpu --uid=0", *COMMAND), "--partition 'gpu --uid=0': expected letters"),
+        (("--logs", "a b", *COMMAND), "--logs 'a b': expected a path without spaces"),
+        (("--image", "a,b", *COMMAND), "--image 'a,b': expected an image"),
+        (("--env", "A", *COMMAND), "--env 'A': expected NAME=VALUE"),
+        (("--env", "A-B=1", *COMMAND), "--env 'A-B=1': expected NAME=VALUE"),
+        (("--volume", "/a", *COMMAND), "--volume '/a': expected SOURCE:/TARGET"),
+        (("--volume", "a:/b", "--image", "x", *COMMAND), "begin a folder with /"),
+        (("--volume", "/a:/b", *COMMAND), "--volume needs --image"),
+        (("--workdir", "a\nb", *COMMAND), "--workdir 'a\\nb': expected text on one line"),
+        ((), "no command: write it behind --"),
+        (("--", "torchrun", "a.py"), "the command begins with 'torchrun': begin with a Python"),
+        (("--processes-per-node", "9", *COMMAND), "is more than --gpus-per-node 8"),
+        (("--requeue", "--", "a.py", "--save", "x"), "--requeue continues from a checkpoint, but"),
+        (("--requeue", "--", "a.py", "--save", "x"), "has no --load: add --load and --save"),
+        (("--requeue", "--chain", "2", *_RESUME), "both continue a run: give one of them"),
+        (("--chain", "2", *_RESUME), "--chain 2 needs --time"),
+    ],
+)
+def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None:
+    assert message in _problems(*words)
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "message"),
+    [
+        ("kubernetes", COMMAND, "--to kubernetes needs --image"),
+        ("kubernetes", ("--image", "a", "--toleration", "a:b", *COMMAND), "--toleration 'a:b'"),
+        ("kubernetes", ("--image", "a", "--queue", "A_b", *COMMAND), "--queue 'A_b': expected"),
+        ("kubernetes", ("--image", "a", "--memory-gb", "8", *COMMAND), "--shared-memory-gb 64 is"),
+        ("hostfile", COMMAND, "--to hostfile needs --hostfile"),
+        ("hostfile", ("--hostfile", "/no/file", *COMMAND), "--hostfile /no/file: cannot be read"),
+        ("local", ("--nodes", "2", *COMMAND), "--to local is one machine, but --nodes is 2"),
+        ("local", ("--image", "a", *COMMAND), "--to local starts no containers"),
+    ],
+)
+def test_each_target_has_its_needs(target: str, words: tuple[str, ...], message: str) -> None:
+    assert message in _problems(*words, target=target)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("a slots=2\nb slots=2\n", "--nnodes 2\n    --nproc-per-node 2\n"),
+        ("# all\na:4\n\nb:4 # last\n", "--nnodes 2\n    --nproc-per-node 4\n"),
+        ("10.0.0.1\n10.0.0.2\nc\n", "--nnodes 3\n    --nproc-per-node 8\n"),
+        ("a slots = 2 max_slots=4\n", "--nnodes 1\n    --nproc-per-node 2\n"),
+    ],
+)
+def test_hostfiles_of_mpi_and_deepspeed(text: str, sizes: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert sizes in job_file("hostfile", "--hostfile", str(tmp_path / "hosts"), *COMMAND)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no machine: write one per line, as HOST slots=8"),
+        ("a slots=two\n", "line 1: 'a slots=two': expected HOST, HOST slots=8 or HOST:8"),
+        ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x': expected HOST"),
+        ("a slots=1\na slots=1\n", "line 2: a appears twice: keep one line"),
+        ("a slots=1\nb slots=2\n", "the numbers of slots differ (a has 1, b has 2)"),
+        ("a slots=0\n", "line 1: 'a slots=0'"),
+    ],
+)
+def test_a_bad_hostfile_says_its_remedy(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    problems = _problems("--hostfile", str(tmp_path / "hosts"), *COMMAND, target="hostfile")
+    assert message in problems
