@@ -1,0 +1,11 @@
+"""A report of one or more runs: a self-contained HTML page, also live while they train.
+
+In reading order:
+
+- `history`: what is known about a run: curves, events, settings, expert load.
+- `sources`: reading a history from the files of a run's folder.
+- `charts`: which curves share a chart, and reducing them to what a screen can show.
+- `page`: the HTML page. Its files are in the folder `page`.
+- `live`: the local server behind `--live`.
+- `command`: the command line.
+"""

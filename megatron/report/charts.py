@@ -1,0 +1,95 @@
+"""Which curves share a chart, and reducing curves to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.report.history import Curve, History
+
+_POINTS = 24_000  # of all curves of a page, which keeps it below 1 MB
+_BINS = (60, 1000)  # fewest and most bins of a curve
+
+# Charts of known tags: title, unit, tags. Unknown tags get a chart each.
+_KNOWN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Learning rate", "", ("learning-rate", "decoupled-learning-rate")),
+    ("Gradient norm", "", ("grad-norm",)),
+    ("Speed", "tokens/s per GPU", ("tokens-per-second-per-gpu",)),
+    ("Throughput", "TFLOP/s per GPU", ("throughput",)),
+    ("Memory", "bytes", ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes")),
+)
+_NOISY = {"grad-norm", "tokens-per-second-per-gpu", "throughput", "iteration-time"}
+_HIDDEN = {"time", "consumed samples", "skipped-train-samples", "mem-allocated-count"}
+
+
+def chart_of(tag: str) -> tuple[str, str]:
+    """Return the title and the unit of the chart that shows a tag."""
+    for title, unit, tags in _KNOWN:
+        if tag in tags:
+            return title, unit
+    base = tag.removesuffix(" ppl")
+    for split in (" validation", " test"):
+        base = base.removesuffix(split)
+    base = base.replace("-", " ").replace("lm loss", "LM loss")
+    title = base[0].upper() + base[1:] if base else tag
+    return (f"{title}, perplexity" if tag.endswith(" ppl") else title), ""
+
+
+def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
+    """Return a curve with at most `bins` points, from which no extreme value is missing.
+
+    Returns:
+        Iterations `x` and values `y`. A longer curve is split into intervals of equal length. `y`
+        then holds their means, and `low` and `high` their extremes. Values that are not finite are
+        `None`, and `bad` lists their iterations.
+    """
+    x, y = np.frombuffer(curve.iterations, np.int64), np.frombuffer(curve.values, np.float64)
+    finite = np.isfinite(y)
+    if len(x) <= bins:
+        reduced = {"x": x.tolist(), "y": _rounded(y)}
+        if not finite.all():
+            reduced["bad"] = x[~finite].tolist()
+        return reduced
+    span = int(x[-1] - x[0]) + 1
+    number = (x - x[0]) * bins // span
+    starts = np.flatnonzero(np.diff(number, prepend=-1))
+    count = np.add.reduceat(finite.astype(np.int64), starts)
+    total = np.add.reduceat(np.where(finite, y, 0.0), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(count > 0, total / count, np.nan)
+    reduced = {
+        "x": x[starts].tolist(),
+        "y": _rounded(mean),
+        "low": _rounded(np.minimum.reduceat(np.where(finite, y, np.inf), starts)),
+        "high": _rounded(np.maximum.reduceat(np.where(finite, y, -np.inf), starts)),
+    }
+    if not finite.all():
+        reduced["bad"] = x[starts][np.add.reduceat((~finite).astype(np.int64), starts) > 0].tolist()
+    return reduced
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float | None]:
+    """Return the values with six significant digits, and `None` where they are not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def make_charts(histories: Sequence[History]) -> list[dict[str, Any]]:
+    """Return the charts of a report: title, unit, and curves, each with its run and tag."""
+    tags = list(dict.fromkeys(tag for history in histories for tag in history.curves))
+    tags = [tag for tag in tags if tag not in _HIDDEN]
+    count = sum(tag in history.curves for history in histories for tag in tags)
+    bins = min(_BINS[1], max(_BINS[0], _POINTS // (3 * max(1, count))))
+    charts: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for tag in tags:
+        for number, history in enumerate(histories):
+            if tag in history.curves:
+                curve = {"run": number, "tag": tag, **reduce_curve(history.curves[tag], bins)}
+                curve["smooth"] = "loss" in tag or tag in _NOISY
+                charts.setdefault(chart_of(tag), []).append(curve)
+    known = {title: place for place, (title, *_) in enumerate(_KNOWN, 1)}
+    order = sorted(charts, key=lambda chart: known.get(chart[0], 0 if "loss" in chart[0] else 99))
+    return [{"title": title, "unit": unit, "curves": charts[title, unit]} for title, unit in order]

@@ -1,0 +1,54 @@
+"""The command line of reports."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.report.page import GENERATOR, render
+from megatron.report.sources import read_run
+
+_DOC = """Write a report of a run as one HTML page.
+
+    megatron report runs/demo
+    megatron report runs/a runs/b --output compared.html
+"""
+
+
+def build_parser() -> ToolParser:
+    """Return the parser."""
+    parser = ToolParser("megatron report", _DOC)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run, or its metrics file.")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="Page to write (default: report.html in the folder of the first run).",
+    )
+    add("--overwrite", action="store_true", help="Replace FILE even if it is not a report.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page."""
+    first: Path = options.runs[0]
+    output: Path = options.output or (first if first.is_dir() else first.parent) / "report.html"
+    page = render([read_run(path) for path in options.runs]).encode()
+    if not _is_report(output):
+        expect_no_file("--output", [output], overwrite=options.overwrite)
+    with writing_to("--output", output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(output, page)
+    print(f"wrote {output} ({len(page) / 1e6:.2f} MB)")
+
+
+def _is_report(path: Path) -> bool:
+    """Return whether a file is an earlier report, which may be replaced."""
+    try:
+        with path.open("rb") as file:
+            return GENERATOR.encode() in file.read(1024)
+    except OSError:
+        return False

@@ -1,0 +1,119 @@
+"""The HTML page of a report. It loads nothing from elsewhere, and escapes all that it shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from megatron.report.charts import make_charts, reduce_curve
+from megatron.report.history import Curve, History
+
+GENERATOR = '<meta name="generator" content="megatron report">'
+# In JSON these can only be in strings, where an escape has the same meaning.
+_CLOCK = 500  # points of the curves that convert iterations
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+def page_data(histories: Sequence[History]) -> dict[str, Any]:
+    """Return all that the page shows, as plain data."""
+    return {
+        "runs": [_run_data(history) for history in histories],
+        "charts": make_charts(histories),
+    }
+
+
+def _run_data(history: History) -> dict[str, Any]:
+    return {
+        "name": history.name,
+        "sources": history.sources,
+        "damaged": history.damaged,
+        "events": [vars(event) for event in history.events],
+        "settings": [
+            [key, value, key in history.changed] for key, value in history.settings.items()
+        ],
+        "facts": list(history.facts.items()),
+        "expertLoad": history.expert_load,
+        "summary": summarize(history),
+        "clock": _clock(history),
+        "tokensPerSample": None,
+    }
+
+
+def _clock(history: History) -> dict[str, Any]:
+    """Return the consumed samples and the hours since the first record, by iteration."""
+    hours = Curve()
+    time = history.curves.get("time", Curve())
+    for iteration, seconds in zip(time.iterations, time.values, strict=True):
+        hours.add(iteration, (seconds - time.values[0]) / 3600.0)
+    samples = history.curves.get("consumed samples", Curve())
+    return {"hours": reduce_curve(hours, _CLOCK), "samples": reduce_curve(samples, _CLOCK)}
+
+
+def summarize(history: History) -> list[tuple[str, str]]:
+    """Return a few figures about a run, by name."""
+    rows: list[tuple[str, str]] = []
+    curves = history.curves
+    last = max(curve.iterations[-1] for curve in curves.values() if curve.iterations)
+    rows.append(("iterations", f"{last:,}"))
+    for tag, curve in curves.items():
+        finite = [value for value in curve.values if math.isfinite(value)]
+        if not finite or "loss" not in tag or tag == "loss-scale" or tag.endswith(" ppl"):
+            continue
+        best = f" (lowest {min(finite):.4f})" if "validation" in tag else ""
+        rows.append((tag, f"{finite[-1]:.4f}{best}"))
+    if "tokens-per-second-per-gpu" in curves:
+        rate = statistics.median(curves["tokens-per-second-per-gpu"].values)
+        rows.append(("tokens/s per GPU", f"{rate:,.0f} (median)"))
+    time = curves.get("time")
+    if time is not None:
+        rows.append(("time", f"{(time.values[-1] - time.values[0]) / 3600.0:,.2f} h"))
+    return rows
+
+
+def as_json(data: Any) -> str:
+    """Return JSON that is safe inside a script element: nothing in it can end the element."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
+
+
+def render(histories: Sequence[History], *, live: bool = False) -> str:
+    """Return the page.
+
+    Args:
+        histories: The runs, in order.
+        live: Whether the page asks its server for news.
+    """
+    from jinja2 import Environment
+
+    folder = files("megatron.report").joinpath("page")
+    texts = {
+        name.replace(".", "_"): folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("report.css", "report.js", "uplot.css", "uplot.js")
+    }
+    server = "'self'" if live else "'none'"
+    hashes = " ".join(_hash(texts[name]) for name in ("uplot_js", "report_js"))
+    template = folder.joinpath("report.html").read_text(encoding="utf-8")
+    return (
+        Environment(autoescape=True)
+        .from_string(template)
+        .render(
+            texts,
+            title=" and ".join(history.name for history in histories),
+            data=as_json(page_data(histories)),
+            policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+            f"img-src data:; connect-src {server}; base-uri 'none'; "
+            "form-action 'none'",
+            live=live,
+        )
+    )
+
+
+def _hash(script: str) -> str:
+    """Return the source expression that allows this inline script in a content security policy."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,0 +1,246 @@
+"use strict";
+
+// Everything that comes from files is set as text or as a number, never as markup.
+
+const state = { data: JSON.parse(document.getElementById("data").textContent), plots: [] };
+const byId = (id) => document.getElementById(id);
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const COLORS = 8;
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+// ---- Numbers -------------------------------------------------------------------------------
+
+function short(value) {
+  if (value == null) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e15 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  for (const [limit, suffix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (size >= limit) return `${Number((value / (limit === 1e4 ? 1e3 : limit)).toPrecision(4))}${suffix}`;
+  }
+  return String(Number(value.toPrecision(5)));
+}
+
+// ---- The horizontal axis -------------------------------------------------------------------
+
+// The value at iteration `x` of a curve with ascending `curve.x`, between its points.
+function at(curve, x) {
+  const xs = curve.x, ys = curve.y;
+  let low = 0, high = xs.length - 1;
+  if (high < 0) return null;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle + 1; else high = middle;
+  }
+  if (low === 0 || xs[low] <= x) return ys[low];
+  const part = (x - xs[low - 1]) / (xs[low] - xs[low - 1]);
+  return ys[low - 1] + part * (ys[low] - ys[low - 1]);
+}
+
+function horizontal(run) {
+  const axis = byId("axis").value, clock = state.data.runs[run].clock;
+  if (axis === "samples") return (x) => at(clock.samples, x);
+  if (axis === "tokens") return (x) => at(clock.samples, x) * state.data.runs[run].tokensPerSample;
+  if (axis === "hours") return (x) => at(clock.hours, x);
+  return (x) => x;
+}
+
+function offerAxes() {
+  for (const option of byId("axis").options) {
+    const has = {
+      iteration: () => true,
+      samples: (run) => run.clock.samples.x.length,
+      tokens: (run) => run.clock.samples.x.length && run.tokensPerSample,
+      hours: (run) => run.clock.hours.x.length,
+    }[option.value];
+    option.disabled = !state.data.runs.every(has);
+    if (option.disabled && option.selected) byId("axis").value = "iteration";
+  }
+}
+
+// ---- Curves --------------------------------------------------------------------------------
+
+// Fit a straight line around each point, which follows a falling curve without a lag.
+function smoothed(xs, ys, percent) {
+  const reach = Math.round(xs.length * percent / 200);
+  if (reach < 1) return null;
+  return ys.map((_, i) => {
+    if (ys[i] == null) return null;
+    let n = 0, sx = 0, sy = 0, sxx = 0, sxy = 0;
+    for (let j = Math.max(0, i - reach); j <= Math.min(xs.length - 1, i + reach); j++) {
+      if (ys[j] == null) continue;
+      const x = xs[j] - xs[i];
+      n += 1; sx += x; sy += ys[j]; sxx += x * x; sxy += x * ys[j];
+    }
+    const spread = n * sxx - sx * sx;
+    return spread > 0 ? (sy * sxx - sx * sxy) / spread : sy / n;
+  });
+}
+
+function label(curve) {
+  const runs = state.data.runs;
+  return runs.length > 1 ? `${runs[curve.run].name}: ${curve.tag}` : curve.tag;
+}
+
+// The columns of a chart for uPlot, and its series. A curve has its smoothed values, its values,
+// and, if it has been reduced, the band between its extremes.
+function columnsOf(chart) {
+  const percent = Number(byId("smoothing").value);
+  const log = byId("log").checked;
+  const tables = [], series = [{}], bands = [];
+  chart.curves.forEach((curve, index) => {
+    const place = horizontal(curve.run);
+    const stroke = color(`--c${index % COLORS}`);
+    const xs = curve.x.map(place);
+    const positive = (ys) => log ? ys.map((y) => y > 0 ? y : null) : ys;
+    const smooth = curve.smooth ? smoothed(xs, curve.y, percent) : null;
+    const points = { show: xs.length < 2 || curve.sparse === true, size: 6 };
+    const value = (_, number) => short(number);
+    const columns = [xs, positive(curve.y)];
+    const pale = smooth || curve.low ? 0.35 : 1;
+    series.push({ label: label(curve), stroke: faded(stroke, smooth ? pale : 1), width: smooth ? 1 : 2, points, value });
+    if (smooth) {
+      columns.push(positive(smooth));
+      series.push({ label: `${label(curve)}, smoothed`, stroke, width: 2, points: { show: false }, value });
+    }
+    if (curve.low) {
+      columns.push(positive(curve.high), positive(curve.low));
+      const edge = { stroke: faded(stroke, 0.25), width: 1, points: { show: false }, value };
+      series.push({ ...edge, label: `${label(curve)}, highest` }, { ...edge, label: `${label(curve)}, lowest` });
+      bands.push({ series: [series.length - 2, series.length - 1], fill: faded(stroke, 0.15) });
+    }
+    tables.push(columns);
+  });
+  return { columns: tables.length > 1 ? uPlot.join(tables) : tables[0], series, bands };
+}
+
+function faded(stroke, alpha) {
+  return stroke + Math.round(255 * alpha).toString(16).padStart(2, "0");
+}
+
+// Draw where values were not finite, and where the run was restarted.
+function drawMarks(chart) {
+  return (plot) => {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    state.data.runs.forEach((run, number) => {
+      for (const event of run.events) {
+        if (event.kind !== "resumed") continue;
+        const x = plot.valToPos(horizontal(number)(event.iteration), "x", true);
+        ctx.strokeStyle = color("--dim");
+        ctx.setLineDash([4, 4]);
+        ctx.beginPath();
+        ctx.moveTo(x, bbox.top);
+        ctx.lineTo(x, bbox.top + bbox.height);
+        ctx.stroke();
+      }
+    });
+    ctx.setLineDash([]);
+    ctx.fillStyle = color("--bad");
+    for (const curve of chart.curves) {
+      for (const iteration of curve.bad || []) {
+        const x = plot.valToPos(horizontal(curve.run)(iteration), "x", true);
+        ctx.fillRect(x - 1.5, bbox.top, 3, 12 * devicePixelRatio);
+      }
+    }
+    ctx.restore();
+  };
+}
+
+function describe(chart) {
+  return chart.curves.map((curve) => {
+    const finite = curve.y.filter((y) => y != null);
+    if (!finite.length) return `${label(curve)}: no finite value`;
+    const low = Math.min(...(curve.low || finite).filter((y) => y != null));
+    const high = Math.max(...(curve.high || finite).filter((y) => y != null));
+    const bad = curve.bad ? `, not finite in ${curve.bad.length} place(s)` : "";
+    return `${label(curve)}: ${short(finite[0])} at iteration ${curve.x[0]}, ` +
+      `${short(finite[finite.length - 1])} at iteration ${curve.x[curve.x.length - 1]}, ` +
+      `lowest ${short(low)}, highest ${short(high)}${bad}`;
+  }).join(". ");
+}
+
+function drawChart(chart, figure) {
+  const { columns, series, bands } = columnsOf(chart);
+  const log = byId("log").checked && columns.slice(1).some((ys) => ys.some((y) => y > 0));
+  const axis = {
+    stroke: color("--dim"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 },
+    values: (_, splits) => splits.map((value) => value == null ? "" : short(value)),
+  };
+  const title = byId("axis").selectedOptions[0].textContent;
+  series[0] = { label: title, value: (_, value) => short(value) };
+  const options = {
+    ...sizeOf(figure), series, bands,
+    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    axes: [axis, { ...axis, size: 62 }],
+    cursor: { sync: { key: "report" }, drag: { x: true, y: false } },
+    hooks: { draw: [drawMarks(chart)] },
+  };
+  const holder = element("div");
+  figure.append(holder);
+  const plot = new uPlot(options, columns, holder);
+  plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
+  state.plots.push({ plot, figure });
+}
+
+function sizeOf(figure) {
+  const style = getComputedStyle(figure);
+  const width = figure.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return { width, height: figure.matches(":first-child") ? 340 : 230 };
+}
+
+function drawCharts() {
+  for (const { plot } of state.plots) plot.destroy();
+  state.plots = [];
+  byId("charts").replaceChildren(...state.data.charts.map((chart) => {
+    const unit = chart.unit ? element("small", {}, ` ${chart.unit}`) : "";
+    const figure = element("figure", { role: "group", "aria-label": chart.title }, element("h2", {}, chart.title, unit));
+    return figure;
+  }));
+  state.data.charts.forEach((chart, index) => {
+    const figure = byId("charts").children[index];
+    drawChart(chart, figure);
+    const text = describe(chart);
+    figure.append(element("details", {}, element("summary", {}, "In words"), element("p", { class: "note" }, text)));
+  });
+}
+
+// ---- Tables --------------------------------------------------------------------------------
+
+function table(head, rows) {
+  const header = element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)));
+  const body = rows.map(({ cells, kind }) => element("tr", kind ? { class: kind } : {},
+    element("th", { scope: "row" }, String(cells[0])),
+    ...cells.slice(1).map((text) => element("td", {}, text == null ? "–" : String(text)))));
+  return element("div", { class: "table" }, element("table", {}, element("thead", {}, header), element("tbody", {}, ...body)));
+}
+
+function drawSummary() {
+  const names = [...new Set(state.data.runs.flatMap((run) => run.summary.map(([name]) => name)))];
+  const rows = state.data.runs.map((run) => {
+    const values = new Map(run.summary);
+    return { cells: [run.name, ...names.map((name) => values.get(name))] };
+  });
+  byId("summary").replaceChildren(table(["Run", ...names], rows));
+}
+
+function draw() {
+  offerAxes();
+  drawSummary();
+  drawCharts();
+}
+
+for (const id of ["axis", "smoothing", "log"]) byId(id).addEventListener("input", drawCharts);
+byId("controls").addEventListener("submit", (event) => event.preventDefault());
+addEventListener("resize", () => state.plots.forEach(({ plot, figure }) => plot.setSize(sizeOf(figure))));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+draw();

@@ -1,0 +1,171 @@
+"""The report of a run: what it reads, what it keeps of long curves, and what its page may do."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron.command import run_command
+from megatron.report.charts import make_charts, reduce_curve
+from megatron.report.command import build_parser, run
+from megatron.report.history import Curve
+from megatron.report.sources import read_run
+
+
+def record(iteration: int, **more: object) -> dict[str, object]:
+    fields = {"iteration": iteration, "consumed samples": 4 * iteration, "time": 1e9 + iteration}
+    return {**fields, "lm loss": 8 - iteration / 1000, "grad-norm": 1.0, **more}
+
+
+def write_run(folder: Path, records: list[dict[str, object]], tail: str = "") -> Path:
+    folder.mkdir(parents=True)
+    text = "".join(json.dumps(each) + "\n" for each in records)
+    (folder / "metrics.jsonl").write_text(text + tail)
+    return folder
+
+
+def report(*words: object) -> int:
+    options = build_parser().read([str(word) for word in words])
+    return run_command(lambda: run(options))
+
+
+def data_of(page: Path) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    assert found
+    return json.loads(found[1])
+
+
+def curve_of(values: list[float]) -> Curve:
+    curve = Curve()
+    for iteration, value in enumerate(values, 1):
+        curve.add(iteration, value)
+    return curve
+
+
+def test_a_page_with_loss_learning_rate_norm_and_speed(tmp_path, capsys):
+    extra = {"learning-rate": 1e-3, "tokens-per-second-per-gpu": 5e4}
+    folder = write_run(tmp_path / "my run", [record(i, **extra) for i in range(1, 21)])
+    assert report(folder) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {folder / 'report.html'}")
+    data = data_of(folder / "report.html")
+    titles = [chart["title"] for chart in data["charts"]]
+    assert titles == ["LM loss", "Learning rate", "Gradient norm", "Speed"]
+    assert data["charts"][0]["curves"][0]["x"] == list(range(1, 21))
+    assert data["runs"][0]["name"] == "my run"
+
+
+def test_a_spike_and_a_nan_survive_any_reduction():
+    values = [5.0] * 100_000
+    values[54_321], values[54_322] = 99.0, -3.0
+    values[70_000], values[80_000] = math.nan, math.inf
+    reduced = reduce_curve(curve_of(values), 100)
+    assert len(reduced["x"]) == 100
+    assert max(reduced["high"]) == 99.0
+    assert min(reduced["low"]) == -3.0
+    assert reduced["y"][0] == 5.0
+    assert [round(x, -3) for x in reduced["bad"]] == [70_000, 80_000]
+    assert curve_of(values[:50]).values.tolist() == reduce_curve(curve_of(values[:50]), 50)["y"]
+
+
+def test_an_interval_without_a_finite_value_is_a_gap():
+    reduced = reduce_curve(curve_of([1.0] * 100 + [math.nan] * 100 + [2.0] * 100), 3)
+    assert reduced["y"] == [1.0, None, 2.0]
+    assert reduced["low"] == reduced["high"] == [1.0, None, 2.0]
+
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
+    first = [record(i) for i in range(1, 11)]
+    again = [record(i, **{"lm loss": 1.0}) for i in range(6, 8)]
+    curve = read_run(write_run(tmp_path / "run", first + again)).curves["lm loss"]
+    assert list(curve.iterations) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(curve.values)[-2:] == [1.0, 1.0]
+
+
+def test_damaged_and_half_written_lines_are_counted(tmp_path):
+    folder = write_run(tmp_path / "run", [record(1)], 'x\n[1]\n{"iteration": 2, "lm l')
+    history = read_run(folder)
+    assert history.damaged == 3
+    assert list(history.curves["lm loss"].iterations) == [1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "no such file or folder"),
+        (lambda folder: folder.mkdir(), "no metrics: train with --metrics-jsonl"),
+        (lambda folder: write_run(folder, [{"iteration": 1}]), "no record of an iteration"),
+    ],
+)
+def test_a_run_without_metrics_is_an_error_with_the_remedy(tmp_path, capsys, make, message):
+    make(tmp_path / "run")
+    assert report(tmp_path / "run") == 6
+    assert message in capsys.readouterr().err
+
+
+def test_only_an_earlier_report_is_replaced(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [record(1)])
+    assert report(folder) == report(folder) == 0
+    (folder / "report.html").write_text("mine")
+    assert report(folder) == 9
+    assert "already exists" in capsys.readouterr().err
+    assert report(folder, "--overwrite") == 0
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and what they would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loaded += [
+            value or "" for name, value in attrs if name in ("src", "href") and value[0] != "#"
+        ]
+
+
+def test_nothing_in_a_file_becomes_markup_or_script(tmp_path):
+    plain = write_run(tmp_path / "plain", [record(1)])
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&<!--\u2028'\"{{7*7}}"
+    hostile = write_run(tmp_path / re.sub("/", "", evil), [record(1, **{evil: 2.0})])
+    pages = []
+    for folder in (plain, hostile):
+        assert report(folder) == 0
+        pages.append((folder / "report.html").read_text())
+    assert Elements(pages[0]).tags == Elements(pages[1]).tags
+    assert Elements(pages[1]).loaded == ["data:,"]
+    assert "script-src 'sha256-" in html.unescape(pages[1])
+    data = data_of(hostile / "report.html")
+    assert evil in [curve["tag"] for chart in data["charts"] for curve in chart["curves"]]
+
+
+def test_two_runs_are_compared_in_the_same_charts(tmp_path):
+    a = write_run(tmp_path / "a", [record(i) for i in range(1, 5)])
+    b = write_run(tmp_path / "b", [record(i) for i in range(1, 9)])
+    assert report(a, b, "--output", tmp_path / "both.html") == 0
+    (loss, norm) = data_of(tmp_path / "both.html")["charts"]
+    assert [(curve["run"], len(curve["x"])) for curve in loss["curves"]] == [(0, 4), (1, 8)]
+
+
+def test_a_long_run_makes_a_small_page(tmp_path):
+    tags = [f"tag {number}" for number in range(40)]
+    lines = [
+        json.dumps(record(i, **{tag: math.sin(i) * 1e-7 for tag in tags}))
+        for i in range(1, 100_001, 20)  # as many points, at a twentieth of the time
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert report(folder) == 0
+    assert (folder / "report.html").stat().st_size < 1e6
+    charts = make_charts([read_run(folder)])
+    assert len(charts) == 42
