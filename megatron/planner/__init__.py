@@ -2,6 +2,9 @@
 
 Nothing here touches a GPU or needs `torch.distributed`.
 
+    machine             the rates and links of a machine: built in, or read from a file
     memory              the memory of a process
+    cost                the time of a micro-batch in a layer and of messages
     pipeline_balance    the bubble of a pipeline, and a layout of its layers with a smaller one
+    prediction          the time and memory of a whole update, and what it consists of
 """

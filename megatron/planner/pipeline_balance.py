@@ -1,28 +1,27 @@
 """The estimated bubble of a pipeline, and a layout of its layers with a smaller bubble.
 
-Times are estimated from the FLOPs of each layer; nothing is run.
+Times are those of `cost`; nothing is run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
+from operator import add
+from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_layout
-from megatron.models.block import Block
 from megatron.models.plan import ModelPlan
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
 from megatron.parallel.pipeline.simulate import Course, Times, time_table
+from megatron.planner.cost import PassTimes, model_passes
+from megatron.planner.machine import DEFAULT, Machine
 from megatron.planner.memory import largest_process
 
-# The time of a floating-point operation, relative to one in a 16-bit matrix product. It follows
-# from the ceilings measured on an H200: 670 TFLOP/s, attention 450, fp8 products 1,250
-# (docs/benchmarks.md, "What the numbers mean").
-_OF_ATTENTION, _OF_FP8 = 1.5, 0.54
 _ROUNDS = 2  # micro-batches per stage to simulate; each further one adds the slowest stage's time
 _WORTH_SAYING = 0.03  # the least share of the time that a proposed layout must save
 _SIMULATED = 3  # candidates to simulate
@@ -30,59 +29,65 @@ _SIMULATED = 3  # candidates to simulate
 Counts = tuple[int, ...]  # number of layers in each part of the model
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The time of a micro-batch's forward pass, in arbitrary units.
+class Durations(NamedTuple):
+    """Times of a micro-batch in a layer, in the head or in a part of the model.
 
     Attributes:
-        layers: The time of each layer, in order.
-        head: The time of the output layer and the loss.
-        again: The number of forward passes that the backward pass repeats: 1 with full
-            recomputation, otherwise 0.
+        forward: The forward pass.
+        inputs: The gradients of the inputs, with what the backward pass recomputes.
+        weights: The gradients of the weights.
     """
 
-    layers: tuple[float, ...]
-    head: float
-    again: int = 0
+    forward: float
+    inputs: float
+    weights: float
 
     @classmethod
-    def of(cls, config: RunConfig, plan: ModelPlan) -> Costs:
-        """Estimate the times from FLOPs. Embedding and task heads are too cheap to count."""
-        length = config.data.seq_length
-        in_8_bits = 1.0 if config.precision.fp8_format is None else _OF_FP8
-        each = 6 * length  # forward and backward are counted together
-        works = [Block.work(layer, length) for layer in plan.layers]
-        return cls(
-            tuple(
-                work.products / each * in_8_bits + _OF_ATTENTION * (work.scores / each)
-                for work in works
-            ),
-            head=0 if plan.output is None else plan.output.vocabulary * plan.hidden,
-            again=int(config.training.recompute_granularity == "full"),
-        )
+    def of(cls, passes: PassTimes) -> Durations:
+        """Return the total of each pass."""
+        return cls(*(each.total for each in passes))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The times of a micro-batch in each layer and in the head, in any unit.
+
+    Attributes:
+        layers: The times of each layer, in order.
+        head: The times of the output layer and the loss.
+        message: The time of a message to the next stage.
+    """
+
+    layers: tuple[Durations, ...]
+    head: Durations
+    message: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: ModelPlan, machine: Machine = DEFAULT) -> Costs:
+        """Estimate the times, in seconds. Embedding and messages are too cheap to count."""
+        return cls.from_passes(*model_passes(config, plan, machine))
+
+    @classmethod
+    def from_passes(
+        cls, layers: Iterable[PassTimes], head: PassTimes, message: float = 0.0
+    ) -> Costs:
+        """Return the totals of the passes through the layers and the head."""
+        return cls(tuple(map(Durations.of, layers)), Durations.of(head), message)
 
     @cached_property
     def head_in_layers(self) -> float:
         """The head's time as a number of average layers."""
-        return self.head * len(self.layers) / math.fsum(self.layers)
+        return sum(self.head) * len(self.layers) / math.fsum(map(sum, self.layers))
 
-    def part_times(self, counts: Counts, *, again: int = 0) -> list[float]:
-        """Return the time of each part when its layers run `again` additional times.
-
-        The last part includes the head.
-        """
-        ends = accumulate(counts)
-        times = [
-            (1 + again) * math.fsum(self.layers[end - count : end])
-            for count, end in zip(counts, ends, strict=True)
+    def part_times(self, counts: Counts) -> list[Durations]:
+        """Return the times of each part. The last part includes the head."""
+        nothing = Durations(0.0, 0.0, 0.0)
+        parts = [
+            Durations(*map(math.fsum, zip(nothing, *self.layers[end - count : end], strict=True)))
+            for count, end in zip(counts, accumulate(counts), strict=True)
         ]
-        times[-1] += self.head
-        return times
-
-    def update_times(self, counts: Counts) -> list[float]:
-        """Return each part's total time for its forward pass, input and weight gradients."""
-        passes = (self.part_times(counts), self.part_times(counts, again=self.again))
-        return [2 * forward + inputs for forward, inputs in zip(*passes, strict=True)]
+        parts[-1] = Durations(*map(add, parts[-1], self.head))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,18 @@ class Pipeline:
     def time(self, counts: Counts, costs: Costs) -> float:
         """Return the estimated time of an update."""
         if (counts, costs) not in self._times:
-            forward, inputs = (
-                time_table(LAYOUT_FLAG, costs.part_times(counts, again=n), self.stages, self.chunks)
-                for n in (0, costs.again)
-            )
-            total = self.course.total(Times(forward, inputs, forward))
+            total = self.course.total(self.times(counts, costs))
             left = self.micro_batches - self._rounds
             self._times[counts, costs] = total + left * self._slowest(counts, costs)
         return self._times[counts, costs]
+
+    def times(self, counts: Counts, costs: Costs) -> Times:
+        """Return the tables of times that the simulator takes."""
+        forward, inputs, weights = (
+            time_table(LAYOUT_FLAG, values, self.stages, self.chunks)
+            for values in zip(*costs.part_times(counts), strict=True)
+        )
+        return Times(forward, inputs, weights, costs.message)
 
     @property
     def _rounds(self) -> int:
@@ -126,11 +135,11 @@ class Pipeline:
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
         """Return the fraction of time that the stages spend waiting."""
-        busy = sum(costs.update_times(counts)) * self.micro_batches
+        busy = sum(map(sum, costs.part_times(counts))) * self.micro_batches
         return 1 - busy / (self.stages * self.time(counts, costs))
 
     def _slowest(self, counts: Counts, costs: Costs) -> float:
-        parts = costs.update_times(counts)
+        parts = [sum(part) for part in costs.part_times(counts)]
         return max(sum(parts[stage :: self.stages]) for stage in range(self.stages))
 
     def best(self, costs: Costs) -> Counts:

@@ -132,7 +132,7 @@ def test_memory_and_balance_read_each_layer():
     assert len(set(costs.layers)) == 4
     first, last = costs.part_times((1, 3))
     assert first == costs.layers[0]
-    assert last == pytest.approx(sum(costs.layers[1:]) + costs.head)
+    assert last == pytest.approx(tuple(map(sum, zip(*costs.layers[1:], costs.head, strict=True))))
     assert sum(Pipeline("1f1b", 2, 1, 8).best(costs)) == 4
 
 

@@ -11,7 +11,7 @@ from megatron.models.plans import model_plan
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.planner.memory import largest_process
-from megatron.planner.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
+from megatron.planner.pipeline_balance import Costs, Durations, Pipeline, layout_text, pipeline_rows
 from megatron.training.panel import size_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
@@ -20,7 +20,7 @@ SHAPES += [("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
 
 def alike(layers, head=1.95, again=0):
     """Costs of layers that take one unit each."""
-    return Costs((1.0,) * layers, head, again)
+    return Costs((Durations(1.0, 1.0 + again, 1.0),) * layers, Durations(head, head, head))
 
 
 NETWORK = (
@@ -39,9 +39,9 @@ def test_a_long_update_takes_what_all_of_its_simulation_takes(
 ):
     counts = (2,) * (stages * chunks)
     costs = alike(sum(counts), again=again)
-    forward = costs.part_times(counts)
-    inputs = [x + 2 * costs.again for x in forward]
-    tables = [time_table("", x, stages, chunks) for x in (forward, inputs, forward)]
+    tables = [
+        time_table("", x, stages, chunks) for x in zip(*costs.part_times(counts), strict=True)
+    ]
     schedule = make_schedule(kind, stages, chunks, micro_batches)
     whole = simulate(schedule, Times(*tables))
     pipeline = Pipeline(kind, stages, chunks, micro_batches)
@@ -140,7 +140,9 @@ def test_numbers_in_8_bits_make_the_head_count_for_more_layers():
 
 def test_recomputation_is_one_more_forward_pass_of_a_layer():
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    assert _costs(*full.split()).again == 1
+    kept, again = _costs().layers[0], _costs(*full.split()).layers[0]
+    assert (again.forward, again.weights) == (kept.forward, kept.weights)
+    assert again.inputs == pytest.approx(kept.inputs + kept.forward)
 
 
 def test_one_stage_has_nothing_to_tell():

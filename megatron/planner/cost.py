@@ -1,0 +1,350 @@
+"""The time of a micro-batch in a layer, of messages and of an update, on a given machine.
+
+All times are in seconds and follow from the layer plan: operations of matrix products and of
+attention, bytes that the other kernels move, bytes that processes exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron.config import RunConfig
+from megatron.config.stages import plan_model
+from megatron.models.arithmetic import heads_of
+from megatron.models.block import Block, class_of
+from megatron.models.plan import (
+    AttentionPlan,
+    LayerPlan,
+    MicroBatch,
+    MixturePlan,
+    ModelPlan,
+    SublayerPlan,
+    WeightSplit,
+)
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.layout import Layout
+from megatron.planner.machine import Link, Machine
+from megatron.planner.memory import micro_batch
+
+# Times that kernels without products read or write each byte of an activation that is kept.
+_FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
+# The length of a sequence at which attention reaches half of its rate: causal, and whole squares.
+_CAUSAL_HALF, _SQUARE_HALF = 674, 450
+_DROPOUT_PASSES = 2.5  # further passes over an update of the residual stream, in each direction
+_ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
+_SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
+_FORWARD_ATTENTION = 0.25  # part of attention's time that its forward pass takes
+_FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
+# Bytes per updated parameter: the gradient, once more for its norm, the states and the weights.
+OPTIMIZER_BYTES = 34
+# Part of a message's time that remains if it overlaps with products: both compete for the device.
+_OVERLAPPED = 0.25
+IN_BUCKETS = 0.8  # the same for gradients and weights that travel in buckets
+_KERNELS = 4  # kernels without products of a sublayer, in each direction
+# Kernels of a sublayer that the host launches, forward and backward; and those around messages.
+_LAUNCHES, _MESSAGE_LAUNCHES = 34, 12
+_ACCUMULATED = 8  # bytes per element of a weight whose gradient is added to in fp32
+
+
+class Seconds(NamedTuple):
+    """Time of one pass, by what the device does.
+
+    Attributes:
+        products: Matrix products.
+        attention: Attention.
+        memory: Kernels that move data: normalizations, activations, casts, loss.
+        exchange: Messages between tensor, context and expert ranks that nothing hides.
+        waiting: Waiting for the host to launch kernels.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    exchange: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The time of the pass."""
+        return sum(self)
+
+    def plus(self, *others: Seconds) -> Seconds:
+        """Return the sum with other times."""
+        return Seconds(*map(sum, zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> Seconds:
+        """Return a multiple of this time."""
+        return Seconds(*(factor * value for value in self))
+
+
+class PassTimes(NamedTuple):
+    """Times of a micro-batch in a layer or a head.
+
+    Attributes:
+        forward: The forward pass.
+        inputs: The backward pass of the inputs, with what it recomputes.
+        weights: The gradients of the weights.
+    """
+
+    forward: Seconds
+    inputs: Seconds
+    weights: Seconds
+
+    @property
+    def total(self) -> float:
+        """The time of all passes."""
+        return sum(each.total for each in self)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the time of a layer depends on, apart from its plan.
+
+    Attributes:
+        machine: The rates of the machine.
+        batch: The micro-batch on a process.
+        expert: Processes that divide the experts of a mixture.
+        tensor_link: Connection of the tensor-parallel processes.
+        context_link: Connection of the context-parallel processes.
+        expert_link: Connection of the processes that divide experts.
+        fp8: Whether layers multiply in 8 bits.
+        overlaps: Whether tensor-parallel messages overlap with products.
+        ring: Whether context-parallel processes pass keys and values around a ring.
+        graphs: Whether passes are recorded, so that the host launches almost nothing.
+    """
+
+    machine: Machine
+    batch: MicroBatch
+    expert: int
+    tensor_link: Link
+    context_link: Link
+    expert_link: Link
+    fp8: bool = False
+    overlaps: bool = False
+    ring: bool = True
+    graphs: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, machine: Machine, texts: int = 1) -> Setting:
+        """Return the setting of a run, whose samples have `texts` sequences."""
+        sizes = config.parallel.sizes
+        tensor, context, expert = sizes["tensor"], sizes["context"], sizes["expert"]
+        stage = math.lcm(tensor * context, expert * sizes["expert_tensor"])
+        layout = Layout.at(0, stage * sizes["pipeline"], **sizes)
+        return cls(
+            machine=machine,
+            batch=replace(
+                micro_batch(config, layout),
+                sequences=config.training.micro_batch_size * texts,
+                chunked_loss=config.precision.cross_entropy_fusion_impl == "linear",
+            ),
+            expert=expert,
+            tensor_link=machine.connection(tensor, 1),
+            context_link=machine.connection(context, tensor),
+            expert_link=machine.connection(expert, sizes["expert_tensor"]),
+            fp8=config.precision.fp8_format is not None,
+            overlaps=config.parallel.tp_comm_overlap,
+            ring=config.parallel.cp_comm_type == "p2p",
+            graphs=config.training.cuda_graph_impl != "none",
+        )
+
+
+@lru_cache(maxsize=4096)
+def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
+    """Return the times of a layer without recomputation, for the lengths in `setting.batch`."""
+    machine, batch = setting.machine, setting.batch
+    forward, inputs, weights = Seconds(), Seconds(), Seconds()
+    for part in layer.sublayers:
+        product = _products(part, setting)
+        attention = _attention(part, setting)
+        ahead, back, beside = _exchange(part, setting, attention)
+        forward = forward.plus(
+            Seconds(product, _FORWARD_ATTENTION * attention, _casts(part, setting, 1), ahead)
+        )
+        inputs = inputs.plus(
+            Seconds(product, (1 - _FORWARD_ATTENTION) * attention, _casts(part, setting, 0), back)
+        )
+        split = WeightSplit(
+            tensor=batch.tensor, expert=setting.expert, expert_tensor=batch.expert_tensor
+        )
+        held = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
+        added = _ACCUMULATED * held / machine.copy
+        weights = weights.plus(Seconds(product, memory=added, exchange=beside))
+    kept = Block.activation_bytes(layer, batch) / machine.copy
+    kernels = _KERNELS * len(layer.sublayers) * machine.kernel
+    if layer.dropout > 0:
+        updates = len(layer.sublayers) * batch.width * batch.tokens * layer.mixer.hidden
+        kernels += _DROPOUT_PASSES * updates / batch.sequence / machine.copy
+    forward = forward.plus(Seconds(memory=_FORWARD_PASSES * kept + kernels))
+    inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * kept + kernels))
+    device = forward.total + inputs.total + weights.total
+    launches = len(layer.sublayers) * _LAUNCHES
+    for size in (batch.tensor, batch.context, setting.expert):
+        launches += _MESSAGE_LAUNCHES * len(layer.sublayers) * (size > 1)
+    late = 0.0 if setting.graphs else max(0.0, launches * machine.launch - device)
+    return PassTimes(
+        forward.plus(Seconds(waiting=late / 3)), inputs.plus(Seconds(waiting=late * 2 / 3)), weights
+    )
+
+
+def _products(part: SublayerPlan, setting: Setting) -> float:
+    """Return the time of a sublayer's products in one of its three passes."""
+    machine, batch = setting.machine, setting.batch
+    work = class_of(part).work(part, batch.length, batch.encoder_length).products / 3
+    rate = machine.products
+    if setting.fp8:
+        rate = machine.products_fp8 or machine.products
+    if isinstance(part, MixturePlan):
+        rate *= machine.grouped / machine.products
+    matrices = class_of(part).matrices(part, WeightSplit())
+    share = batch.sequences / (batch.tensor * batch.context)
+    return work * share / rate + len(matrices) * machine.kernel
+
+
+def _attention(part: SublayerPlan, setting: Setting) -> float:
+    """Return the time of a sublayer's attention, forward and backward."""
+    if not isinstance(part, AttentionPlan):
+        return 0.0
+    machine, batch = setting.machine, setting.batch
+    scores = class_of(part).work(part, batch.length, batch.encoder_length).scores
+    rate = machine.attention * (1.0 if part.head_size >= 128 else _SMALL_HEADS)
+    if batch.context > 1 and setting.ring:
+        rate *= machine.ring
+    if part.dropout > 0:
+        rate *= _ATTENTION_DROPOUT
+    length = batch.encoder_length if part.kind == "cross_attention" else batch.length
+    rate /= 1 + (_CAUSAL_HALF if part.causal else _SQUARE_HALF) / length
+    return scores * batch.sequences / (batch.tensor * batch.context) / rate
+
+
+def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
+    """Return the time to cast the inputs (1) or the gradients (0) of products to 8 bits."""
+    if not setting.fp8:
+        return 0.0
+    batch = setting.batch
+    rows = batch.tokens
+    if isinstance(part, MixturePlan):
+        rows = batch.expert_tokens * part.router.chosen
+        part = part.expert
+    width = sum(shape[side] for shape in class_of(part).matrices(part, WeightSplit()))
+    return _FP8_CAST * rows * width / batch.tensor / setting.machine.copy
+
+
+def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:
+    """Return the time of messages that nothing hides: forward, before and beside a product."""
+    batch, ahead, back, beside = setting.batch, 0.0, 0.0, 0.0
+    if batch.tensor > 1:
+        message = _message(batch, part.hidden, setting.tensor_link)
+        waits = _OVERLAPPED if setting.overlaps else 1.0
+        ahead += 2 * waits * message
+        if batch.sequence > 1:
+            # The gradient of the output is gathered. Beside products the input is gathered again,
+            # and its gradient scattered.
+            back += (waits + _OVERLAPPED) * message
+            beside += _OVERLAPPED * message
+        else:
+            beside += 2 * _OVERLAPPED * message
+    if batch.context > 1 and isinstance(part, AttentionPlan):
+        link, each = setting.context_link, batch.width * batch.tokens * part.head_size
+        each //= batch.tensor
+        if setting.ring:
+            sent = 2 * part.kv_heads * each * (batch.context - 1) / link.bandwidth
+            sent += link.latency * (batch.context - 1)
+            for factor, share in ((1, _FORWARD_ATTENTION), (3, 1 - _FORWARD_ATTENTION)):
+                left = max(factor * sent - share * attention, _OVERLAPPED * factor * sent)
+                ahead, back = (ahead + left, back) if factor == 1 else (ahead, back + left)
+        else:
+            sent = 2 * (part.heads + part.kv_heads) * each * (1 - 1 / batch.context)
+            ahead += sent / link.bandwidth + 2 * link.latency
+            back += sent / link.bandwidth + 2 * link.latency
+    if isinstance(part, MixturePlan) and setting.expert > 1:
+        link, share = setting.expert_link, 1 - 1 / setting.expert
+        rows = batch.width * batch.expert_tokens * part.router.chosen * part.hidden * share
+        ahead += 2 * (rows / link.bandwidth + link.latency)
+        back += 2 * (rows / link.bandwidth + link.latency)
+    return ahead, back, beside
+
+
+def _message(batch: MicroBatch, hidden: int, link: Link) -> float:
+    """Return the time to gather or to scatter hidden states over tensor-parallel processes."""
+    sent = batch.width * batch.tokens * hidden * (1 - 1 / batch.tensor)
+    return link.latency + sent / link.bandwidth
+
+
+def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | None) -> PassTimes:
+    """Return the times of a layer that recomputes a part of itself.
+
+    Args:
+        layer: The layer.
+        passes: Its times without recomputation.
+        modules: The parts to recompute (--recompute-modules); `None` for the whole layer.
+    """
+    again = passes.forward
+    if modules is not None:
+        named = set(modules)
+        work = [class_of(part).work(part, 1, 1).products for part in layer.sublayers]
+        in_mlp = work[-1] / sum(work) if named & {"mlp", "moe"} else 0.0
+        again = Seconds(
+            in_mlp * again.products,
+            again.attention if "core_attn" in named else 0.0,
+            (in_mlp + 0.2 * ("layernorm" in named)) * again.memory,
+            in_mlp * again.exchange,
+            in_mlp * again.waiting,
+        )
+    return passes._replace(inputs=passes.inputs.plus(again))
+
+
+def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
+    """Return the times of the heads: output layer, loss, and what a task adds."""
+    machine, batch = setting.machine, setting.batch
+    share = batch.sequences / (batch.tensor * batch.context)
+    product = memory = added = 0.0
+    for kind, head in heads_of(plan):
+        added += _ACCUMULATED * kind.parameter_count(head, batch.tensor) / machine.copy
+        product += kind.flops(head, batch.length) / 3 * share / machine.products
+        memory += kind.activation_bytes(head, batch) / machine.copy
+    message = _message(batch, plan.hidden, setting.tensor_link) if batch.tensor > 1 else 0.0
+    return PassTimes(
+        Seconds(product, memory=_FORWARD_PASSES * memory, exchange=message),
+        Seconds(product, memory=_BACKWARD_PASSES * memory),
+        Seconds(product, memory=added, exchange=_OVERLAPPED * message),
+    )
+
+
+def stage_message(config: RunConfig, plan: ModelPlan, machine: Machine, world_size: int) -> float:
+    """Return the time of a message from a pipeline stage to the next one."""
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return 0.0
+    batch = Setting.of(config, machine, plan.head_spec.sequences).batch
+    link = machine.connection(2, world_size // stages)
+    rate = min(link.bandwidth, machine.pair)
+    return link.latency + batch.width * batch.tokens * plan.hidden / batch.sequence / rate
+
+
+def model_passes(
+    config: RunConfig, plan: ModelPlan, machine: Machine
+) -> tuple[list[PassTimes], PassTimes]:
+    """Return the times of every layer, and those of the heads, for one micro-batch."""
+    setting = Setting.of(config, machine, plan.head_spec.sequences)
+    recompute = RecomputePlan.from_config(config.training)
+    whole = set()  # layers that are recomputed as a whole
+    if recompute is not None and recompute.granularity == "full":
+        most = recompute.num_layers if recompute.method == "block" else len(plan.layers)
+        parts = plan_model(config.model, config.parallel)
+        whole = {i for part in parts for i in part.layers[:most]}
+    layers = []
+    for index, layer in enumerate(plan.layers):
+        length, read = plan.lengths(index, config.data.seq_length, config.data.decoder_seq_length)
+        batch = replace(setting.batch, length=length, encoder_length=read)
+        passes = layer_passes(layer, replace(setting, batch=batch))
+        if index in whole:
+            passes = recomputed(layer, passes, None)
+        elif recompute is not None and recompute.granularity == "selective":
+            passes = recomputed(layer, passes, recompute.modules)
+        layers.append(passes)
+    return layers, head_passes(plan, setting)

@@ -1,0 +1,187 @@
+"""The rates and links of a machine: built in, or read from a file of measured ceilings."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from megatron.errors import ConfigError, DataError
+
+_GIB = 1024.0**3
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection of a GPU to others.
+
+    Attributes:
+        bandwidth: Bytes/s that a GPU sends while it receives as many.
+        latency: Seconds that a collective operation takes even if it sends nothing.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the GPUs of a cluster reach for seconds at a time, which is less than a datasheet says.
+
+    Attributes:
+        name: Name of the GPU.
+        memory: Bytes of memory that a process may fill.
+        peak: Dense 16-bit FLOP/s by datasheet, for MFU.
+        products: FLOP/s of large 16-bit matrix products.
+        products_fp8: The same in FP8; `None` if the device does not support FP8.
+        grouped: FLOP/s of the grouped products of experts.
+        attention: FLOP/s of attention with heads of 128 channels and long sequences, forward and
+            backward together, counting 3 products of the backward pass as 2 (as model FLOPs do).
+        ring: Rate of the kernel that ring attention uses, as a fraction of `attention`.
+        copy: Bytes/s that kernels without products read and write.
+        kernel: Seconds that every kernel takes to start and end.
+        launch: Seconds of the host's time for the launch of a kernel.
+        link: Connection to the GPUs of the same node.
+        network: Connection of a GPU to those of other nodes.
+        pair: Bytes/s of a message from one GPU to another of its node, as pipelines send them.
+        node: GPUs per node.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    products: float
+    products_fp8: float | None
+    grouped: float
+    attention: float
+    ring: float = 0.6
+    copy: float
+    kernel: float = 5e-6
+    launch: float = 35e-6
+    link: Link
+    network: Link
+    pair: float
+    node: int = 8
+
+    def connection(self, size: int, stride: int) -> Link:
+        """Return the connection among `size` processes that are `stride` ranks apart.
+
+        If the processes are on several nodes, those of one node share the node's traffic.
+        """
+        within = max(1, min(size, self.node // stride))
+        if within == size:
+            return self.link
+        hops = math.log2(size / within)
+        return Link(
+            min(self.link.bandwidth, self.network.bandwidth * within),
+            self.link.latency + hops * self.network.latency,
+        )
+
+
+# Fitted to measurements, as docs/planner.md explains. The rates of H100s are those that Megatron
+# Core reached on them; A100 and B200 are scaled by datasheet.
+MACHINES = {
+    "A100": Machine(
+        name="A100",
+        memory=74 * _GIB,
+        peak=312e12,
+        products=245e12,
+        products_fp8=None,
+        grouped=215e12,
+        attention=150e12,
+        copy=1.5e12,
+        link=Link(230e9, 45e-6),
+        network=Link(22e9, 15e-6),
+        pair=60e9,
+    ),
+    "H100": Machine(
+        name="H100",
+        memory=74 * _GIB,
+        peak=989e12,
+        products=610e12,
+        products_fp8=1150e12,
+        grouped=520e12,
+        attention=250e12,
+        copy=2.6e12,
+        link=Link(345e9, 45e-6),
+        network=Link(45e9, 15e-6),
+        pair=90e9,
+    ),
+    "H200": Machine(
+        name="H200",
+        memory=135 * _GIB,
+        peak=989e12,
+        products=700e12,
+        products_fp8=1340e12,
+        grouped=610e12,
+        attention=413e12,
+        copy=3.7e12,
+        link=Link(345e9, 45e-6),
+        network=Link(45e9, 15e-6),
+        pair=90e9,
+    ),
+    "B200": Machine(
+        name="B200",
+        memory=174 * _GIB,
+        peak=2250e12,
+        products=1500e12,
+        products_fp8=2900e12,
+        grouped=1300e12,
+        attention=900e12,
+        copy=6.2e12,
+        link=Link(690e9, 45e-6),
+        network=Link(45e9, 15e-6),
+        pair=180e9,
+    ),
+}
+DEFAULT = MACHINES["H200"]
+
+
+def find_machine(name: str) -> Machine:
+    """Return a built-in machine.
+
+    Raises:
+        ConfigError: There is no such machine.
+    """
+    if name.upper() not in MACHINES:
+        known = ", ".join(MACHINES)
+        raise ConfigError(f"--gpus: unknown GPU {name!r}; use one of {known}, or --machine FILE")
+    return MACHINES[name.upper()]
+
+
+def read_machine(path: Path, start: Machine) -> Machine:
+    """Return `start` with the rates that a file of `tools/benchmark.py --ceilings` holds.
+
+    The file may also have any number of fields of `Machine`, which replace those of `start`.
+
+    Raises:
+        DataError: The file cannot be read, or holds no such rates.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--machine {path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"--machine {path}: must hold a JSON object")
+    numbers = {entry.name for entry in fields(Machine)} - {"name", "link", "network"}
+    values = {name: value for name, value in found.items() if name in numbers}
+    if "attention_forward" in found:  # a file of ceilings, which count 2 products and 5
+        seconds = 2 / found["attention_forward"] + 5 / found["attention_backward"]
+        values |= {"attention": 6 / seconds, "peak": found["datasheet"]}
+    for name in ("link", "network"):
+        if name in found:
+            values[name] = Link(**found[name])
+    values = {name: value for name, value in values.items() if value is not None}
+    if not values:
+        raise DataError(
+            f"--machine {path}: no rates found; write it by tools/benchmark.py --ceilings"
+        )
+    wrong = [
+        name
+        for name, value in values.items()
+        if not isinstance(value, Link) and not (isinstance(value, int | float) and value > 0)
+    ]
+    if wrong:
+        raise DataError(f"--machine {path}: {', '.join(wrong)}: must be a number above 0")
+    return replace(start, name=str(found.get("device", found.get("name", start.name))), **values)

@@ -1,0 +1,237 @@
+"""The time of a whole update, and what it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.config import RunConfig
+from megatron.config.stages import ModelPart, parts_of_stage, plan_model
+from megatron.models.arithmetic import count_part_experts, count_part_parameters, flops_per_token
+from megatron.models.plan import ModelPlan, WeightSplit
+from megatron.parallel.buckets import BUCKET_BYTES
+from megatron.parallel.pipeline.schedule import schedule_kind
+from megatron.planner.cost import (
+    IN_BUCKETS,
+    OPTIMIZER_BYTES,
+    PassTimes,
+    Seconds,
+    model_passes,
+    stage_message,
+)
+from megatron.planner.machine import Machine
+from megatron.planner.memory import MemoryEstimate, largest_process
+from megatron.planner.pipeline_balance import Costs, Pipeline
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of a run's process grid.
+
+    Attributes:
+        tensor: Tensor-parallel processes.
+        context: Context-parallel processes.
+        pipeline: Pipeline stages.
+        data: Data-parallel processes.
+        expert: Processes that divide experts.
+        expert_tensor: Processes that split each expert.
+    """
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int) -> Grid:
+        """Return the sizes for a number of processes."""
+        sizes = config.parallel.sizes
+        model = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
+        return cls(**sizes, data=world_size // model)
+
+    def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
+        """Return the parameters of the fullest stage, with the copies of each and their distance.
+
+        Those of experts are replicated over other processes, so they are counted apart.
+        """
+        split = WeightSplit(
+            tensor=self.tensor, expert=self.expert, expert_tensor=self.expert_tensor
+        )
+        parts, found = plan_model(config.model, config.parallel), []
+        for stage in range(self.pipeline):
+            held = parts_of_stage(parts, stage, self.pipeline)
+            every = sum(count_part_parameters(plan, part, split) for part in held)
+            experts = sum(count_part_experts(plan, part, split) for part in held)
+            found.append((every - experts, experts))
+        others, experts = max(found, key=sum)
+        replicas = self.data * self.context
+        divided = self.expert * self.expert_tensor
+        return [
+            (others, replicas, self.tensor),
+            (experts, replicas * self.tensor // divided, divided),
+        ]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The estimated time and memory of an update.
+
+    Attributes:
+        seconds: The time of an update.
+        stage: What the busiest pipeline stage does in it.
+        bubble: The time in which that stage waits for others.
+        gradients: The time of messages between data-parallel processes that nothing hides.
+        optimizer: The time of the optimizer.
+        memory: The memory of the largest process.
+        tokens: Tokens per update and GPU.
+        flops: Model FLOPs per token.
+        peak: The machine's peak FLOP/s.
+    """
+
+    seconds: float
+    stage: Seconds
+    bubble: float
+    gradients: float
+    optimizer: float
+    memory: MemoryEstimate
+    tokens: float
+    flops: int
+    peak: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s per GPU."""
+        return self.tokens_per_second * self.flops / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization."""
+        return 1e12 * self.tflops / self.peak
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """The time of the update by what it is spent on, in seconds."""
+        return {
+            "products": self.stage.products,
+            "attention": self.stage.attention,
+            "memory": self.stage.memory,
+            "exchange": self.stage.exchange,
+            "host": self.stage.waiting,
+            "bubble": self.bubble,
+            "data parallel": self.gradients,
+            "optimizer": self.optimizer,
+        }
+
+
+def predict(config: RunConfig, plan: ModelPlan, world_size: int, machine: Machine) -> Prediction:
+    """Return the estimated time and memory of an update.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        world_size: The number of processes.
+        machine: The machine that they run on.
+    """
+    parallel, training = config.parallel, config.training
+    parts = plan_model(config.model, parallel)
+    stages = parallel.pipeline_model_parallel_size
+    grid = Grid.of(config, world_size)
+    micro_batches = training.global_batch_size // (training.micro_batch_size * grid.data)
+    layers, head = model_passes(config, plan, machine)
+    costs = Costs.from_passes(layers, head, stage_message(config, plan, machine, world_size))
+    counts = tuple(len(part.layers) for part in parts)
+    chunks = len(parts) // stages
+    pipeline = Pipeline(schedule_kind(parallel, chunks), stages, chunks, micro_batches)
+    total = pipeline.time(counts, costs)
+    busy = [_sum_of(parts_of_stage(parts, stage, stages), layers, head) for stage in range(stages)]
+    slowest = max(busy, key=lambda passes: passes.total)
+    stage = slowest.forward.plus(slowest.inputs, slowest.weights).times(micro_batches)
+    gradients, optimizer = _update(config, plan, grid, machine, slowest, micro_batches)
+    sequence = config.data.sample_tokens * plan.head_spec.sequences
+    return Prediction(
+        seconds=total + gradients + optimizer,
+        stage=stage,
+        bubble=total - stage.total,
+        gradients=gradients,
+        optimizer=optimizer,
+        memory=largest_process(config, plan, world_size),
+        tokens=training.global_batch_size * sequence / world_size,
+        flops=flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length),
+        peak=machine.peak,
+    )
+
+
+def _sum_of(parts: Sequence[ModelPart], layers: Sequence[PassTimes], head: PassTimes) -> PassTimes:
+    """Return the times of a micro-batch in the parts of a stage."""
+    held = [layers[i] for part in parts for i in part.layers]
+    held += [head] if parts[-1].head else []
+    nothing = PassTimes(Seconds(), Seconds(), Seconds())
+    return PassTimes(*(Seconds().plus(*each) for each in zip(nothing, *held, strict=True)))
+
+
+def _update(
+    config: RunConfig,
+    plan: ModelPlan,
+    layout: Grid,
+    machine: Machine,
+    passes: PassTimes,
+    micro_batches: int,
+) -> tuple[float, float]:
+    """Return the times of data-parallel messages that nothing hides, and of the optimizer.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        layout: The sizes of the process grid.
+        machine: The machine.
+        passes: The times of a micro-batch in the slowest pipeline stage.
+        micro_batches: The number of micro-batches per update.
+    """
+    parallel, numbers = config.parallel, config.precision
+    stage, width = parallel.zero_stage, numbers.weight_dtype.itemsize
+    summed = 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
+    gathered = width
+    if numbers.fp8_param_gather:
+        gathered = 1
+    messages, updated = 0.0, 0.0
+    backward = passes.inputs.total + passes.weights.total
+    for held, size, stride in layout.weights(config, plan):
+        updated += held / (size if stage else 1)
+        if size == 1:
+            continue
+        link = machine.connection(size, stride)
+        share = 1 - 1 / size
+        # Gathering and reducing each send every parameter once; averaging whole gradients is both.
+        sent = {
+            0: ((2 * summed, parallel.overlap_grad_reduce, backward),),
+            1: (
+                (summed, parallel.overlap_grad_reduce, backward),
+                (gathered, parallel.overlap_param_gather, passes.forward.total),
+            ),
+            2: (
+                (micro_batches * summed, True, micro_batches * backward),
+                (gathered, parallel.overlap_param_gather, passes.forward.total),
+            ),
+            3: (
+                (micro_batches * summed, True, micro_batches * backward),
+                (2 * micro_batches * gathered, True, micro_batches * passes.total),
+            ),
+        }[stage]
+        for each, overlaps, window in sent:
+            size_in_bytes = held * each * share
+            time = size_in_bytes / link.bandwidth
+            time += link.latency * -(-held * each // BUCKET_BYTES)
+            if overlaps:
+                # While the messages travel they slow the products beside them.
+                beside = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
+                time = max(time - window, 0.0) + min(beside, time)
+            messages += time
+    return messages, updated * OPTIMIZER_BYTES / machine.copy

@@ -1,0 +1,116 @@
+"""Predicted time and memory against everything that was measured, and against Megatron's table."""
+
+import json
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from megatron.config import parse_config
+from megatron.errors import ConfigError
+from megatron.models.plans import model_plan
+from megatron.planner.machine import MACHINES
+from megatron.planner.prediction import predict
+from megatron.tokenizer import padded_vocabulary
+from tests.repository import ROOT
+
+FOLDER = Path(__file__).parent
+MEASURED = json.loads((FOLDER / "measured.json").read_text())
+PUBLISHED = json.loads((FOLDER / "published.json").read_text())
+KINDS = {"BERT": "bert", "T5": "t5"}
+TIME, MEMORY = 0.07, 0.08  # largest relative errors
+
+
+def predicted(words, gpus, machine="H200", kind="gpt"):
+    config = parse_config(words, world_size=gpus, architecture=kind).config
+    plan = model_plan(config.model, padded_vocabulary(config))
+    return predict(config, plan, gpus, MACHINES[machine])
+
+
+def _measured(row):
+    """Return the prediction for a row, and the seconds that were measured."""
+    words = f"{MEASURED['common']} {MEASURED['models'][row['model']]} {row['flags']}"
+    found = predicted(words.split(), row["gpus"], kind=KINDS.get(row["model"], "gpt"))
+    if "milliseconds" in row:
+        return found, row["milliseconds"] / 1000
+    return found, found.tokens / row["tokens_per_second"]
+
+
+def test_every_row_is_in_the_documentation():
+    texts = {row["source"]: (ROOT / row["source"]).read_text() for row in MEASURED["rows"]}
+    assert not [row["name"] for row in MEASURED["rows"] if row["line"] not in texts[row["source"]]]
+
+
+def test_time_and_memory_of_what_was_measured(capsys):
+    wrong, lines = [], []
+    for row in MEASURED["rows"]:
+        found, seconds = _measured(row)
+        error = found.seconds / seconds - 1
+        # A row that is predicted again is taken off the list of those that miss.
+        if (abs(error) > TIME) != ("miss" in row):
+            wrong.append((row["name"], f"{error:+.1%}"))
+        memory = ""
+        if "gib" in row:
+            gib = found.memory.total / 2**30
+            memory = f"{row['gib']:6.1f} GiB {gib / row['gib'] - 1:+.1%}"
+            if abs(gib / row["gib"] - 1) > MEMORY:
+                wrong.append((row["name"], memory))
+        lines.append(
+            f"{row['name']:38} {1000 * seconds:8.1f} ms {1000 * found.seconds:8.1f} ms "
+            f"{error:+6.1%} {'fitted' if 'fitted' in row else 'held out':8} {memory}"
+        )
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+    assert not wrong
+
+
+def _published(row):
+    """Return the fastest micro-batch and number of chunks: the table does not name them."""
+    each = row["layers"] // row["pipeline"]
+    chunks = [n for n in range(1, each + 1) if each % n == 0] if row["pipeline"] > 1 else [1]
+    words = (
+        f"--num-layers {row['layers']} --hidden-size {row['hidden']} --bf16 --mock-data --lr 1e-4 "
+        f"--num-attention-heads {row['heads']} --seq-length 4096 --max-position-embeddings 4096 "
+        f"--global-batch-size {row['batch']} --vocab-size 131071 --tokenizer-type NullTokenizer "
+        "--attention-dropout 0 --hidden-dropout 0 --train-iters 5 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather --untie-embeddings-and-output-weights "
+        f"--tensor-model-parallel-size {row['tensor']} "
+        f"--pipeline-model-parallel-size {row['pipeline']}"
+    ).split()
+    if row["tensor"] > 1:
+        words += ["--sequence-parallel", "--tp-comm-overlap"]
+    found = []
+    for micro_batch, parts in product((1, 2, 4), chunks):
+        more = ["--micro-batch-size", str(micro_batch)]
+        if parts > 1:
+            more += ["--num-virtual-stages-per-pipeline-rank", str(parts)]
+        try:
+            one = predicted([*words, *more], row["gpus"], "H100")
+        except ConfigError:
+            continue  # too many virtual stages for the number of micro-batches
+        if one.memory.total <= 80 * 2**30:
+            found.append(one)
+    return min(found, key=lambda one: one.seconds)
+
+
+def test_megatron_s_published_table(capsys):
+    errors = {}
+    for row in PUBLISHED["rows"]:
+        errors[row["name"]] = _published(row).tflops / row["tflops"] - 1
+    with capsys.disabled():
+        print("\n" + "  ".join(f"{name} {error:+.1%}" for name, error in errors.items()))
+    assert max(map(abs, errors.values())) < 0.10
+    assert median(map(abs, errors.values())) < 0.05
+    held_out = [errors[row["name"]] for row in PUBLISHED["rows"] if not row["fitted"]]
+    assert median(map(abs, held_out)) < 0.05
+
+
+def test_parts_add_up_to_the_whole():
+    words = MEASURED["common"].split() + MEASURED["models"]["7B"].split()
+    words += "--global-batch-size 32 --tensor-model-parallel-size 2".split()
+    words += "--pipeline-model-parallel-size 2 --sequence-parallel --zero-stage 1".split()
+    found = predicted(words, 8)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert all(time >= -1e-9 for time in found.parts.values())
+    assert found.parts["bubble"] > 0 < found.parts["data parallel"]
