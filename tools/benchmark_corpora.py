@@ -5,6 +5,10 @@
 plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign pages in 20,000 documents made
 from ../shared/data, builds the corpus, and compares the output with what was planted. Then it times
 deduplication alone, in turns with datatrove, text-dedup and datasketch where they are installed.
+
+With --prove, it measures nothing. It builds the same corpus with 1, 2 and 4 processes, by
+datatrove's executors and with a kill at every step, compares the bytes, and writes that part of the
+page.
 """
 
 from __future__ import annotations
@@ -50,6 +54,9 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--repeats", type=int, default=3, help="Times to run each program (default: 3)."
     )
+    parser.add_argument(
+        "--prove", action="store_true", help="Compare the bytes of the output instead of times."
+    )
     parser.add_argument("--small", action="store_true", help="A corpus of 500 documents.")
     return parser
 
@@ -68,19 +75,33 @@ def run(options: argparse.Namespace) -> None:
         folder = Path(name)
         sizes = SMALL if options.small else FULL
         planted = plant(folder / "corpus", sizes, options.seed, shared=not options.small)
+        if options.prove:
+            _write(options.out, _prove(planted, folder), keeps_proof=False)
+            return
         lines = _find(planted, folder / "whole", options.seed)
         print("\n".join(lines), file=sys.stderr, flush=True)
         lines += _time(planted, folder, options.repeats)
     load = (
         f"On average {os.getloadavg()[2]:.1f} processes wanted to run meanwhile, others included."
     )
-    page = "\n".join([*_HEAD, load, "", *lines, ""])
-    if options.out:
-        replace_file(Path(options.out), page.encode())
+    _write(options.out, "\n".join([*_HEAD, load, "", *lines, ""]), keeps_proof=True)
+
+
+def _write(out: str | None, part: str, *, keeps_proof: bool) -> None:
+    """Print the measured part or the proof, or put it in its place in the page."""
+    if out is None:
+        print(part)
+        return
+    page = Path(out).read_text() if Path(out).exists() else ""
+    measured, _, proof = page.partition(_PROOF)
+    if keeps_proof:
+        part += f"\n{_PROOF}{proof}" if proof else ""
     else:
-        print(page)
+        part = f"{measured.rstrip()}\n\n{part}".lstrip()
+    replace_file(Path(out), part.encode())
 
 
+_PROOF = "## The same bytes every time\n"
 _HEAD = [
     "# Corpora: what is found, and how fast",
     "",
@@ -101,18 +122,50 @@ def _megabytes(planted: Planted) -> float:
     return sum(len(text.encode()) for text in planted.texts.values()) / 1e6
 
 
+def _words(planted: Planted) -> list[str]:
+    """Return the command line of the whole pipeline, without its output."""
+    words = ["--input", str(planted.folder), "--tasks", *map(str, planted.tasks)]
+    words += ["--task-keys", "text", "question"]
+    gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
+    if not gpt2.is_dir():
+        return words
+    words += ["--tokenizer-type", "GPT2BPETokenizer"]
+    words += ["--vocab-file", str(gpt2 / "gpt2-vocab.json")]
+    return [*words, "--merge-file", str(gpt2 / "gpt2-merges.txt")]
+
+
+def _prove(planted: Planted, folder: Path) -> str:
+    """Return the part of the page about the bytes of the output.
+
+    Raises:
+        RuntimeError: The bytes differ, or a run could not be killed.
+    """
+    from tools.corpora_benchmark.sameness import prove
+
+    lines = [
+        _PROOF,
+        f"The planted corpus of {len(planted.texts):,} documents through all steps. Text, lists of "
+        "what was left out, dataset, report and picture have the bytes of a run with one process. "
+        "A kill is a SIGKILL to all processes. Written by `python tools/benchmark_corpora.py "
+        "--prove --out docs/benchmarks/corpora.md`.",
+        "",
+        "| run | same bytes |",
+        "| --- | --- |",
+    ]
+    for name, is_same in prove(_words(planted), folder):
+        print(f"{name}: {'same' if is_same else 'DIFFERENT'}", file=sys.stderr, flush=True)
+        if not is_same:
+            raise RuntimeError(f"{name}: the output differs from that of one process")
+        lines.append(f"| {name} | yes |")
+    return "\n".join([*lines, ""])
+
+
 def _find(planted: Planted, output: Path, seed: int) -> list[str]:
     """Build the corpus and return the tables of what was found, and of the speed of each step."""
     from megatron.corpora.report import measured_seconds
     from tests.corpora.planted import score
 
-    tasks = ["--tasks", *map(str, planted.tasks), "--task-keys", "text", "question"]
-    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer"]
-    gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
-    tokenizer += ["--vocab-file", str(gpt2 / "gpt2-vocab.json")]
-    tokenizer += ["--merge-file", str(gpt2 / "gpt2-merges.txt")]
-    words = ["--input", str(planted.folder), "--output", str(output), *tasks]
-    seconds = _build(*words, *(tokenizer if gpt2.is_dir() else []))
+    seconds = _build(*_words(planted), "--output", str(output))
     size = _megabytes(planted)
     lines = [
         f"{len(planted.texts):,} documents ({size:.1f} MB of text, seed {seed}) in six formats: "

@@ -123,13 +123,17 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
     )
 
 
-def _open(url: str, offset: int = 0) -> http.client.HTTPResponse:
-    """Request a file, beginning at byte `offset`.
+def _open(url: str, offset: int = 0, version: str = "") -> http.client.HTTPResponse:
+    """Request a file, beginning at byte `offset` if it still has a version.
+
+    A server that has another version, or does not know ranges, sends the whole file.
 
     Raises:
         OSError: The network fails, or the server refuses.
     """
     headers = {**_AGENT, **({"Range": f"bytes={offset}-"} if offset else {})}
+    if offset and version:
+        headers["If-Range"] = version
     request = urllib.request.Request(url, headers=headers)
     answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_SECONDS)
     return answer
@@ -187,7 +191,7 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
     while True:
         before = part.stat().st_size
         try:
-            if _fetch_rest(source.url, part, shows=shows):
+            if _fetch_rest(source, part, shows=shows):
                 break
             error: Exception = ConnectionError("the connection was closed early")
         except (OSError, http.client.HTTPException) as caught:
@@ -197,13 +201,28 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
         attempt += 1
     _verify(source, part)
     with durable.writing_to("--output", folder):
+        _version_file(part).unlink(missing_ok=True)
         part.rename(path)
         durable.sync_folder(folder)
     return path
 
 
-def _fetch_rest(url: str, part: Path, *, shows: bool) -> bool:
+def _version_file(part: Path) -> Path:
+    """Return the path of the file that says which version of the dump a part is of."""
+    return part.with_name(f"{part.name}.version")
+
+
+def _version_of(answer: http.client.HTTPResponse) -> str:
+    """Return what identifies the version of a file: its strong ETag, or when it was modified."""
+    tag = answer.headers.get("ETag", "")
+    return tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
+
+
+def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
     """Append what is missing to a file, and return whether it is complete now.
+
+    If the file on the server has changed since the part began, or if nothing could tell, the part
+    begins anew.
 
     Raises:
         OSError: The network fails.
@@ -211,21 +230,28 @@ def _fetch_rest(url: str, part: Path, *, shows: bool) -> bool:
     """
     from tqdm import tqdm
 
-    offset = part.stat().st_size
+    version_file = _version_file(part)
+    version = version_file.read_text() if version_file.exists() else ""
+    offset = part.stat().st_size if version or source.checksum is not None else 0
     try:
-        answer = _open(url, offset)
+        answer = _open(source.url, offset, version)
     except urllib.error.HTTPError as error:
         complete = error.headers.get("Content-Range", "") == f"bytes */{offset}"
-        if error.code != 416 or not complete:
-            if error.code == 416:  # longer than the file: not a beginning of it
-                part.write_bytes(b"")
+        if error.code != 416:
             raise
         error.close()
+        if not complete:  # longer than the file: not a beginning of it
+            part.write_bytes(b"")
+            raise ConnectionError("the file on the server has changed") from None
         return True
     with answer:
         length = int(answer.headers.get("Content-Length") or 0)
         start = f"bytes {offset}-"
         goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(start)
+        now = _version_of(answer)
+        if answer.status == 206 and (not goes_on or (version and now and now != version)):
+            part.write_bytes(b"")  # it does not know If-Range
+            raise ConnectionError("the file on the server has changed")
         if not goes_on:
             offset = 0  # the server sends everything
         with durable.writing_to("--output", part):
@@ -233,6 +259,8 @@ def _fetch_rest(url: str, part: Path, *, shows: bool) -> bool:
             if length > free:
                 raise StorageError(f"{length:,} bytes are missing, but only {free:,} are free")
             file = part.open("ab" if goes_on else "wb")
+            if not goes_on:  # from here on the part is empty, so a kill mixes no versions
+                durable.replace_file(version_file, now.encode())
         total = offset + length if length else None
         bar = tqdm(total=total, initial=offset, unit="B", unit_scale=True, disable=not shows)
         with file, bar:
@@ -254,6 +282,7 @@ def _verify(source: Source, part: Path) -> None:
     if found != expected:
         with suppress(OSError):
             part.unlink()
+            _version_file(part).unlink(missing_ok=True)
         raise DataError(
             f"{source.url}: the {algorithm} of what was downloaded is {found}, but it should be "
             f"{expected}: it was removed; run the same command again"

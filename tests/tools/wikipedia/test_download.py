@@ -74,7 +74,6 @@ def test_a_complete_part_needs_only_its_name(mirror: Mirror, tmp_path: Path) -> 
 def test_a_part_that_is_too_long_begins_anew(mirror: Mirror, tmp_path: Path) -> None:
     (tmp_path / f"{NAME}.part").write_bytes(DATA + b"x")
     with serving(mirror) as url:
-        assert _main(url, tmp_path) != 0
         assert _main(url, tmp_path) == 0
     assert (tmp_path / NAME).read_bytes() == DATA
 
@@ -83,6 +82,34 @@ def test_a_server_without_ranges_sends_everything(mirror: Mirror, tmp_path: Path
     mirror.ranges, mirror.breaks_after = False, [5_000_000]
     with serving(mirror) as url:
         assert _main(url, tmp_path) == 0
+    assert (tmp_path / NAME).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+@pytest.mark.parametrize("versions", ["ETag", "Last-Modified", ""])
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_two_versions_of_a_file_are_not_mixed(
+    mirror: Mirror, tmp_path: Path, versions: str, obeys: bool, is_longer: bool
+) -> None:
+    mirror.versions, mirror.obeys, mirror.breaks_after = versions, obeys, [5_000_000]
+    mirror.later = {PATH: bytes(len(DATA) + 5) if is_longer else bytes(4_000_000)}
+    with serving(mirror) as url:
+        assert _main(url + PATH, tmp_path) == 0  # no checksum is known
+    assert (tmp_path / NAME).read_bytes() == mirror.later[PATH]
+    assert [file.name for file in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_kill_leaves_the_version_of_the_part(mirror: Mirror, tmp_path: Path) -> None:
+    mirror.breaks_after = [1_000_000] + [0] * 20
+    with serving(mirror) as url:
+        assert _main(url + PATH, tmp_path) == DataError.exit_code
+        mirror.breaks_after = []
+        assert _main(url + PATH, tmp_path) == 0
+        assert mirror.asked[-1] == (PATH, "bytes=1000000-")
+        (tmp_path / NAME).unlink()
+        (tmp_path / f"{NAME}.part").write_bytes(b"of an unknown version")
+        assert _main(url + PATH, tmp_path) == 0
+        assert mirror.asked[-1] == (PATH, "")
     assert (tmp_path / NAME).read_bytes() == DATA
 
 

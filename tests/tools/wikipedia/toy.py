@@ -69,6 +69,9 @@ class Mirror:
         breaks_after: Bytes of an answer after which the connection closes, for each of the first
             answers.
         ranges: Whether it knows Range.
+        versions: The header that names the version of a file: "ETag", "Last-Modified" or "".
+        obeys: Whether it knows If-Range.
+        later: Contents by path after the first broken answer.
         asked: The ranges that were asked for, by path.
     """
 
@@ -76,6 +79,9 @@ class Mirror:
         self.files = files
         self.breaks_after: list[int] = []
         self.ranges = True
+        self.versions = "ETag"
+        self.obeys = True
+        self.later: dict[str, bytes] = {}
         self.asked: list[tuple[str, str]] = []
 
 
@@ -106,6 +112,10 @@ def serving(mirror: Mirror) -> Iterator[str]:
             if data is None:
                 self.send_error(404)
                 return
+            digest = hashlib.sha1(data).hexdigest()
+            version = f'"{digest}"' if mirror.versions == "ETag" else f"Mon, {digest[:9]} GMT"
+            if mirror.obeys and self.headers.get("If-Range", version) != version:
+                asked = ""
             first = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
             if asked and mirror.ranges and first >= len(data):
                 self.send_response(416)
@@ -120,10 +130,14 @@ def serving(mirror: Mirror) -> Iterator[str]:
             else:
                 self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
+            if mirror.versions:
+                self.send_header(mirror.versions, version)
             self.end_headers()
             is_dump = self.path.endswith(".bz2")
             broken = mirror.breaks_after.pop(0) if is_dump and mirror.breaks_after else len(data)
             self.wfile.write(data[:broken])
+            if broken < len(data):
+                mirror.files.update(mirror.later)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -1,0 +1,165 @@
+"""Whether a corpus has the same bytes from any number of processes, any executor, and after kills.
+
+`tools/benchmark_corpora.py --prove` calls this; nothing here measures time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from megatron.corpora.run import DATASET, PLAN_FILE
+from megatron.durable import TEMPORARY
+
+_BUILD = Path(__file__).resolve().parents[1] / "build_corpus.py"
+_TRIES = 5  # to stop a run at a moment that may last only milliseconds
+
+
+class Moment(NamedTuple):
+    """A moment of a run, recognized by the files that are there.
+
+    Attributes:
+        name: What the run is doing.
+        is_now: A function that looks into the corpus's folder.
+    """
+
+    name: str
+    is_now: Callable[[Path], bool]
+
+
+def prove(words: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each way to build a corpus, and whether the bytes are those of one process.
+
+    Args:
+        words: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.
+        folder: A folder for all outputs, of which one at a time is kept.
+    """
+    first = folder / "first"
+    _build(words, first, 1)
+    expected = digest(first)
+
+    def same(output: Path) -> bool:
+        found = digest(output)
+        shutil.rmtree(output)
+        return found == expected
+
+    for workers in (2, 4):
+        _build(words, folder / "output", workers)
+        yield f"{workers} processes", same(folder / "output")
+    _build_by_datatrove(words, folder / "output")
+    yield "datatrove's own local executor, 2 processes", same(folder / "output")
+    if importlib.util.find_spec("ray") is not None:
+        _build(words, folder / "output", 2, "--executor", "ray")
+        yield "datatrove's Ray executor, 2 workers", same(folder / "output")
+    for moment in _moments():
+        _build_killed(words, folder / "output", [moment])
+        yield f"killed {moment.name}, then continued", same(folder / "output")
+    _build_killed(words, folder / "output", _moments())
+    yield "killed at all of these moments, one after the other", same(folder / "output")
+
+
+def digest(corpus: Path) -> str:
+    """Return a digest of all files that a pipeline leaves for its user."""
+    files = [*corpus.glob("text/*"), *corpus.glob("dropped/*/*"), *corpus.glob(f"{DATASET}.*")]
+    files += [corpus / name for name in ("report.json", "report.png", PLAN_FILE)]
+    whole = hashlib.sha256()
+    for file in sorted(files):
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        whole.update(f"{file.relative_to(corpus)} {found}\n".encode())
+    return whole.hexdigest()
+
+
+def _command(words: Sequence[str], output: Path, workers: int, *more: str) -> list[str]:
+    start = [sys.executable, str(_BUILD), *words, "--output", str(output)]
+    return [*start, "--workers", str(workers), *more]
+
+
+def _build(words: Sequence[str], output: Path, workers: int, *more: str) -> None:
+    command = _command(words, output, workers, *more)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _build_by_datatrove(words: Sequence[str], output: Path) -> None:
+    """Build with the executor of datatrove, which ours replaces."""
+    from datatrove.executor.local import LocalPipelineExecutor
+
+    from megatron.corpora import local
+    from tools import build_corpus
+
+    with mock.patch.object(local, "LocalExecutor", LocalPipelineExecutor):
+        command = _command(words, output, 2)[2:]
+        build_corpus.run(build_corpus.build_parser().parse_args(command))
+
+
+def _moments() -> list[Moment]:
+    """Return the beginning and the middle of each stage."""
+    stages = {"clean": "work/clean", "select": "text", "tokenize": "work/tokens"}
+    found = [
+        moment
+        for stage, place in stages.items()
+        for moment in (
+            Moment(f"in the first file of {stage!r}", _writes(place)),
+            Moment(f"in the middle of {stage!r}", _is_half(place)),
+        )
+    ]
+    found.insert(2, Moment("in 'groups'", _writes("work/groups")))
+    found.append(Moment("while the dataset is joined", _writes(".", DATASET)))
+    return [
+        *found,
+        Moment("before the report", lambda corpus: (corpus / f"{DATASET}.idx").exists()),
+    ]
+
+
+def _writes(place: str, name: str = "") -> Callable[[Path], bool]:
+    """Return a function that says whether a file in a folder has begun, or is there."""
+    return lambda corpus: any((corpus / place).glob(f"{name or '*'}*"))
+
+
+def _is_half(place: str) -> Callable[[Path], bool]:
+    """Return a function that says whether half of the pieces are complete in a folder."""
+
+    def is_half(corpus: Path) -> bool:
+        pieces = len(json.loads((corpus / PLAN_FILE).read_bytes())["pieces"])
+        files = [file for file in (corpus / place).glob("*") if TEMPORARY not in file.name]
+        return len({file.stem for file in files}) >= pieces // 2
+
+    return is_half
+
+
+def _build_killed(words: Sequence[str], output: Path, moments: Sequence[Moment]) -> None:
+    """Build a corpus, with a SIGKILL to all of its processes at each moment.
+
+    Raises:
+        RuntimeError: A moment has passed each time before the signal.
+    """
+    for moment in moments:
+        for _ in range(_TRIES):
+            if _is_killed(words, output, moment):
+                break
+            shutil.rmtree(output)  # it was complete
+        else:
+            raise RuntimeError(f"the run could not be killed {moment.name}")
+    _build(words, output, 2)
+
+
+def _is_killed(words: Sequence[str], output: Path, moment: Moment) -> bool:
+    process = subprocess.Popen(
+        _command(words, output, 2), stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    while process.poll() is None:
+        if (output / PLAN_FILE).exists() and moment.is_now(output):
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.0005)
+    return process.wait() == -signal.SIGKILL
