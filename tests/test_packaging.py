@@ -170,6 +170,22 @@ def test_set_up_looks_for_an_interpreter(tmp_path, version, message) -> None:
     assert message in result.stderr
 
 
+def test_set_up_never_clears_what_a_link_leads_to(tmp_path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "pyvenv.cfg").touch()
+    (tmp_path / "venv").symlink_to("precious")
+    result = subprocess.run(
+        ["sh", "tools/setup_venv.sh", str(tmp_path / "venv"), sys.executable],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "venv is a link: remove it" in result.stderr
+    assert (tmp_path / "precious" / "pyvenv.cfg").exists()
+
+
 def test_set_up_never_clears_a_folder_that_is_no_environment(tmp_path) -> None:
     (tmp_path / "precious").touch()
     result = subprocess.run(

@@ -46,6 +46,8 @@ have_contents=$(sed -n 2p "$stamp" 2>/dev/null || true)
 
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "Python $version has no venv module: install it (Debian, Ubuntu: apt-get install python$version-venv) or name another interpreter with PYTHON="
+# Making it again would empty the folder that the link leads to, which others use.
+[ ! -L "$venv" ] || fail "$venv is a link: remove it or choose another with VENV="
 if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
     fail "$venv exists and is not a virtual environment: move it away or choose another with VENV="
 fi

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -97,7 +99,8 @@ def _build_by_datatrove(words: Sequence[str], output: Path) -> None:
     from megatron.corpora import local
     from tools import build_corpus
 
-    with mock.patch.object(local, "LocalExecutor", LocalPipelineExecutor):
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with mock.patch.object(local, "LocalExecutor", LocalPipelineExecutor), quiet:
         command = _command(words, output, 2)[2:]
         build_corpus.run(build_corpus.build_parser().parse_args(command))
 

@@ -55,6 +55,7 @@ def make(options: argparse.Namespace) -> None:
         return
     if not corpus.exists():
         found = _own_dump(out) or download.locate(options)
+        _store_flags(options, out)  # not before: without a network, nothing is left behind
         dump = found if isinstance(found, Path) else download.download(found, out)
         _belongs_to(out, dump)
         if not articles.exists():
@@ -80,20 +81,27 @@ def make(options: argparse.Namespace) -> None:
     print(f"\nTrain on it with --data-path {dataset}")
 
 
-def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
-    """Store the flags that decide the result, or compare them with those of an earlier run."""
+def _flags(options: argparse.Namespace, out: Path) -> dict[str, object]:
+    """Return the flags that decide the result."""
     names = ("wiki", "date", "url", "checksum", "vocab_size")
-    given = {name: getattr(options, name) for name in names}
     tokenizer = options.tokenizer_model or out / _OWN_TOKENIZER
-    given["tokenizer_model"] = str(tokenizer.absolute())
+    given = {name: getattr(options, name) for name in names}
+    return {**given, "tokenizer_model": str(tokenizer.absolute())}
+
+
+def _store_flags(options: argparse.Namespace, out: Path) -> None:
+    with durable.writing_to("--out", out):
+        out.mkdir(parents=True, exist_ok=True)
+        durable.replace_file(out / _FLAGS, json.dumps(_flags(options, out)).encode())
+
+
+def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
+    """Compare the flags that decide the result with those of an earlier run."""
     file = out / _FLAGS
     if not file.exists():
-        with durable.writing_to("--out", out):
-            out.mkdir(parents=True, exist_ok=True)
-            durable.replace_file(file, json.dumps(given).encode())
         return
     there = json.loads(file.read_bytes())
-    for name, value in given.items():
+    for name, value in _flags(options, out).items():
         if there.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(

@@ -67,6 +67,10 @@ class Checksum(NamedTuple):
         return cls(algorithm, digest)
 
 
+class AbsentError(DataError, exit_code=DataError.exit_code):
+    """A server does not have a file."""
+
+
 class Source(NamedTuple):
     """A file to download.
 
@@ -107,7 +111,7 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
         address = f"{folder}/{date}/{name}-{date}-{algorithm}sums.txt"
         try:
             listed = _read_list(address)
-        except DataError as error:
+        except AbsentError as error:
             problems.append(str(error))
             continue
         digits = _ALGORITHMS[algorithm]
@@ -153,12 +157,13 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
     """Wait before the next attempt, unless it would fail, too.
 
     Raises:
-        DataError: The file is not there, or this was the last attempt.
+        AbsentError: The file is not there.
+        DataError: This was the last attempt.
     """
     if isinstance(error, urllib.error.HTTPError):
         error.close()
         if error.code < 500 and error.code != 429:
-            raise DataError(f"{url}: the server answers {error.code} {error.reason}") from error
+            raise AbsentError(f"{url}: the server answers {error.code} {error.reason}") from error
     if attempt + 1 == _ATTEMPTS:
         reason = getattr(error, "reason", None) or error
         raise DataError(

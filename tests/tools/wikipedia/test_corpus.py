@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from tests.repository import ROOT
 from tests.tools.wikipedia.toy import articles, dump, mirror_of, page, serving, write_dump
 from tools.wikipedia import corpus, extract
@@ -36,6 +38,21 @@ def test_from_a_mirror_to_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert _make(out, url) == 0
         assert {file: file.stat().st_mtime_ns for file in out.rglob("*")} == made
     assert "are complete" in capsys.readouterr().out
+
+
+def test_without_a_network_there_is_one_line_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert _make(tmp_path / "out", f"http://127.0.0.1:{port}") == DataError.exit_code
+    said = capsys.readouterr()
+    (line,) = (said.out + said.err).splitlines()
+    assert "check the network and run the same command again" in line
+    assert "or give --url with a mirror or a file" in line
+    assert line.count("--url") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dump_on_this_machine_and_a_kill_before_each_step(tmp_path: Path) -> None:
