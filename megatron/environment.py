@@ -13,6 +13,7 @@ from megatron.durable import private_folder
 from megatron.errors import ConfigError
 
 LOCAL_RANK_ENV = "LOCAL_RANK"
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun and of DeepSpeed's launcher
 _START = """
 import sys
 if {root!r} not in sys.path:
@@ -40,6 +41,12 @@ def local_rank() -> int:
     return whole_number(LOCAL_RANK_ENV, 0)
 
 
+def local_world_size() -> int:
+    """Return the number of processes on this machine, or 1 without a launcher."""
+    name = next((name for name in _LOCAL_SIZES if name in os.environ), _LOCAL_SIZES[0])
+    return whole_number(name, 1)
+
+
 def usable_cores() -> int:
     """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -49,7 +56,7 @@ def usable_cores() -> int:
 
 def cores_per_process() -> int:
     """Return this process's share of the cores, if the launcher started several on this machine."""
-    return max(1, usable_cores() // max(1, whole_number("LOCAL_WORLD_SIZE", 1)))
+    return max(1, usable_cores() // max(1, local_world_size()))
 
 
 def cuda_home() -> Path | None:

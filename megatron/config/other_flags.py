@@ -211,7 +211,9 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
             now = entry.translate(given, flags)
             result += now
             meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
-            found.notices.append(f"{given} is an old flag ({entry.era}), read as {meaning}")
+            is_theirs = entry.era == "Megatron-DeepSpeed"
+            kind = f"a flag of {entry.era}" if is_theirs else f"an old flag ({entry.era})"
+            found.notices.append(f"{given} is {kind}, read as {meaning}")
             eras.add(entry.era)
     for era in sorted(eras & table.implied.keys()):
         if any(flag.name == table.implied[era]["with"] for flag in flags):

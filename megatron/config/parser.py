@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.config import yaml_file
+from megatron.config import deepspeed, yaml_file
 from megatron.config.arguments import Given, add_flags, add_group, from_given, split, value_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
@@ -44,8 +44,12 @@ _COMMON_WITH_A_MODEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
 # Today's flags that took other values in older versions, or meant something else there.
-_READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style")
+_READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style", "--profile")
 _CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with flag values.")
+_DEEPSPEED = Field(
+    *("deepspeed_config", str, False, False, None, FlagInfo(names=" ".join(deepspeed.NAMES))),
+    "JSON file of DeepSpeed, whose keys are read as flags (docs/deepspeed.md).",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +156,14 @@ def parse_config(
         path, processes = Path(line.given["config"]), count or world_size
         in_file = line.ask(lambda: yaml_file.read(path, line, processes))
         asked = forget_derived(with_values(start, in_file), world_size)
+    of_deepspeed = _from_deepspeed(line)
+    if of_deepspeed is not None:
+        asked = with_values(asked, of_deepspeed.values)
     asked = with_values(asked, line.values)
+    if asked.training.dry_run:
+        world_size = asked.training.dry_run_world_size or world_size
+    if of_deepspeed is not None:
+        asked = deepspeed.with_batch_sizes(asked, of_deepspeed, world_size, line)
     unread = _unread(asked, start, program.reads(line.given), line)
     asked = with_values(asked, read_data_files(asked, line.values, unread, line))
     of_checkpoint = _from_checkpoint(asked, read_checkpoint, find_start is not None, line)
@@ -164,13 +175,12 @@ def parse_config(
             f"the network is a {kind}, and {program.name} trains a {architecture}: run "
             f"pretrain_{kind}.py"
         )
-    if config.training.dry_run:
-        world_size = config.training.dry_run_world_size or world_size
     config = resolve(config, world_size)
     extra: tuple[Any, ...] = tuple(
         from_given(config_type, line.given) for config_type in program.extra
     )
-    line.problems += find_problems(config, world_size, line.spoilt, program.rules)
+    found = find_problems(config, world_size, line.spoilt, program.rules)
+    line.problems += of_deepspeed.explain(found) if of_deepspeed is not None else found
     line.problems += program.check_extra(*extra)
     if line.problems:
         raise ConfigError(line.problems)
@@ -252,9 +262,10 @@ def asks_for_mpi(words: Sequence[str]) -> bool:
     from. Mistakes are reported later, by `parse_config`.
     """
     given = split(words)
-    switches = [flag.name for flag in given if flag.name in ("--use-mpi", "--no-use-mpi")]
+    names = ("--use-mpi", "--no-use-mpi", "--deepspeed_mpi")
+    switches = [flag.name for flag in given if flag.name in names]
     if switches:
-        return switches[-1] == "--use-mpi"
+        return switches[-1] != "--no-use-mpi"
     files = [flag.values[0] for flag in given if flag.name == "--config" and flag.values]
     try:
         values = yaml_file.read(Path(files[-1]), Findings()) if files else {}
@@ -267,11 +278,13 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
     line, given = _CommandLine(), split(words)
     names = {flag.name for flag in given}
     own = by_spelling(program.extra)
-    known = {"--config": _CONFIG} | by_spelling(sections().values()) | own
+    known = {"--config": _CONFIG} | dict.fromkeys(deepspeed.NAMES, _DEEPSPEED)
+    known |= by_spelling(sections().values()) | own
     others: dict[str, Field] = {}
     if names - {"", *known} or names & {*_READ_IN_CONTEXT, *program.elsewhere}:
         others = {other.name: other for other in other_flags().answered if other.name not in known}
         known |= others
+        deepspeed.check_flags(given, line)
         given = translate(given, line, {*own, *program.elsewhere})
         given = _drop_unknown(given, known, program.elsewhere, line)
     _find_contradictions(given, known, line)
@@ -297,6 +310,14 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
     line.problems += stray
     _answer(others, line)
     return line
+
+
+def _from_deepspeed(line: _CommandLine) -> deepspeed.DeepSpeedFile | None:
+    """Return the values of the JSON file of --deepspeed_config, or `None` without that flag."""
+    path = line.given.get(_DEEPSPEED.name)
+    if path is None:
+        return None
+    return line.ask(lambda: deepspeed.read(Path(path), line.values, line))
 
 
 def _drop_unknown(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.environment import LOCAL_RANK_ENV, whole_number
+from megatron.environment import LOCAL_RANK_ENV, local_world_size, whole_number
 from megatron.errors import ConfigError
 
 RANK_ENV = "RANK"
@@ -23,7 +23,7 @@ _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of this process, given by torchrun or mpirun; the defaults fit a single process."""
+    """The ranks of this process, as its launcher gave them; the defaults fit a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,18 +44,18 @@ class Launch:
 
 
 def read_launch(*, use_mpi: bool = False) -> Launch:
-    """Read the launcher's variables. A process started alone is a world of one.
+    """Read the variables of torchrun, `deepspeed` or mpirun. A process alone is a world of one.
 
     Args:
-        use_mpi: Whether to read mpirun's variables instead of torchrun's (`--use-mpi`).
+        use_mpi: Whether to read mpirun's variables instead of those of the others (`--use-mpi`).
 
     Raises:
         ConfigError: A variable is not a number, the rank is outside the world, mpirun's variables
             are requested but not set, or SLURM started several processes without torchrun.
     """
-    names = [RANK_ENV, WORLD_SIZE_ENV, LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"]
+    names = [RANK_ENV, WORLD_SIZE_ENV, LOCAL_RANK_ENV]
     if use_mpi:
-        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")]
         if "OMPI_COMM_WORLD_RANK" not in os.environ:
             raise ConfigError(
                 "--use-mpi: OMPI_COMM_WORLD_RANK is not set: start with mpirun, or drop the flag "
@@ -63,10 +63,11 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
             )
     elif not is_launched():
         _refuse_bare_slurm()
-    rank, size, local_rank, local_size = map(whole_number, names, (0, 1, 0, 1))
+    rank, size, local_rank = map(whole_number, names, (0, 1, 0))
+    local_size = whole_number("OMPI_COMM_WORLD_LOCAL_SIZE", 1) if use_mpi else local_world_size()
     restarts = 0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0)
     if not 0 <= rank < size:
-        rank_name, size_name, *_ = names
+        rank_name, size_name, _ = names
         launcher = "mpirun" if use_mpi else "torchrun"
         raise ConfigError(
             f"{rank_name} is {rank}, but {size_name} is {size} (1 if unset), and ranks run from 0 "

@@ -11,6 +11,7 @@ from megatron.config.experts import mixture_layers
 from megatron.config.other_flags import other_flags
 from megatron.config.run import flatten
 from tests.config.command import parse, problems
+from tests.config.test_deepspeed import FLAGS as OF_DEEPSPEED
 
 OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
 
@@ -72,7 +73,8 @@ def test_translated_with_one_notice(words: str) -> None:
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
     assert len(run.notices) == 1 + (words in _OF_MIXTURES)  # and the defaults beside it
-    assert run.notices[0].startswith(words + " is an old flag")
+    kind = "a flag of Megatron-DeepSpeed, " if words in _OF_MIXTURES else "an old flag ("
+    assert run.notices[0].startswith(f"{words} is {kind}")
 
 
 def test_a_stage_of_the_embedding_alone() -> None:
@@ -109,13 +111,15 @@ def test_gone_switches_take_no_value(flag: str) -> None:
 
 
 def test_every_old_flag_is_tried_here() -> None:
-    tried = {words.split()[0] for words in (*_TRANSLATED, *_REFUSED, *_ELSEWHERE)}
+    lines = (*_TRANSLATED, *_REFUSED, *_ELSEWHERE, *OF_DEEPSPEED)
+    tried = {words.split()[0] for words in lines}
     with_a_companion = {
         "--checkpoint-num-layers",
         "--activations-checkpoint-num-layers",
         "--standalone-embedding-stage",
     }
-    assert {flag.name for flag in OLD_FLAGS} == tried | with_a_companion
+    honoured = {flag.name for flag in other_flags().honoured}
+    assert {flag.name for flag in OLD_FLAGS} == (tried | with_a_companion) - honoured
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,8 @@ def test_the_file_is_not_read_for_a_command_line_of_todays_flags() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            "--no-pipeline-parallel",
-            "drop it: --pipeline-model-parallel-size is 1 unless given",
-        ),
         ("--lora-rank", "adapters (LoRA) are not supported: drop it"),
         ("--model-path", "use --load"),
-        ("--cpu-optimizer", "use --optimizer-cpu-offload"),
         ("--test-tokens", "--help-all lists all flags"),
         ("--no-tensor-parallel", "drop it: --tensor-model-parallel-size is 1 unless given"),
         ("--no-context-parallel", "--help-all lists all flags"),

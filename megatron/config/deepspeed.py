@@ -1,0 +1,422 @@
+"""DeepSpeed's JSON file (`--deepspeed_config`) as values of a run.
+
+`deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are answered:
+
+    translated      the flags that a key sets, for the documentation; `_settings` does it
+    honoured        keys that change nothing here, with the reason and DeepSpeed's default
+    refused         keys for what is not supported, with what to do instead and DeepSpeed's default
+
+A value that is DeepSpeed's default, "auto" or null asks for nothing, and so does a part of the file
+whose "enabled" is false.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.arguments import Given
+from megatron.config.fields import from_yaml, suggestion
+from megatron.config.resolve import data_parallel_size
+from megatron.config.run import Findings, RunOptions, field_at, with_values
+from megatron.errors import ConfigError
+
+NAMES = ("--deepspeed_config", "--deepspeed-config")
+_FILE = Path(__file__).with_name("deepspeed_keys.json")
+_MOST_BYTES = 2**20
+_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
+_STEPS = "gradient_accumulation_steps"
+# Keys whose values are those of a field.
+_SAME = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_clipping": "optimizer.clip_grad",
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.overlap_comm": "parallel.overlap_grad_reduce",
+    "zero_optimization.cpu_offload": "optimizer.optimizer_cpu_offload",
+    "fp16.enabled": "precision.fp16",
+    "fp16.loss_scale_window": "precision.loss_scale_window",
+    "fp16.hysteresis": "precision.hysteresis",
+    "fp16.min_loss_scale": "precision.min_loss_scale",
+    "bf16.enabled": "precision.bf16",
+    "bfloat16.enabled": "precision.bf16",
+    "optimizer.params.lr": "schedule.lr",
+    "optimizer.params.eps": "optimizer.adam_eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.momentum": "optimizer.sgd_momentum",
+    "optimizer.params.max_grad_norm": "optimizer.clip_grad",
+    "activation_checkpointing.partition_activations": "parallel.distribute_saved_activations",
+    "memory_breakdown": "logging.log_memory_to_tensorboard",
+    "wandb.team": "logging.wandb_entity",
+}
+# Numbers that DeepSpeed takes if a file has the first key without the second.
+_DEFAULTS = (
+    ("fp16.enabled", "fp16.initial_scale_power", 16),
+    ("optimizer.type", "optimizer.params.lr", 1e-3),
+    ("optimizer.type", "optimizer.params.weight_decay", 0.0),
+    ("flops_profiler.enabled", "flops_profiler.profile_step", 1),
+    ("tensorboard.enabled", "tensorboard.output_path", ""),
+    ("tensorboard.enabled", "tensorboard.job_name", "DeepSpeedJobName"),
+    ("wandb.enabled", "wandb.project", "deepspeed"),
+)
+
+
+@dataclass(frozen=True)
+class KeyAnswer:
+    """What becomes of a key without translation.
+
+    Attributes:
+        reason: Why it changes nothing, or why it is refused and what to do instead.
+        default: DeepSpeed's default; `{}` for a part of the file with keys of its own.
+        is_refused: Whether other values are an error.
+    """
+
+    reason: str
+    default: Any
+    is_refused: bool
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value asks for nothing."""
+        is_off = isinstance(value, dict) and value.get("enabled", True) is False
+        return value == self.default or is_off
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """The contents of `deepspeed_keys.json`: translated keys, and answers to others."""
+
+    translated: Mapping[str, str]
+    answers: Mapping[str, KeyAnswer]
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """The values that a file sets.
+
+    Attributes:
+        path: The file.
+        values: The values by "section.field".
+        origins: The key that sets each of them, as messages name it.
+        steps: The micro-batches of an update on each process, or `None` if they are not given.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+    steps: int | None
+
+    def explain(self, problems: Sequence[str]) -> list[str]:
+        """Return lines about a run's mistakes, each with the keys that set the flags it names."""
+        origins = {
+            name: origin
+            for field_path, origin in self.origins.items()
+            for name in field_at(field_path).spellings
+        }
+        lines = []
+        for problem in problems:
+            names = dict.fromkeys(re.findall(r"--[\w-]+", problem))
+            keys = [f"{name} is from {origins[name]}" for name in names if name in origins]
+            lines.append(f"{problem} [{'; '.join(keys)}]" if keys else problem)
+        return lines
+
+
+@functools.cache
+def key_table() -> KeyTable:
+    """Return the contents of the file of keys, which is read once."""
+    content = json.loads(_FILE.read_text(encoding="utf-8"))
+    answers = {
+        key: KeyAnswer(family["reason"], default, part == "refused")
+        for part in ("honoured", "refused")
+        for family in content[part]
+        for key, default in family["keys"].items()
+    }
+    return KeyTable(content["translated"], answers)
+
+
+def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile:
+    """Read a file, and add its mistakes and those between it and the command line to `found`.
+
+    Args:
+        path: The JSON file.
+        given: The values on the command line, by "section.field".
+        found: Receives problems, and a notice for everything that is translated or has no effect.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not strict JSON.
+    """
+    content, lines = _parse(path)
+    where = {key: f"{key} ({path}, line {line})" for key, line in lines.items()}
+    keys = _collect(content, "", where, found)
+    for first, second, default in _DEFAULTS:
+        if keys.get(first) and second not in keys:
+            keys[second] = default
+            where[second] = f"DeepSpeed's default {second} {default} (for {where[first]})"
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    read_as = []
+    for key, field_path, plain in _settings(keys, given, where, found):
+        field = field_at(field_path)
+        try:
+            value = from_yaml(field, plain)
+        except (ValueError, TypeError) as error:
+            found.problems.append(f"{where[key]}: {error}")
+            found.spoilt.add(field.name)
+            continue
+        if values.get(field_path, value) != value:
+            found.problems.append(
+                f"{where[key]} and {origins[field_path]} contradict each other: remove one of them"
+            )
+        elif given.get(field_path, value) != value:
+            shown = field.spell(given[field_path])
+            found.problems.append(
+                f"{shown} and {where[key]} ({field.spell(value)}) contradict each other: change "
+                "one of them"
+            )
+        elif field_path not in given:
+            values[field_path], origins[field_path] = value, where[key]
+            read_as += [f"{field.spell(value)} ({key})"] if value != field.default else []
+    if read_as:
+        found.notices.append(f"{path}: read as {', '.join(read_as)}")
+    steps = keys.get(_STEPS)
+    if steps is not None and (type(steps) is not int or steps < 1):
+        found.problems.append(f"{where[_STEPS]}: expected a whole number above 0, got {steps!r}")
+        steps = None
+    return DeepSpeedFile(path, values, origins, steps)
+
+
+def with_batch_sizes(
+    asked: RunOptions, file: DeepSpeedFile, world_size: int, found: Findings
+) -> RunOptions:
+    """Return the run with the batch size that follows from the other and from accumulation steps.
+
+    Args:
+        asked: The run, with the values of the file.
+        file: The file.
+        world_size: The number of processes.
+        found: Receives an error if the sizes contradict each other.
+    """
+    replicas = data_parallel_size(asked, world_size)
+    micro, total = asked.training.micro_batch_size, asked.training.global_batch_size
+    if micro is None and total is not None:
+        micro = total // (replicas * (file.steps or 1))
+        asked = with_values(asked, {"training.micro_batch_size": micro})
+    if file.steps is None or micro is None:
+        return asked
+    product = micro * file.steps * replicas
+    if total is None:
+        return with_values(asked, {"training.global_batch_size": product})
+    if product != total:
+        found.problems.append(
+            f"{_STEPS} {file.steps} in {file.path} and --global-batch-size {total} contradict each "
+            f"other: with --micro-batch-size {micro} and {replicas} replicas the batch size is "
+            f"{product}; change one of them, or remove {_STEPS}"
+        )
+    return asked
+
+
+def check_flags(flags: Sequence[Given], found: Findings) -> None:
+    """Add an error for each of Megatron-DeepSpeed's flags that contradicts another."""
+    sizes = [flag for flag in flags if flag.name == "--pipeline-model-parallel-size"]
+    has_no_pipeline = any(flag.name == "--no-pipeline-parallel" for flag in flags)
+    if has_no_pipeline and sizes and sizes[-1].values[:1] != ("1",):
+        found.problems.append(
+            f"{sizes[-1]} and --no-pipeline-parallel contradict each other: drop one of them"
+        )
+
+
+def _settings(
+    keys: Mapping[str, Any], given: Mapping[str, Any], where: Mapping[str, str], found: Findings
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield what the keys set: the key, "section.field", and the value as YAML has it."""
+    for key, field_path in _SAME.items():
+        if key in keys:
+            yield key, field_path, keys[key]
+    yield from _precision(keys, where, found)
+    yield from _optimizer(keys, where, found)
+    yield from _reports(keys, given)
+    if "steps_per_print" in keys:
+        steps, interval = keys["steps_per_print"], given.get("logging.log_interval")
+        if interval in (None, steps):
+            yield "steps_per_print", "logging.log_interval", steps
+        else:
+            found.notices.append(
+                f"{where['steps_per_print']}: there is one log line, every --log-interval "
+                f"{interval} iterations"
+            )
+
+
+def _precision(
+    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+) -> Iterator[tuple[str, str, Any]]:
+    if keys.get("fp16.loss_scale"):  # 0 asks for a dynamic one
+        yield "fp16.loss_scale", "precision.loss_scale", keys["fp16.loss_scale"]
+    elif "fp16.initial_scale_power" in keys:
+        power = keys["fp16.initial_scale_power"]
+        is_power = type(power) is int and 0 <= power < 128
+        scale = 2.0**power if is_power else f"2 to the power of {power}"
+        yield "fp16.initial_scale_power", "precision.initial_loss_scale", scale
+    for key in ("data_types.grad_accum_dtype", "communication_data_type"):
+        kind = keys.get(key)
+        if kind in ("fp32", "fp16"):
+            yield key, "precision.accumulate_allreduce_grads_in_fp32", kind == "fp32"
+        elif kind is not None:
+            found.problems.append(
+                f"{where[key]}: expected fp32 or fp16, got {kind!r}: gradients are summed in fp32 "
+                "with --bf16"
+            )
+
+
+def _optimizer(
+    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+) -> Iterator[tuple[str, str, Any]]:
+    key = "zero_optimization.offload_optimizer.device"
+    if keys.get(key) in ("cpu", "none"):
+        yield key, "optimizer.optimizer_cpu_offload", keys[key] == "cpu"
+    elif key in keys:
+        found.problems.append(f"{where[key]}: expected cpu or none, got {keys[key]!r}")
+    if "optimizer.type" in keys:
+        name = str(keys["optimizer.type"])
+        yield "optimizer.type", "optimizer.optimizer", _OPTIMIZERS.get(name.lower(), name)
+    if "optimizer.params.betas" in keys:
+        key, betas = "optimizer.params.betas", keys["optimizer.params.betas"]
+        if isinstance(betas, list) and len(betas) == 2:
+            yield key, "optimizer.adam_beta1", betas[0]
+            yield key, "optimizer.adam_beta2", betas[1]
+        else:
+            found.problems.append(f"{where[key]}: expected two numbers, got {json.dumps(betas)}")
+
+
+def _reports(keys: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    level = given.get("logging.timing_log_level", -1)
+    if keys.get("activation_checkpointing.profile") and level < 2:
+        yield "activation_checkpointing.profile", "logging.timing_log_level", 2
+    elif keys.get("wall_clock_breakdown") and level < 1:
+        yield "wall_clock_breakdown", "logging.timing_log_level", 1
+    if keys.get("flops_profiler.enabled"):
+        step = keys["flops_profiler.profile_step"]
+        yield "flops_profiler.enabled", "profiling.profile", True
+        if type(step) is int:  # DeepSpeed counts updates from 0, and --profile-step-start from 1
+            yield "flops_profiler.profile_step", "profiling.profile_step_start", step + 1
+            yield "flops_profiler.profile_step", "profiling.profile_step_end", step + 2
+        else:
+            yield "flops_profiler.profile_step", "profiling.profile_step_start", step
+    if keys.get("tensorboard.enabled"):
+        parts = (keys["tensorboard.output_path"], keys["tensorboard.job_name"])
+        yield "tensorboard.output_path", "logging.tensorboard_dir", str(Path(*map(str, parts)))
+    if keys.get("wandb.enabled"):
+        yield "wandb.project", "logging.wandb_project", keys["wandb.project"]
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a file's object, and the line of each key by its path, such as "fp16.enabled".
+
+    Raises:
+        ConfigError: The file cannot be read, is too large, is not strict JSON, or has a key twice.
+    """
+    name = f"{NAMES[0]} {path}"
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot be read: {error}") from None
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{name}: larger than {_MOST_BYTES:,} characters")
+
+    def no_constant(word: str) -> None:
+        raise ValueError(f"{word} is no number in JSON: write a finite one")
+
+    try:
+        content = json.loads(text, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        remedy = "correct it (JSON has no comments and no comma after the last value)"
+        raise ConfigError(
+            f"{name}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}: "
+            f"{remedy}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}: expected an object, {{...}}, got {type(content).__name__}")
+    return content, _lines(text, name)
+
+
+def _lines(text: str, name: str) -> dict[str, int]:
+    """Return the line of each key of valid JSON, by its path.
+
+    Raises:
+        ConfigError: An object has a key twice.
+    """
+    lines: dict[str, int] = {}
+    keys: list[str] = []  # of the objects around the place that has been reached
+    seen: list[dict[str, int]] = []  # the keys of each of these objects so far
+    for token in _TOKEN.finditer(text):
+        if token[0] == "{":
+            keys.append("")
+            seen.append({})
+        elif token[0] == "}":
+            keys.pop()
+            seen.pop()
+        elif token[2]:
+            keys[-1] = json.loads(token[1])
+            line = text.count("\n", 0, token.start()) + 1
+            if keys[-1] in seen[-1]:
+                first = seen[-1][keys[-1]]
+                raise ConfigError(
+                    f"{name}: {'.'.join(keys)} appears in lines {first} and {line}: remove one"
+                )
+            seen[-1][keys[-1]] = lines[".".join(keys)] = line
+    return lines
+
+
+def _collect(
+    part: Mapping[str, Any], prefix: str, where: Mapping[str, str], found: Findings
+) -> dict[str, Any]:
+    """Return the values of the translated keys of a part of the file, by path.
+
+    Other keys are answered: unknown and refused ones as problems, others with notices.
+    """
+    table = key_table()
+    keys: dict[str, Any] = {}
+    idle: dict[str, list[str]] = {}  # the keys that change nothing, by the reason
+    for name, value in part.items():
+        key = prefix + name
+        inner = [one for one in (*table.translated, *table.answers) if one.startswith(f"{key}.")]
+        answer = table.answers.get(key)
+        if value is None or value == "auto":
+            continue
+        if answer is not None:
+            if isinstance(value, dict) and value.get("enabled") is False and len(value) > 1:
+                idle.setdefault(f"{key}.enabled is false", []).append(key)
+            elif not answer.accepts(value) and answer.is_refused:
+                shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
+                found.problems.append(f"{where[key]}{shown}: {answer.reason}")
+            elif not answer.accepts(value):
+                idle.setdefault(answer.reason, []).append(key)
+        elif key in table.translated:
+            keys[key] = value
+        elif not inner:
+            near = suggestion(key, (*table.translated, *table.answers))
+            remedy = near or ": remove it (docs/deepspeed.md lists all keys)"
+            found.problems.append(f"{where[key]} is no key of DeepSpeed{remedy}")
+        elif not isinstance(value, dict):
+            found.problems.append(
+                f"{where[key]}: expected an object such as {{{json.dumps(inner[0][len(key) + 1 :])}"
+                f": ...}}, got {json.dumps(value)}"
+            )
+        elif value.get("enabled") is False:
+            keys |= {f"{key}.enabled": False}
+            if len(value) > 1:
+                idle.setdefault(f"{key}.enabled is false", []).append(f"{key}.*")
+        else:
+            keys |= _collect(value, f"{key}.", where, found)
+    found.notices += [
+        f"{', '.join(where[key.removesuffix('.*')] for key in names)}: changes nothing: {reason}"
+        for reason, names in idle.items()
+    ]
+    return keys
