@@ -9,7 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 
-from megatron.config import rules_data, rules_legacy, rules_model, rules_parallel, rules_training
+from megatron.config import (
+    rules_curriculum,
+    rules_data,
+    rules_legacy,
+    rules_model,
+    rules_parallel,
+    rules_training,
+)
 from megatron.config.experts import mixture_layers
 from megatron.config.run import RunOptions, flatten, values_of
 
@@ -82,6 +89,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.batch_size_ramp,
     rules_training.length,
     rules_training.left_out,
+    rules_curriculum.curriculum,
     rules_training.learning_rate,
     rules_training.warm_up,
     rules_training.wsd_decay,
@@ -140,6 +148,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     given = [(field, value) for path, field, value in values_of(config) if value != before[path]]
     lines = [f"{field.shown}: {field.info.notice}" for field, _ in given if field.info.notice]
     lines += rules_parallel.no_effect(config, world_size)
+    lines += rules_curriculum.slow_lengths(config)
     lines += _no_effect(config, start)
     kind = config.tokenizer.tokenizer_type
     unread = {"vocab_file", "merge_file", "tokenizer_model", "vocab_size"} if kind else set()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.config.fields import Field, fields_of
 from megatron.config.logging import LoggingConfig, ProfilingConfig
@@ -39,6 +40,7 @@ class RunOptions:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -16,6 +16,7 @@ files.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -382,6 +383,22 @@ def make_batch(
         positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
     loss_mask = make_loss_mask(tokens, eod=eod, eod_mask_loss=eod_mask_loss)
     return TokenBatch(tokens, labels, loss_mask, positions)
+
+
+def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+    """Return the beginnings of a micro-batch's samples.
+
+    Args:
+        batch: The micro-batch, with `text`, `[b, s + 1]`, and perhaps `SEGMENT_ENDS`.
+        length: The number of tokens to keep of each sample; the next one remains as a label.
+    """
+    shorter = dict(batch, text=batch["text"][:, : length + 1])
+    if SEGMENT_ENDS in batch:
+        whole, ends = batch["text"].shape[1] - 1, batch[SEGMENT_ENDS]
+        sample = torch.div(ends - 1, whole, rounding_mode="floor")
+        # Documents that begin beyond the length stay as empty segments.
+        shorter[SEGMENT_ENDS] = sample * length + (ends - sample * whole).clamp(max=length)
+    return shorter
 
 
 def make_loss_mask(tokens: Tensor, *, eod: int, eod_mask_loss: bool) -> Tensor:

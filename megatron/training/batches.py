@@ -14,6 +14,7 @@ from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
 from megatron.data.text_stream import take_places
 from megatron.errors import DataError
+from megatron.training.curriculum import Lengths, lengths_of, updates_of_length
 from megatron.training.recipe import Batch, SampleCounts
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class BatchPlan:
         data_parallel: The number of processes that take different samples. Every batch divides
             evenly into one or more micro-batches for each of them.
         seq_length: The number of tokens of a sample.
+        curriculum: The part of them that each update uses, or `None` if all use all of them.
     """
 
     micro_batch: int
@@ -50,6 +52,7 @@ class BatchPlan:
     rampup: Rampup | None = None
     data_parallel: int = 1
     seq_length: int = 1
+    curriculum: Lengths | None = None
 
     def __post_init__(self) -> None:
         """Check that batches divide into micro-batches."""
@@ -65,6 +68,7 @@ class BatchPlan:
             None if ramp is None else Rampup(*ramp),
             data_parallel,
             config.data.seq_length,
+            lengths_of(config),
         )
 
     @property
@@ -85,9 +89,13 @@ class BatchPlan:
         """Return the number of micro-batches per process in the update after `consumed_samples`."""
         return self.global_batch_at(consumed_samples) // self.samples_per_pass
 
-    def tokens_at(self, consumed_samples: int) -> int:
-        """Return the number of tokens in the update that follows `consumed_samples`."""
-        return self.global_batch_at(consumed_samples) * self.seq_length
+    def length_at(self, iteration: int) -> int:
+        """Return the sequence length of the update that follows `iteration` updates."""
+        return self.seq_length if self.curriculum is None else self.curriculum.at(iteration + 1)
+
+    def tokens_at(self, iteration: int, consumed_samples: int) -> int:
+        """Return the number of tokens in the update that follows the given ones."""
+        return self.global_batch_at(consumed_samples) * self.length_at(iteration)
 
     def iterations_of(self, training: TrainingConfig) -> int:
         """Return the number of updates in a run that starts at its beginning."""
@@ -102,8 +110,11 @@ class BatchPlan:
         """Return the number of updates until at least `train_tokens` have been read."""
         iterations = samples = tokens = 0
         while tokens < train_tokens:
-            batch, each = self.global_batch_at(samples), self.tokens_at(samples)
+            batch, each = self.global_batch_at(samples), self.tokens_at(iterations, samples)
             count = -(-(train_tokens - tokens) // each)
+            if self.curriculum is not None:
+                equal = updates_of_length(self.curriculum, iterations + 1)
+                count = count if equal is None else min(count, equal)
             if self.rampup is not None and samples <= self.rampup.samples:
                 count = min(count, self._updates_of(batch, samples))
             iterations, samples = iterations + count, samples + count * batch

@@ -34,6 +34,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
+from megatron.training.passes import message_shape
 from megatron.training.recipe import Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import ParallelModel, Progress, Run
@@ -219,15 +220,12 @@ def _connect(
     """
     if layout.pipeline.size == 1:
         return None
-    sequence = config.data.sample_tokens // layout.context.size
-    if config.parallel.sequence_parallel:
-        sequence //= layout.tensor.size
     return PipelineChannel(
         layout,
         ring=chunks > 1,
         device=device.torch_device,
         dtype=config.precision.stream_dtype,
-        shape=(sequence, config.training.micro_batch_size * texts, config.model.hidden_size),
+        shape=message_shape(config, layout, config.data.sample_tokens, texts),
     )
 
 

@@ -16,6 +16,7 @@ Figures = Mapping[str, float | None]
 # The fields of a log line around the losses: label, tag of the figure, format.
 _BEFORE_LOSSES = (
     ("consumed samples", "consumed-samples", "12d"),
+    ("consumed tokens", "consumed-train-tokens", "12d"),
     ("skipped samples", "skipped-train-samples", "12d"),
     ("elapsed time per iteration (ms)", "milliseconds", ".1f"),
     ("learning rate", "learning-rate", ".3E"),
@@ -27,6 +28,7 @@ _AFTER_LOSSES = (
     ("grad norm", "grad-norm", ".3f"),
     ("num zeros", "num-zeros", ".1f"),
     ("params norm", "params-norm", ".3f"),
+    ("curriculum seqlen", "seqlen/curriculum_seqlen", "5d"),
     ("number of skipped iterations", "skipped-iterations", "3d"),
     ("number of nan iterations", "nan-iterations", "3d"),
     ("tokens/s per GPU", "tokens-per-second-per-gpu", ".1f"),
@@ -37,6 +39,11 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
     """Return the figures of the last update that both the log line and TensorBoard report."""
     # Megatron steps its schedules before it logs, so these are the next update's rates.
     next_update = run.schedule_position
+    counts_tokens = (
+        outcome.length is not None
+        or run.config.training.train_tokens is not None
+        or run.schedules.learning_rate.in_tokens
+    )
     return {
         # Megatron computes neither if the loss scale was too high.
         "grad-norm": None if outcome.overflow else outcome.grad_norm,
@@ -45,6 +52,9 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
         "decoupled-learning-rate": run.schedules.decoupled_at(next_update),
         "skipped-train-samples": run.progress.skipped_samples or None,
         "batch-size": outcome.samples,
+        # Megatron-DeepSpeed's: the tokens are shown where they may differ from the samples.
+        "seqlen/curriculum_seqlen": outcome.length,
+        "consumed-train-tokens": run.progress.consumed_tokens if counts_tokens else None,
         "loss-scale": outcome.loss_scale,
         "world-size": run.layout.world.size,
         "params-norm": params_norm,
@@ -56,7 +66,8 @@ def training_line(
 ) -> str:
     """Return the line that Megatron-LM 23.08's `training_log` prints, followed by two more fields.
 
-    Skipped samples and a decoupled learning rate appear where Megatron Core prints them.
+    Skipped samples and a decoupled learning rate appear where Megatron Core prints them, consumed
+    tokens where Megatron-DeepSpeed does.
 
     Args:
         iteration: The iteration that ended.

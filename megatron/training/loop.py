@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
-from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.logging import LogLine
@@ -36,8 +35,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     log line includes neither.
     """
     config = run.config
-    flops = flops_per_token(run.plan, config.data.seq_length, config.data.decoder_seq_length)
-    scalars = Scalars(writers, flops)
+    scalars = Scalars(writers)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
@@ -50,7 +48,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(GarbageCollection())
     if config.training.empty_unused_memory_level:
         callbacks.append(EmptyCache())
-    callbacks.append(LogLine(flops))
+    callbacks.append(LogLine())
     if run.is_log_rank and sys.stderr.isatty():
         callbacks.append(ProgressBar())
     if run.operation_clock is not None:

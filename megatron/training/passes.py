@@ -12,6 +12,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from megatron.config import RunConfig
+from megatron.data.gpt import shorten
+from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline import schedule as pipeline
 from megatron.parallel.pipeline.executor import ForwardStep, completing_operations, run_schedule
 from megatron.parallel.pipeline.schedule import Operation, Schedule
@@ -38,6 +41,23 @@ def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedul
     return _schedule(kind, run.layout.pipeline.size, len(run.parts), micro_batches, trains)
 
 
+def message_shape(
+    config: RunConfig, layout: Layout, tokens: int, texts: int
+) -> tuple[int, int, int]:
+    """Return the shape of a message between pipeline stages: this rank's part of [s, b, h].
+
+    Args:
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        tokens: The number of tokens that the model reads of a sample.
+        texts: The number of sequences in a sample.
+    """
+    sequence = tokens // layout.context.size
+    if config.parallel.sequence_parallel:
+        sequence //= layout.tensor.size
+    return sequence, config.training.micro_batch_size * texts, config.model.hidden_size
+
+
 class Passes:
     """The passes of one update or one evaluation batch.
 
@@ -50,6 +70,7 @@ class Passes:
         scale: The factor applied to the summed losses before the backward pass.
         forward: A replacement for the recipe's forward that computes something other than losses,
             or that computes the losses with recorded kernels.
+        length: The number of tokens to use of each sample; `None` means all.
 
     Attributes:
         losses: The losses by log name, one value per micro-batch; empty if the last part of the
@@ -71,6 +92,7 @@ class Passes:
         first_sample: int | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         forward: TrainingForward | None = None,
+        length: int | None = None,
     ) -> None:
         """Prepare to take micro-batches."""
         self.losses: dict[str, list[Tensor]] = {}
@@ -80,6 +102,7 @@ class Passes:
         self._run, self._batches, self._count = run, batches, count
         self._first_sample, self._scale = first_sample, scale
         self._forward = forward or DirectForward(run.recipe.forward)
+        self._length = length
         self._loaded: dict[int, Batch] = {}
         self._begun: Tensor | None = None
 
@@ -127,8 +150,12 @@ class Passes:
     ) -> None:
         run = self._run
         steps: list[ForwardStep] = [partial(self._step, chunk) for chunk in range(len(run.parts))]
+        channel = run.channel
+        if channel is not None and self._length is not None:
+            shape = message_shape(run.config, run.layout, self._length, run.recipe.head.sequences)
+            channel = channel.with_shapes(lambda micro_batch: shape)
         run_schedule(
-            operations, steps, run.channel, weight_gradients=run.weight_gradients, before=before
+            operations, steps, channel, weight_gradients=run.weight_gradients, before=before
         )
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -200,6 +227,8 @@ class Passes:
                 name: value if name == "id" else value.to(target, non_blocking=True)
                 for name, value in batch.items()
             }
+            if self._length is not None:
+                batch = shorten(batch, self._length)
             if self._run.config.training.calculate_per_token_loss:
                 # Every process counts, because all divide their gradients by the number.
                 mask = self._run.recipe.loss_mask(batch, self._run.config, self._run.tokenizer)

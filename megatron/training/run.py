@@ -122,10 +122,11 @@ class Run(ParallelModel):
         shard = self.gradients.part if self.gradients.shares_weights else None
         return parameters_norm(self.parameters(), self.layout, shard=shard)
 
-    def tokens_per_second(self, samples: int, seconds: float) -> float:
-        """Return the throughput of one process, padding included because it is computed."""
-        tokens = samples * self.config.data.sample_tokens * self.recipe.head.sequences
-        return tokens / seconds / self.layout.world.size
+    @property
+    def next_length(self) -> int | None:
+        """The tokens that the next update uses of each sample; `None` without a curriculum."""
+        has_curriculum = self.batches.curriculum is not None
+        return self.batches.length_at(self.progress.iteration) if has_curriculum else None
 
     @property
     def schedule_position(self) -> int:

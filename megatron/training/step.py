@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.command import say
 from megatron.device import Reading
+from megatron.models.arithmetic import flops_per_token
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
 from megatron.training.expert_load import (
@@ -37,6 +39,9 @@ class StepOutcome(StepResult):
         layer_losses: The losses of each layer's expert router, by TensorBoard tag, with
             --moe-per-layer-logging; otherwise empty.
         samples: The size of the global batch.
+        tokens: The number of tokens that the model read, padding included because it is computed.
+        flops: The floating-point operations of the update in the whole model.
+        length: The sequence length that the curriculum chose; `None` without one.
         loss_scale: The factor by which the loss was multiplied.
         exit_wanted: Whether some rank asked to exit.
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
@@ -49,6 +54,9 @@ class StepOutcome(StepResult):
     losses: dict[str, float]
     layer_losses: dict[str, float]
     samples: int
+    tokens: int
+    flops: float
+    length: int | None
     loss_scale: float
     exit_wanted: bool
     save_due: bool
@@ -70,6 +78,7 @@ class Updates:
         """Create the sequence, with no pass in progress."""
         self._run = run
         self._begun: Passes | None = None
+        self._flops_per_token: dict[int, int] = {}  # by sequence length
 
     @property
     def has_begun(self) -> bool:
@@ -86,7 +95,8 @@ class Updates:
         journal = run.layout.journal
         journal.iteration = progress.iteration + 1
         samples = run.batches.global_batch_at(progress.consumed_samples)
-        tokens = run.batches.tokens_at(progress.consumed_samples)
+        tokens = run.batches.tokens_at(progress.iteration, progress.consumed_samples)
+        length = run.next_length
         loss_scale = run.optimizer.loss_scale
         passes = self._begun or _next_passes(run)
         self._begun = None
@@ -136,6 +146,8 @@ class Updates:
             losses=losses,
             layer_losses=layer_losses,
             samples=samples,
+            **self._work(samples, length),
+            length=length,
             loss_scale=loss_scale,
             exit_wanted=exit_wanted,
             save_due=save_due,
@@ -143,6 +155,17 @@ class Updates:
             finite=finite,
             expert_load=expert_load,
         )
+
+    def _work(self, samples: int, length: int | None) -> dict[str, Any]:
+        """Return the tokens and operations of an update by their names in its outcome."""
+        data = self._run.config.data
+        sequence = length or data.seq_length
+        if sequence not in self._flops_per_token:
+            sizes = (sequence, data.decoder_seq_length)
+            self._flops_per_token[sequence] = flops_per_token(self._run.plan, *sizes)
+        texts = samples * self._run.recipe.head.sequences
+        tokens = texts * (sequence + data.decoder_tokens)
+        return {"tokens": tokens, "flops": tokens * self._flops_per_token[sequence]}
 
 
 def skip_iteration(run: Run) -> None:
@@ -157,7 +180,8 @@ def skip_iteration(run: Run) -> None:
     for number in range(run.batches.micro_batches_at(progress.consumed_samples)):
         with journal.inside(f"loading of micro-batch {number}"):
             next(run.train_batches)
-    progress.consumed_tokens += run.batches.tokens_at(progress.consumed_samples)
+    tokens = run.batches.tokens_at(progress.iteration, progress.consumed_samples)
+    progress.consumed_tokens += tokens
     progress.iteration += 1
     progress.consumed_samples += samples
     progress.skipped_samples += samples
@@ -180,6 +204,7 @@ def _next_passes(run: Run) -> Passes:
         first_sample=consumed,
         scale=run.optimizer.scale_loss,
         forward=run.forward,
+        length=run.next_length,
     )
 
 

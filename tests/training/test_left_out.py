@@ -30,6 +30,7 @@ def _by_hand(layout: Layout, words: list[str]) -> str:
             updates.make(look_ahead=False)
             continue
         samples = run.batches.global_batch_at(progress.consumed_samples)
+        progress.consumed_tokens += samples * run.config.data.seq_length
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.skipped_samples += samples

@@ -4,6 +4,7 @@ from megatron.training.log_line import perplexity, training_line, validation_lin
 
 FIGURES = {
     "consumed-samples": 336,
+    "consumed-train-tokens": None,
     "skipped-train-samples": None,
     "milliseconds": 123.456,
     "learning-rate": 5.5e-4,
@@ -13,6 +14,7 @@ FIGURES = {
     "grad-norm": 1.6071,
     "num-zeros": None,
     "params-norm": None,
+    "seqlen/curriculum_seqlen": None,
     "skipped-iterations": 0,
     "nan-iterations": 0,
     "tokens-per-second-per-gpu": 1234.56,
@@ -42,6 +44,8 @@ def test_optional_fields_stand_in_megatrons_order():
     line = _line(skipped_train_samples=32, decoupled_learning_rate=1e-3)
     assert "consumed samples:          336 | skipped samples:           32 | elapsed" in line
     assert "learning rate: 5.500E-04 | decoupled learning rate: 1.000E-03 | global" in line
+    line = _line(consumed_train_tokens=5376)
+    assert "consumed samples:          336 | consumed tokens:         5376 | elapsed" in line
 
 
 def test_validation_block():

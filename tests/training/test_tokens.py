@@ -41,7 +41,7 @@ def test_a_growing_batch_in_tokens() -> None:
     updates, samples, tokens = 0, 0, 0
     for limit in range(1, 900, 7):
         while tokens < limit:
-            tokens += plan.tokens_at(samples)
+            tokens += plan.tokens_at(updates, samples)
             samples += plan.global_batch_at(samples)
             updates += 1
         assert plan.iterations_for_tokens(limit) == updates

@@ -21,14 +21,10 @@ class LogLine(Callback):
     In models with mixtures of experts, it also prints lines about the load of the experts.
 
     The reported time includes steps, data loading and logging, but not checkpoints or evaluations.
-
-    Args:
-        flops_per_token: The FLOPs of one token in the whole model, for MFU.
     """
 
-    def __init__(self, flops_per_token: float) -> None:
-        """Store the FLOPs. Counting begins when training starts."""
-        self._flops_per_token = flops_per_token
+    def __init__(self) -> None:
+        """Count nothing until training starts."""
         self._memory_reported = False
         self._start = 0.0
 
@@ -36,7 +32,8 @@ class LogLine(Callback):
         """Start counting, before the first step and after each line."""
         self._seconds = 0.0
         self._sums: dict[str, float] = {}
-        self._iterations = self._counted = self._skipped = self._nan = self._samples = 0
+        self._iterations = self._counted = self._skipped = self._nan = self._tokens = 0
+        self._flops = 0.0
 
     def before_step(self, run: Run) -> None:
         """Start the clock."""
@@ -67,7 +64,8 @@ class LogLine(Callback):
 
     def _add(self, outcome: StepOutcome) -> None:
         self._iterations += 1
-        self._samples += outcome.samples
+        self._tokens += outcome.tokens
+        self._flops += outcome.flops
         self._nan += not all(map(math.isfinite, outcome.losses.values()))
         if not outcome.applied:
             self._skipped += 1
@@ -77,7 +75,7 @@ class LogLine(Callback):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def _line(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> str:
-        rate, peak = run.tokens_per_second(self._samples, self._seconds), run.device.peak_flops
+        seconds, peak = self._seconds * run.layout.world.size, run.device.peak_flops
         losses = {name: total / self._counted for name, total in self._sums.items()}
         figures = {
             **update_figures(run, outcome, params_norm),
@@ -85,8 +83,8 @@ class LogLine(Callback):
             "milliseconds": 1000.0 * self._seconds / self._iterations,
             "skipped-iterations": self._skipped,
             "nan-iterations": self._nan,
-            "tokens-per-second-per-gpu": rate,
-            "mfu": None if peak is None else rate * self._flops_per_token / peak,
+            "tokens-per-second-per-gpu": self._tokens / seconds,
+            "mfu": None if peak is None else self._flops / seconds / peak,
         }
         return training_line(run.progress.iteration, run.train_iterations, losses, figures)
 

@@ -206,12 +206,11 @@ class Scalars(Callback):
 
     Args:
         writers: The writers, an empty sequence on ranks that do not log.
-        flops_per_token: The FLOPs of one token in the whole model, for throughput.
     """
 
-    def __init__(self, writers: Sequence[Writer], flops_per_token: float) -> None:
+    def __init__(self, writers: Sequence[Writer]) -> None:
         """Store the writers."""
-        self._writers, self._flops_per_token = writers, flops_per_token
+        self._writers = writers
         self._failed: set[Writer] = set()
         self._start = 0.0
         self._resets = self._timed = 0
@@ -241,10 +240,10 @@ class Scalars(Callback):
                 for name, over_ranks in run.timers.over_ranks().items()
             }
         if self._writers:
-            rate = run.tokens_per_second(outcome.samples, seconds)
+            of_all = seconds * run.layout.world.size
             speed = {
-                "tokens-per-second-per-gpu": rate,
-                "throughput": rate * self._flops_per_token / 1e12,  # Megatron's: TFLOP/s per GPU
+                "tokens-per-second-per-gpu": outcome.tokens / of_all,
+                "throughput": outcome.flops / of_all / 1e12,  # Megatron's: TFLOP/s per GPU
             }
             self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times)
 

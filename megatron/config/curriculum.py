@@ -1,0 +1,59 @@
+"""Curriculum learning by sequence length, as in DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.fields import MOST_IDS, Need, flag
+
+_GROWS = Need(
+    lambda run: run.curriculum.curriculum_schedule in ("fixed_linear", "fixed_root"),
+    "--curriculum-schedule fixed_linear or fixed_root",
+)
+_ROOT = Need(
+    lambda run: run.curriculum.curriculum_schedule == "fixed_root",
+    "--curriculum-schedule fixed_root",
+)
+_DISCRETE = Need(
+    lambda run: run.curriculum.curriculum_schedule == "fixed_discrete",
+    "--curriculum-schedule fixed_discrete",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Curriculum learning.
+
+    Attributes:
+        curriculum_schedule: Train on the beginnings of samples, which grow during the run: by
+            equal steps (fixed_linear), quickly at first (fixed_root), or as --curriculum-lengths
+            and --curriculum-until say (fixed_discrete). The rest of a sample is not read.
+        curriculum_min_length: Length of the first sequences.
+        curriculum_max_length: Length of the last sequences. Default: --seq-length.
+        curriculum_steps: Iterations until --curriculum-max-length is reached.
+        curriculum_length_step: Lengths are multiples of this.
+        curriculum_root_degree: Degree of the root: 2 is the square root, and 1 a straight line.
+        curriculum_lengths: With fixed_discrete: the lengths, one after the other.
+        curriculum_until: With fixed_discrete: the last iteration of each length but the last.
+    """
+
+    curriculum_schedule: str | None = flag(
+        None, choices=("fixed_linear", "fixed_root", "fixed_discrete"), only_for=("gpt",)
+    )
+    curriculum_min_length: int | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_GROWS
+    )
+    curriculum_max_length: int | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_GROWS
+    )
+    curriculum_steps: int | None = flag(None, unit="iterations", at_least=1, requires=_GROWS)
+    curriculum_length_step: int = flag(
+        8, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_GROWS
+    )
+    curriculum_root_degree: float = flag(2.0, at_least=1, requires=_ROOT)
+    curriculum_lengths: tuple[int, ...] | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_DISCRETE
+    )
+    curriculum_until: tuple[int, ...] | None = flag(
+        None, unit="iterations", at_least=1, requires=_DISCRETE
+    )

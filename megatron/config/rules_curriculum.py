@@ -1,0 +1,104 @@
+"""Rules for curriculum learning: its lengths, and what they must divide over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import gcd, lcm
+
+from megatron.config.curriculum import CurriculumConfig
+from megatron.config.fields import near_multiples
+from megatron.config.rules_model import MULTIPLE
+from megatron.config.run import RunOptions, field_at
+
+
+def curriculum(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each mistake in the schedule of lengths."""
+    asked, longest = config.curriculum, config.data.seq_length
+    if asked.curriculum_schedule is None or longest is None:
+        return
+    shown = f"--curriculum-schedule {asked.curriculum_schedule}"
+    if asked.curriculum_schedule == "fixed_discrete":
+        yield from _discrete(asked, longest)
+    else:
+        for name in ("curriculum_min_length", "curriculum_steps"):
+            if getattr(asked, name) is None:
+                yield f"{shown} requires {field_at(f'curriculum.{name}').names[0]}: add it"
+        yield from _growing(asked, longest)
+    parts, why = _divisor(config)
+    for path, length in _lengths(asked, longest):
+        if parts > 1 and length % parts:
+            yield (
+                f"{path} {length} is not divisible by {parts}, as {why} requires: use "
+                f"{near_multiples(length, parts)}"
+            )
+
+
+def _growing(asked: CurriculumConfig, longest: int) -> Iterator[str]:
+    last = asked.curriculum_max_length
+    step, first = asked.curriculum_length_step, asked.curriculum_min_length or 1
+    shown = f"--seq-length {longest}" if last is None else f"--curriculum-max-length {last}"
+    if last is not None and last > longest:
+        yield f"{shown} is above --seq-length {longest}: use at most {longest}"
+    last = longest if last is None else last
+    if first > last:
+        yield f"--curriculum-min-length {first} is above {shown}: lower it"
+    if step > 0 and last % step:
+        yield (
+            f"{shown} is not a multiple of --curriculum-length-step {step}: use a step that "
+            "divides it"
+        )
+
+
+def _discrete(asked: CurriculumConfig, longest: int) -> Iterator[str]:
+    lengths, until = asked.curriculum_lengths or (), asked.curriculum_until or ()
+    if not until or len(lengths) != len(until) + 1:
+        yield (
+            "--curriculum-schedule fixed_discrete requires --curriculum-lengths with two or more "
+            "lengths, and --curriculum-until with the last iteration of each but the last: got "
+            f"{len(lengths)} lengths and {len(until)} iterations"
+        )
+    for name in ("curriculum_lengths", "curriculum_until"):
+        numbers = getattr(asked, name) or ()
+        if any(one >= other for one, other in pairwise(numbers)):
+            shown = field_at(f"curriculum.{name}").spell(numbers)
+            yield f"{shown}: each must exceed the one before"
+    if lengths and max(lengths) > longest:
+        yield f"--curriculum-lengths {max(lengths)} is above --seq-length {longest}: lower it"
+
+
+def _lengths(asked: CurriculumConfig, longest: int) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of which all lengths are multiples, with their flags."""
+    for length in asked.curriculum_lengths or ():
+        yield "--curriculum-lengths", length
+    if asked.curriculum_schedule != "fixed_discrete":
+        yield "--curriculum-length-step", asked.curriculum_length_step
+
+
+def _divisor(config: RunOptions) -> tuple[int, str]:
+    """Return the number that must divide every length, and the flags that require it."""
+    parallel, needs = config.parallel, {}
+    context = max(parallel.context_parallel_size, 1)
+    if context > 1:
+        needs[f"--context-parallel-size {context}"] = 2 * context
+    if parallel.sequence_parallel:
+        tensor = max(parallel.tensor_model_parallel_size, 1)
+        needs[f"--sequence-parallel with --tensor-model-parallel-size {tensor}"] = tensor * context
+    if config.precision.fp8_format is not None:
+        rows = MULTIPLE * context
+        least = rows // gcd(rows, config.training.micro_batch_size or 1)
+        needs[f"--fp8-format {config.precision.fp8_format}"] = least
+    return lcm(*needs.values()), " and ".join(needs)
+
+
+def slow_lengths(config: RunOptions) -> Iterator[str]:
+    """Yield a notice about lengths that leave matrix units of GPUs idle."""
+    asked, precision = config.curriculum, config.precision
+    if asked.curriculum_schedule is None or not (precision.bf16 or precision.fp16):
+        return
+    for name, length in _lengths(asked, 0):
+        if length % 8:
+            yield (
+                f"{name} {length}: 16-bit matrix products on GPUs are fast only with multiples of "
+                "8: expect a lower speed"
+            )

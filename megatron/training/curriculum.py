@@ -1,0 +1,103 @@
+"""The sequence length of every update: curriculum learning as in DeepSpeed."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.config import RunConfig
+
+
+class Lengths(Protocol):
+    """The sequence length of each update, which never decreases.
+
+    Update 1 is the first. The values are those of `CurriculumScheduler` in DeepSpeed 0.19.
+    """
+
+    @property
+    def final_update(self) -> int:
+        """The first update from which on the length stays the same."""
+
+    def at(self, update: int) -> int:
+        """Return the sequence length of an update."""
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A length that grows from `shortest` to `longest` in `steps` updates, by a root of time.
+
+    Attributes:
+        shortest: The first length, rounded up to a multiple of `multiple`.
+        longest: The last length, a multiple of `multiple`.
+        steps: The number of updates until the last length.
+        multiple: A number of which all lengths are multiples; they are rounded down.
+        degree: The degree of the root: 1 grows linearly, 2 by the square root.
+    """
+
+    shortest: int
+    longest: int
+    steps: int
+    multiple: int
+    degree: float
+
+    @property
+    def final_update(self) -> int:
+        """The first update of the last length."""
+        return self.steps
+
+    def at(self, update: int) -> int:
+        """Return the sequence length of an update."""
+        if update >= self.steps:
+            return self.longest
+        done = (update / self.steps) ** (1.0 / self.degree)
+        length = math.floor(done * (self.longest - self.shortest) + self.shortest)
+        least = -(-self.shortest // self.multiple) * self.multiple
+        return min(max(length - length % self.multiple, least), self.longest)
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """A list of lengths, each with its last update, except for the last length."""
+
+    lengths: tuple[int, ...]
+    until: tuple[int, ...]
+
+    @property
+    def final_update(self) -> int:
+        """The first update of the last length."""
+        return self.until[-1] + 1
+
+    def at(self, update: int) -> int:
+        """Return the sequence length of an update."""
+        return self.lengths[bisect.bisect_left(self.until, update)]
+
+
+def lengths_of(config: RunConfig) -> Lengths | None:
+    """Return the curriculum that the flags ask for, or `None`. The rules have checked them."""
+    asked = config.curriculum
+    if asked.curriculum_schedule is None:
+        return None
+    if asked.curriculum_schedule == "fixed_discrete":
+        assert asked.curriculum_lengths is not None and asked.curriculum_until is not None
+        return Discrete(asked.curriculum_lengths, asked.curriculum_until)
+    assert asked.curriculum_min_length is not None and asked.curriculum_steps is not None
+    return Growing(
+        asked.curriculum_min_length,
+        asked.curriculum_max_length or config.data.seq_length,
+        asked.curriculum_steps,
+        asked.curriculum_length_step,
+        asked.curriculum_root_degree if asked.curriculum_schedule == "fixed_root" else 1,
+    )
+
+
+def updates_of_length(lengths: Lengths, update: int) -> int | None:
+    """Return how many updates from this one on have its length; `None` if all that follow do.
+
+    It uses bisection, because a curriculum may have very many updates.
+    """
+    if update >= lengths.final_update:
+        return None
+    length, later = lengths.at(update), range(update + 1, lengths.final_update + 1)
+    return 1 + bisect.bisect_right(later, length, key=lengths.at)
