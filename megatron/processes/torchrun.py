@@ -31,6 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
         killed it.
     """
     signal.signal(signal.SIGTERM, _pass_on)
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")  # of --tee
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

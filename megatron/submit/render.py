@@ -105,8 +105,8 @@ def _lines(words: list[str]) -> list[str]:
 
 
 def _literal(word: str) -> str:
-    """Return a word that Kubernetes leaves as it is: it replaces $(NAME) by a variable's value."""
-    return word.replace("$(", "$$(")
+    """Return a word for Kubernetes, which replaces $(NAME) by a variable's value and $$ by $."""
+    return word.replace("$", "$$")
 
 
 def _seconds(time: str | None) -> int | None:
