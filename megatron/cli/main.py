@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
     "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
+    "report": Command("write or serve a page about runs", "megatron.report.command"),
     "serve": Command("serve a model: REST and OpenAI's API, a page", "megatron.cli.serve:serve"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
 }

@@ -20,9 +20,11 @@ _KNOWN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gradient norm", "", ("grad-norm",)),
     ("Speed", "tokens/s per GPU", ("tokens-per-second-per-gpu",)),
     ("Throughput", "TFLOP/s per GPU", ("throughput",)),
+    ("Pipeline bubble", "share of the time", ("pipeline-bubble", "pipeline-bubble predicted")),
     ("Memory", "bytes", ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes")),
 )
 _NOISY = {"grad-norm", "tokens-per-second-per-gpu", "throughput", "iteration-time"}
+_SETTINGS = {"loss-scale", "batch-size", "world-size"}
 _HIDDEN = {"time", "consumed samples", "skipped-train-samples", "mem-allocated-count"}
 
 
@@ -31,6 +33,10 @@ def chart_of(tag: str) -> tuple[str, str]:
     for title, unit, tags in _KNOWN:
         if tag in tags:
             return title, unit
+    if tag.endswith("-time"):
+        return "Time of an iteration", "s"
+    if tag.startswith("expert-load/"):
+        return "Expert load", "even shares"
     base = tag.removesuffix(" ppl")
     for split in (" validation", " test"):
         base = base.removesuffix(split)
@@ -58,8 +64,8 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
     number = (x - x[0]) * bins // span
     starts = np.flatnonzero(np.diff(number, prepend=-1))
     count = np.add.reduceat(finite.astype(np.int64), starts)
-    total = np.add.reduceat(np.where(finite, y, 0.0), starts)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
+        total = np.add.reduceat(np.where(finite, y, 0.0), starts)
         mean = np.where(count > 0, total / count, np.nan)
     reduced = {
         "x": x[starts].tolist(),
@@ -77,19 +83,35 @@ def _rounded(values: NDArray[np.float64]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def make_charts(histories: Sequence[History]) -> list[dict[str, Any]]:
-    """Return the charts of a report: title, unit, and curves, each with its run and tag."""
+def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return the charts of a report, and the values of the curves that never change.
+
+    Returns:
+        Charts, each with a title, a unit and curves, which name their run and tag; and the values
+        of tags such as "loss-scale" that are the same in all iterations of all runs.
+    """
     tags = list(dict.fromkeys(tag for history in histories for tag in history.curves))
     tags = [tag for tag in tags if tag not in _HIDDEN]
-    count = sum(tag in history.curves for history in histories for tag in tags)
+    found = {tag: [each.curves.get(tag) for each in histories] for tag in tags}
+    constants = {
+        tag: curves[0].values[0]
+        for tag, curves in found.items()
+        if tag in _SETTINGS
+        and curves[0] is not None
+        and math.isfinite(curves[0].values[0])
+        and len({value for curve in curves if curve for value in curve.values}) == 1
+    }
+    count = sum(curve is not None for curves in found.values() for curve in curves)
     bins = min(_BINS[1], max(_BINS[0], _POINTS // (3 * max(1, count))))
     charts: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for tag in tags:
-        for number, history in enumerate(histories):
-            if tag in history.curves:
-                curve = {"run": number, "tag": tag, **reduce_curve(history.curves[tag], bins)}
-                curve["smooth"] = "loss" in tag or tag in _NOISY
-                charts.setdefault(chart_of(tag), []).append(curve)
+    for tag, curves in found.items():
+        for number, curve in enumerate(curves):
+            if curve is not None and tag not in constants:
+                reduced = {"run": number, "tag": tag, **reduce_curve(curve, bins)}
+                reduced["smooth"] = ("loss" in tag or tag in _NOISY) and tag not in _SETTINGS
+                charts.setdefault(chart_of(tag), []).append(reduced)
     known = {title: place for place, (title, *_) in enumerate(_KNOWN, 1)}
     order = sorted(charts, key=lambda chart: known.get(chart[0], 0 if "loss" in chart[0] else 99))
-    return [{"title": title, "unit": unit, "curves": charts[title, unit]} for title, unit in order]
+    return [
+        {"title": title, "unit": unit, "curves": charts[title, unit]} for title, unit in order
+    ], constants

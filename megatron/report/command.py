@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.report.page import GENERATOR, render
-from megatron.report.sources import read_run
+from megatron.report.sources import open_runs
 
 _DOC = """Write a report of a run as one HTML page.
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the page."""
     first: Path = options.runs[0]
     output: Path = options.output or (first if first.is_dir() else first.parent) / "report.html"
-    page = render([read_run(path) for path in options.runs]).encode()
+    page = render([source.history for source in open_runs(options.runs)]).encode()
     if not _is_report(output):
         expect_no_file("--output", [output], overwrite=options.overwrite)
     with writing_to("--output", output):

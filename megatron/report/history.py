@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -9,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
+_MOST_ITERATIONS = 1 << 48
+_LONGEST_TEXT = 2000  # characters of a setting or an event
 
 
 class Curve:
@@ -62,20 +66,27 @@ class History:
         settings: The value of each setting by its flag.
         changed: The settings that differ from their defaults.
         facts: Versions, layout, parameters and other facts, by name.
+        iterations: The number of iterations that the run is to have; 0 if unknown.
+        tokens_per_sample: The number of tokens of a sample; 0 if unknown.
         expert_load: Each expert's tokens divided by an even share, by layer, at the last log line.
         sources: The files that were read.
-        damaged: The number of damaged or incomplete records that were skipped.
+        damaged: The number of damaged records that were skipped.
+        incomplete: Whether the last record is incomplete, because it is being written, or because
+            the run was interrupted while it wrote it.
     """
 
     name: str
     curves: dict[str, Curve] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     facts: dict[str, str] = field(default_factory=dict)
+    iterations: int = 0
+    tokens_per_sample: int = 0
     expert_load: dict[str, list[float]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
     damaged: int = 0
+    incomplete: bool = False
 
     def point(self, tag: str, iteration: int, value: float) -> None:
         """Add a point to the curve of `tag`."""
@@ -85,11 +96,17 @@ class History:
         """Add a record of a `--metrics-jsonl` file.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError: This is not such a record. Nothing has
-                been added.
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: This is not such a
+                record. Nothing has been added.
         """
         iteration = int(record["iteration"])
+        if not 0 <= iteration < _MOST_ITERATIONS:
+            raise ValueError(f"iteration {iteration}")
         time = float(record["time"]) if "time" in record else None
+        time = time if time is not None and math.isfinite(time) else None
+        if "event" in record:
+            self._add_event(record, iteration, time)
+            return
         points = {tag: float(value) for tag, value in record.items() if tag not in _RESERVED}
         if time is not None:
             points["time"] = time
@@ -99,7 +116,61 @@ class History:
             str(layer): [float(value) for value in loads]
             for layer, loads in record.get("expert load", {}).items()
         }
+        self._note(points, iteration, time)
         for tag, value in points.items():
             self.point(tag, iteration, value)
         if load:
             self.expert_load = load
+
+    def _note(self, points: Mapping[str, float], iteration: int, time: float | None) -> None:
+        """Add the events that show in scalars: evaluations, and changes of the loss scale."""
+        losses = {
+            tag: value for tag, value in points.items() if tag.endswith((" validation", " test"))
+        }
+        if losses:
+            text = ", ".join(f"{tag} {value:.4f}" for tag, value in losses.items())
+            self.events.append(Event("evaluation", iteration, time, text))
+        scale, earlier = points.get("loss-scale"), self.curves.get("loss-scale")
+        if scale is not None and earlier is not None and earlier.values[-1] != scale:
+            text = f"{earlier.values[-1]:g} to {scale:g}"
+            self.events.append(Event("loss scale", iteration, time, text))
+
+    def _add_event(self, record: Mapping[str, Any], iteration: int, time: float | None) -> None:
+        kind, text = str(record["event"]), str(record.get("text", ""))[:_LONGEST_TEXT]
+        if kind == "start":
+            settings = {str(flag): _shown(value) for flag, value in record["settings"].items()}
+            changed = frozenset(map(str, record["changed"]))
+            facts = {str(name): _shown(value) for name, value in record["facts"].items()}
+            self.iterations = int(record["iterations"])
+            self.tokens_per_sample = int(record["tokens_per_sample"])
+            self.settings, self.changed, self.facts = settings, changed, facts
+            last = self.last_iteration
+            if iteration or self.events:
+                kind = "resumed"
+                text = f"repeats {last - iteration:,} iterations" if last > iteration else ""
+            for tag in list(self.curves):
+                self.curves[tag].cut(iteration + 1)
+                if not self.curves[tag].iterations:
+                    del self.curves[tag]
+        self.events.append(Event(kind, iteration, time, text))
+
+    @property
+    def last_iteration(self) -> int:
+        """The last iteration with a point; 0 if there are no points."""
+        return max((curve.iterations[-1] for curve in self.curves.values()), default=0)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, or that it has not."""
+        ends = [
+            event for event in self.events if event.kind in ("start", "resumed", "end", "failure")
+        ]
+        if not ends or ends[-1].kind in ("start", "resumed"):
+            return "running, or interrupted"
+        return ends[-1].text if ends[-1].kind == "end" else f"failed: {ends[-1].text}"
+
+
+def _shown(value: Any) -> str:
+    """Return a setting's value as text."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:_LONGEST_TEXT]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -16,32 +17,37 @@ from megatron.report.history import Curve, History
 
 GENERATOR = '<meta name="generator" content="megatron report">'
 # In JSON these can only be in strings, where an escape has the same meaning.
+_MOST_EVENTS = 500
 _CLOCK = 500  # points of the curves that convert iterations
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def page_data(histories: Sequence[History]) -> dict[str, Any]:
     """Return all that the page shows, as plain data."""
+    charts, constants = make_charts(histories)
     return {
         "runs": [_run_data(history) for history in histories],
-        "charts": make_charts(histories),
+        "charts": charts,
+        "constants": constants,
     }
 
 
 def _run_data(history: History) -> dict[str, Any]:
+    changed = [flag for flag in history.settings if flag in history.changed]
     return {
         "name": history.name,
+        "state": history.state,
         "sources": history.sources,
-        "damaged": history.damaged,
-        "events": [vars(event) for event in history.events],
-        "settings": [
-            [key, value, key in history.changed] for key, value in history.settings.items()
-        ],
-        "facts": list(history.facts.items()),
+        "damaged": history.damaged + history.incomplete,
+        "events": [vars(event) for event in history.events[-_MOST_EVENTS:]],
+        "eventCounts": Counter(event.kind for event in history.events),
+        "settings": history.settings,
+        "changed": changed,
+        "facts": history.facts,
         "expertLoad": history.expert_load,
         "summary": summarize(history),
         "clock": _clock(history),
-        "tokensPerSample": None,
+        "tokensPerSample": history.tokens_per_sample,
     }
 
 
@@ -59,8 +65,9 @@ def summarize(history: History) -> list[tuple[str, str]]:
     """Return a few figures about a run, by name."""
     rows: list[tuple[str, str]] = []
     curves = history.curves
-    last = max(curve.iterations[-1] for curve in curves.values() if curve.iterations)
-    rows.append(("iterations", f"{last:,}"))
+    total = f" of {history.iterations:,}" if history.iterations else ""
+    rows.append(("state", history.state))
+    rows.append(("iterations", f"{history.last_iteration:,}{total}"))
     for tag, curve in curves.items():
         finite = [value for value in curve.values if math.isfinite(value)]
         if not finite or "loss" not in tag or tag == "loss-scale" or tag.endswith(" ppl"):

@@ -3,71 +3,198 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Protocol
 
 from megatron.errors import DataError
-from megatron.report.history import History
+from megatron.report.history import Event, History
 
-_PATTERNS = ("*.jsonl", "*/*.jsonl")
+_MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+_EVENT_FILES = "events.out.tfevents.*"
+
+
+class RunRecords(Protocol):
+    """Files with the records of a run."""
+
+    history: History
+
+    def read(self) -> bool:
+        """Add what was written since the last call to the history.
+
+        Returns:
+            Whether there was anything new.
+        """
 
 
 class MetricsFile:
     """A file of `--metrics-jsonl`, read as it grows.
 
-    Args:
-        path: The file.
-        history: The history to which its records are added.
+    Attributes:
+        history: The history of the run.
     """
 
-    def __init__(self, path: Path, history: History) -> None:
-        """Start at the beginning of the file."""
-        self._path, self._history = path, history
-        self._offset = 0
+    def __init__(self, name: str, path: Path) -> None:
+        """Start at the beginning of the file.
 
-    def read(self) -> None:
-        """Add all complete lines that were written since the last call."""
+        Args:
+            name: The name of the run.
+            path: The file.
+        """
+        self._path, self._offset, self._file_id = path, 0, 0
+        self.history = History(name)
+
+    def read(self) -> bool:
+        """Add the lines that were written since the last call.
+
+        A last line without an end is being written. It is counted as damaged until it is whole.
+        """
         with self._path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < self._offset:  # another run has replaced the file
+                self._offset, self.history = 0, History(self.history.name)
             file.seek(self._offset)
+            start, self.history.incomplete = self._offset, False
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # it is being written
+                    self.history.incomplete = True
+                    break
                 self._offset += len(line)
                 try:
-                    self._history.add(json.loads(line))
-                except (
-                    ValueError,
-                    KeyError,
-                    TypeError,
-                    OverflowError,
-                    RecursionError,
-                    AttributeError,
-                ):
-                    self._history.damaged += 1
-
-    @property
-    def rest(self) -> int:
-        """The number of bytes after the last complete line."""
-        return self._path.stat().st_size - self._offset
+                    self.history.add(json.loads(line))
+                except _MALFORMED:
+                    self.history.damaged += 1
+        self.history.sources = [str(self._path)]
+        return self._offset > start
 
 
-def find_metrics(path: Path) -> Path:
-    """Return the metrics file of a run, which is `path` itself or in the folder `path`.
+class EventFiles:
+    """A folder of TensorBoard event files, those of Megatron-LM too.
+
+    Attributes:
+        history: The history of the run.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """Open the files.
+
+        Args:
+            name: The name of the run.
+            folder: The folder that directly holds the files.
+        """
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        self._name, self._folder = name, folder
+        sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1}
+        self._events = EventAccumulator(str(folder), size_guidance=sizes)
+        self._counts: dict[str, int] = {}
+        self.history = History(name)
+
+    def read(self) -> bool:
+        """Read the event files to their end. A damaged record ends a file."""
+        events = self._events.Reload()
+        tags = events.Tags()
+        counts = {tag: len(events.Scalars(tag)) for tag in tags["scalars"]}
+        if counts == self._counts:
+            return False
+        self._counts = counts
+        self.history = history = History(self._name, sources=[str(self._folder)])
+        times: dict[int, float] = {}
+        for tag in tags["scalars"]:
+            if tag.endswith(" vs samples"):
+                continue
+            points = events.Scalars(tag)
+            for point in points:
+                history.point(tag, point.step, point.value)
+                times[point.step] = max(point.wall_time, times.get(point.step, 0.0))
+            if tag.endswith((" validation", " test")):
+                history.events += [
+                    Event("evaluation", point.step, point.wall_time, f"{tag} {point.value:.4f}")
+                    for point in points
+                ]
+        for step in sorted(times):
+            history.point("time", step, times[step])
+        for tag in tags["tensors"]:
+            if tag.endswith("/text_summary"):
+                self._add_texts(tag.removesuffix("/text_summary"), events.Tensors(tag))
+        history.events.sort(key=lambda event: event.time or 0.0)
+        return True
+
+    def _add_texts(self, tag: str, texts: list) -> None:
+        """Add our settings, facts and events, or a setting of Megatron-LM, which are texts."""
+        from tensorboard.util.tensor_util import make_ndarray
+
+        for entry in texts:
+            text = make_ndarray(entry.tensor_proto).flatten()[0].decode("utf-8", "replace")
+            if tag == "events":
+                kind, _, rest = text.partition(": ")
+                self.history.events.append(Event(kind, entry.step, entry.wall_time, rest))
+            elif tag == "settings":
+                kind = "resumed" if entry.step else "start"
+                self.history.events.append(Event(kind, entry.step, entry.wall_time))
+                settings, _, facts = text.partition("\n\n")
+                rows = _rows(settings)
+                marked = {name.strip("*"): name != name.strip("*") for name in rows}
+                self.history.settings = {name.strip("*"): rows[name] for name in rows}
+                self.history.changed = frozenset(name for name in marked if marked[name])
+                self.history.facts = _rows(facts)
+            else:
+                self.history.settings[tag] = text
+
+
+def _rows(table: str) -> dict[str, str]:
+    """Return the rows of a Markdown table of two columns, without its head."""
+    rows = [re.split(r"(?<!\\)\|", line) for line in table.splitlines()[2:]]
+    return {row[1].strip(): row[2].strip().replace("\\|", "|") for row in rows if len(row) == 4}
+
+
+def find_sources(path: Path) -> list[RunRecords]:
+    """Return the records of a run, or of every run in a folder of runs.
+
+    Args:
+        path: A metrics file, the folder of a run, or a folder with folders of runs.
 
     Raises:
-        DataError: There is none.
+        DataError: There are none.
     """
     if path.is_file():
-        return path
+        return [MetricsFile(path.resolve().parent.name, path)]
     if not path.is_dir():
         raise DataError(f"{path}: no such file or folder")
-    found = sorted(
-        file for pattern in _PATTERNS for file in path.glob(pattern) if _is_metrics(file)
+    name = path.resolve().name
+    for find in (_find_metrics, _find_events):
+        sources = find(path, name) or [
+            source
+            for folder in sorted(path.iterdir())
+            if folder.is_dir()
+            for source in find(folder, folder.name)
+        ]
+        if len(sources) == 1:
+            sources[0].history.name = name
+        if sources:
+            return sources
+    raise DataError(
+        f"{path}: no metrics: train with --metrics-jsonl {path / 'metrics.jsonl'} or "
+        f"--tensorboard-dir {path} to write them"
     )
-    if not found:
-        raise DataError(
-            f"{path}: no metrics: train with --metrics-jsonl {path / 'metrics.jsonl'} to write them"
-        )
-    return found[0]
+
+
+def _find_metrics(folder: Path, name: str) -> list[RunRecords]:
+    found = [file for file in sorted(folder.glob("*.jsonl")) if _is_metrics(file)]
+    if len(found) == 1:
+        return [MetricsFile(name, found[0])]
+    return [MetricsFile(f"{name}/{file.name}", file) for file in found]
+
+
+def _find_events(folder: Path, name: str) -> list[RunRecords]:
+    return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
 
 
 def _is_metrics(path: Path) -> bool:
@@ -75,31 +202,23 @@ def _is_metrics(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             History("").add(json.loads(file.readline()))
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-        AttributeError,
-    ):
+    except (OSError, *_MALFORMED):
         return False
     return True
 
 
-def read_run(path: Path) -> History:
-    """Return the history of a run.
+def open_runs(paths: list[Path]) -> list[RunRecords]:
+    """Return the sources of all runs, read once.
 
     Raises:
-        DataError: The folder has no metrics, or they are empty.
+        DataError: A folder has no metrics, or a run has none yet.
     """
-    metrics = find_metrics(path)
-    history = History(path.resolve().name if path.is_dir() else path.resolve().parent.name)
-    history.sources.append(str(metrics))
-    file = MetricsFile(metrics, history)
-    file.read()
-    history.damaged += file.rest > 0
-    if not history.curves:
-        raise DataError(f"{metrics}: no record of an iteration: train for at least one iteration")
-    return history
+    sources = [source for path in paths for source in find_sources(path)]
+    for source in sources:
+        source.read()
+        if not source.history.curves:
+            raise DataError(
+                f"{', '.join(source.history.sources)}: no record of an iteration yet: try again "
+                "after the first one"
+            )
+    return sources

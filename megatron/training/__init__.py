@@ -8,6 +8,7 @@ The modules, in the order in which a run uses them:
     step           one update: accumulates and averages gradients, changes weights, reads losses
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
+    run_start      all settings and facts of a run, for the records that callbacks write
     checkpointing  saves the state of a run and restores it
 
 `recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.

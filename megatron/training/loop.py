@@ -54,7 +54,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     if run.operation_clock is not None:
         callbacks.append(PipelineBubble(run.operation_clock, writers))
     if config.checkpoint.save:
-        callbacks.append(Checkpoints())
+        callbacks.append(Checkpoints(scalars))
     if config.evaluation.eval_iters:
         callbacks.append(Evaluation(scalars))
     return callbacks, scalars

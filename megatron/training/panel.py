@@ -30,19 +30,24 @@ def start_panel(run: Run, seconds: float) -> str:
         run: The run, after its checkpoint has been loaded.
         seconds: The time that the set-up took, in seconds.
     """
+    rows = [*start_rows(run), ("set up in", f"{seconds:.1f} s")]
+    return format_panel(f"{run.recipe.program}: {run.train_iterations:,} iterations", rows)
+
+
+def start_rows(run: Run) -> list[PanelRow]:
+    """Return the rows of all decisions and their reasons, after the checkpoint has been loaded."""
     config = run.config
     rows = device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0]))
     if config.training.cuda_graph_impl != "none":
         first = config.training.cuda_graph_warmup_steps + 1
         rows.append(("passes", f"recorded in iteration {first}, then replayed (--cuda-graph-impl)"))
-    rows += [
+    return [
+        *rows,
         *size_rows(config, run.layout.world.size, run.plan, memory=run.device.total_memory()),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
         ("checkpoints", _describe_checkpoints(run)),
-        ("set up in", f"{seconds:.1f} s"),
     ]
-    return format_panel(f"{run.recipe.program}: {run.train_iterations:,} iterations", rows)
 
 
 def _describe_data(run: Run) -> str:

@@ -14,8 +14,13 @@ import pytest
 from megatron.command import run_command
 from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.command import build_parser, run
-from megatron.report.history import Curve
-from megatron.report.sources import read_run
+from megatron.report.history import Curve, History
+from megatron.report.sources import open_runs
+
+
+def read_run(folder: Path) -> History:
+    (source,) = open_runs([folder])
+    return source.history
 
 
 def record(iteration: int, **more: object) -> dict[str, object]:
@@ -90,7 +95,7 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
 def test_damaged_and_half_written_lines_are_counted(tmp_path):
     folder = write_run(tmp_path / "run", [record(1)], 'x\n[1]\n{"iteration": 2, "lm l')
     history = read_run(folder)
-    assert history.damaged == 3
+    assert (history.damaged, history.incomplete) == (2, True)
     assert list(history.curves["lm loss"].iterations) == [1]
 
 
@@ -99,7 +104,7 @@ def test_damaged_and_half_written_lines_are_counted(tmp_path):
     [
         (lambda folder: None, "no such file or folder"),
         (lambda folder: folder.mkdir(), "no metrics: train with --metrics-jsonl"),
-        (lambda folder: write_run(folder, [{"iteration": 1}]), "no record of an iteration"),
+        (lambda folder: write_run(folder, [{"iteration": 1}]), "no record of an iteration yet"),
     ],
 )
 def test_a_run_without_metrics_is_an_error_with_the_remedy(tmp_path, capsys, make, message):
@@ -167,5 +172,5 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert report(folder) == 0
     assert (folder / "report.html").stat().st_size < 1e6
-    charts = make_charts([read_run(folder)])
+    charts, _ = make_charts([read_run(folder)])
     assert len(charts) == 42

@@ -16,6 +16,7 @@ from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
+from megatron.training.run_start import RunStart
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_t5 import T5Recipe
@@ -45,12 +46,20 @@ class Recorder:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.loads: dict[int, ExpertLoad] = {}
+        self.starts: list[RunStart] = []
+        self.events: list[tuple[int, str, str]] = []
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
         self.records.append({"iteration": iteration, "consumed samples": samples, **scalars})
 
     def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
         self.loads[iteration] = load
+
+    def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
+        self.starts.append(start)
+
+    def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
+        self.events.append((iteration, kind, text))
 
     def close(self) -> None:
         pass

@@ -233,10 +233,118 @@ function drawSummary() {
   byId("summary").replaceChildren(table(["Run", ...names], rows));
 }
 
+function section(title, ...children) {
+  return element("section", { "aria-label": title }, element("h2", {}, title), ...children);
+}
+
+// The name of a run in front of something of its own, where there are several.
+function ofRun(title, run) {
+  return state.data.runs.length > 1 ? `${title}: ${run.name}` : title;
+}
+
+function eventSection(run) {
+  if (!run.events.length) return [];
+  const rows = [...run.events].reverse().map((event) => ({
+    cells: [
+      event.kind, event.iteration.toLocaleString("en"),
+      event.time == null ? null : new Date(event.time * 1000).toISOString().slice(0, 19).replace("T", " "),
+      event.text,
+    ],
+    kind: { failure: "bad", "skipped update": "bad", "failed checkpoint": "bad" }[event.kind],
+  }));
+  const counts = Object.entries(run.eventCounts).map(([kind, count]) => `${kind}: ${count.toLocaleString("en")}`).join(", ");
+  const all = Object.values(run.eventCounts).reduce((sum, count) => sum + count, 0);
+  const older = all > rows.length ? `. Only the last ${rows.length} are listed` : "";
+  const list = table(["Event", "Iteration", "Time (UTC)", "Details"], rows);
+  list.classList.add("tall");
+  list.tabIndex = 0;
+  return [section(ofRun("Events", run), element("p", { class: "note" }, counts + older), list)];
+}
+
+// Colours of the heat map: white is an even share, as in the picture for TensorBoard.
+function warmth(load) {
+  const value = Math.log(Math.min(4, Math.max(0.25, load))) / Math.log(4);
+  const pale = Math.round(255 * (1 - Math.abs(value)));
+  return value > 0 ? `rgb(255 ${pale} ${pale})` : `rgb(${pale} ${pale} 255)`;
+}
+
+function expertSection(run) {
+  const layers = Object.entries(run.expertLoad);
+  if (!layers.length) return [];
+  const svg = (name, attributes) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return made;
+  };
+  const size = 16, left = 60, widest = Math.max(...layers.map(([, loads]) => loads.length));
+  const width = left + widest * size, height = layers.length * size;
+  const low = Math.min(...layers.map(([, loads]) => Math.min(...loads)));
+  const high = Math.max(...layers.map(([, loads]) => Math.max(...loads)));
+  const text = `Between ${short(low)} and ${short(high)} even shares of the tokens. White is an even share, ` +
+    "red is more and blue is less. One row per layer, one square per expert.";
+  const map = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": text });
+  layers.forEach(([layer, loads], row) => {
+    const name = svg("text", { x: 0, y: row * size + 12, "font-size": 11, fill: "currentColor" });
+    name.append(`layer ${layer}`);
+    map.append(name);
+    loads.forEach((load, expert) => {
+      const square = svg("rect", { x: left + expert * size, y: row * size, width: size - 1, height: size - 1, fill: warmth(load) });
+      const title = svg("title", {});
+      title.append(`layer ${layer}, expert ${expert}: ${short(load)}`);
+      square.append(title);
+      map.append(square);
+    });
+  });
+  return [section(ofRun("Load of the experts at the last log line", run), element("p", { class: "note" }, text),
+    element("div", { class: "table", tabindex: 0 }, map))];
+}
+
+// One table of all runs. What differs between them comes first, and is marked; so does what
+// `isFirst` names, without a mark.
+function comparison(title, name, tablesOf, isFirst, note) {
+  const runs = state.data.runs, tables = runs.map(tablesOf);
+  const keys = [...new Set(tables.flatMap((values) => Object.keys(values)))];
+  if (!keys.length) return [];
+  const differs = (key) => tables.some((values) => values[key] !== tables[0][key]);
+  const rows = keys.map((key) => ({
+    cells: [key, ...tables.map((values) => values[key])],
+    kind: runs.length > 1 && differs(key) ? "changed" : "",
+    first: (runs.length > 1 && differs(key)) || isFirst(key),
+  }));
+  const head = [name, ...(runs.length > 1 ? runs.map((run) => run.name) : ["Value"])];
+  const first = rows.filter((row) => row.first), rest = rows.filter((row) => !row.first);
+  const others = rest.length
+    ? [element("details", {}, element("summary", {}, `${rest.length} others`), table(head, rest))] : [];
+  return [section(title, ...(note ? [element("p", { class: "note" }, note)] : []),
+    ...(first.length ? [table(head, first)] : []), ...others)];
+}
+
+function drawSections() {
+  const runs = state.data.runs;
+  const changed = new Set(runs.flatMap((run) => run.changed));
+  const files = runs.map((run) => ({
+    cells: [run.sources.join(", "), run.damaged ? `${run.damaged} damaged or unfinished records were skipped` : "no damage"],
+    kind: run.damaged ? "bad" : "",
+  }));
+  const constants = Object.entries(state.data.constants).map(([tag, value]) => `${tag} ${short(value)}`);
+  const open = [...byId("sections").querySelectorAll("details")].map((details) => details.open);
+  byId("sections").replaceChildren(
+    ...runs.flatMap(expertSection),
+    ...runs.flatMap(eventSection),
+    ...comparison("Facts", "Fact", (run) => run.facts, () => true),
+    ...comparison("Settings", "Flag", (run) => run.settings, (key) => changed.has(key),
+      "Those that differ from their defaults, because they were given or follow from others, come first."),
+    section("Files", table(["File", "State"], files),
+      ...(constants.length ? [element("p", { class: "note" }, `The same in all iterations: ${constants.join(", ")}`)] : [])),
+  );
+  [...byId("sections").querySelectorAll("details")].forEach((details, i) => { details.open = open[i] || false; });
+}
+
 function draw() {
   offerAxes();
   drawSummary();
   drawCharts();
+  drawSections();
 }
 
 for (const id of ["axis", "smoothing", "log"]) byId(id).addEventListener("input", drawCharts);

@@ -11,6 +11,7 @@ from megatron.command import say
 from megatron.errors import ConfigError, StorageError
 from megatron.training import checkpointing
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
@@ -28,8 +29,13 @@ class Checkpoints(Callback):
     and at the end are never in the background. Saves precede evaluation.
     """
 
-    def __init__(self) -> None:
-        """Create the callback without a background save."""
+    def __init__(self, scalars: Scalars) -> None:
+        """Create the callback without a background save.
+
+        Args:
+            scalars: The callback that records events.
+        """
+        self._scalars = scalars
         self._background: BackgroundSaver | None = None
         self._step_began = 0.0
         self._is_advised = False
@@ -66,6 +72,7 @@ class Checkpoints(Callback):
         with run.timers.measure("save-checkpoint"):
             if not self._settle(run) or is_last or self._background is None:
                 checkpointing.save_run(run)
+                how = f"saved in {time.perf_counter() - since:.2f} s"
             else:
                 self._background.start(
                     run.progress.iteration,
@@ -73,6 +80,8 @@ class Checkpoints(Callback):
                     checkpointing.meta_of(run),
                     since=since,
                 )
+                how = "saving in the background"
+        self._scalars.event(run, "checkpoint", how)
         if not self._is_advised and not is_last and run.layout.world.rank == 0:
             self._is_advised = True
             line = advice(
@@ -93,8 +102,9 @@ class Checkpoints(Callback):
             say("  waiting for the previous background save: only one can run at a time")
         try:
             self._background.wait()
-        except StorageError:
-            return False  # `_report` has said why
+        except StorageError:  # `_report` has said why
+            self._scalars.event(run, "failed checkpoint", "the previous one remains the newest")
+            return False
         return True
 
     def on_failure(self, run: Run) -> None:

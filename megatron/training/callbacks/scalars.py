@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,10 @@ from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.log_line import perplexity, update_figures
 from megatron.training.run import Run
+from megatron.training.run_start import RunStart
 from megatron.training.step import StepOutcome
+
+_LONGEST_ERROR = 2000  # characters
 
 
 class Writer(Protocol):
@@ -40,6 +44,12 @@ class Writer(Protocol):
 
     def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
         """Write the load of the experts since the last log line."""
+
+    def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
+        """Write what the run is, once training starts or is resumed."""
+
+    def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
+        """Write that something happened: its kind, such as "checkpoint", and details."""
 
     def close(self) -> None:
         """Write any remaining data and close the files."""
@@ -70,6 +80,16 @@ class TensorBoardWriter:
         with writing_to("--tensorboard-dir", self._folder):
             picture = load.picture()
             self._writer.add_image("expert-load", picture, iteration, dataformats="HWC")
+
+    def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
+        """Add the settings and facts as tables."""
+        with writing_to("--tensorboard-dir", self._folder):
+            self._writer.add_text("settings", start.tables(), iteration)
+
+    def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
+        """Add a line of text."""
+        with writing_to("--tensorboard-dir", self._folder):
+            self._writer.add_text("events", f"{kind}: {text}", iteration)
 
     def close(self) -> None:
         """Close the event file."""
@@ -127,6 +147,12 @@ class WandbWriter:
         """Log the load of the busiest and the least busy expert of each layer."""
         self.write(load.scalars(), iteration, samples)
 
+    def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
+        """Do nothing: the settings were given to `init`, and the package records versions."""
+
+    def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
+        """Do nothing: the package keeps the log, which has these lines."""
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
@@ -136,8 +162,10 @@ class JsonLinesWriter:
     """A file with one JSON object per iteration or evaluation, with floats in full precision.
 
     Objects are appended, so that a resumed run continues the same file. "time" is in seconds since
-    1970. The evaluation at the end of training has "end of training": true, which distinguishes it
-    from a regular evaluation at the same iteration.
+    1970. Objects with "event" say what happened: "start", with all settings, "checkpoint", "failed
+    checkpoint", "skipped update", "skipped iteration", "end" or "failure". The evaluation at the
+    end of training has "end of training": true, which distinguishes it from a regular evaluation at
+    the same iteration.
     """
 
     def __init__(self, path: str) -> None:
@@ -163,6 +191,14 @@ class JsonLinesWriter:
     def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
         """Append a line with one field, "expert load": each expert's load by layer."""
         self._append({"expert load": load.compact()}, iteration, samples)
+
+    def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
+        """Append a line with everything about the run."""
+        self._append({"event": "start", **start.record()}, iteration, samples)
+
+    def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
+        """Append a line with the event."""
+        self._append({"event": kind, "text": text}, iteration, samples)
 
     def _append(self, fields: Mapping[str, Any], iteration: int, samples: int) -> None:
         """Append a whole line, or nothing if the disk is full."""
@@ -202,7 +238,8 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 class Scalars(Callback):
     """A callback that writes scalars at `--tensorboard-log-interval` and after evaluations.
 
-    It also writes the load of the experts, at iterations with a log line.
+    It also writes what the run is, events, and the load of the experts at iterations with a log
+    line.
 
     Args:
         writers: The writers, an empty sequence on ranks that do not log.
@@ -215,6 +252,12 @@ class Scalars(Callback):
         self._start = 0.0
         self._resets = self._timed = 0
 
+    def on_start(self, run: Run) -> None:
+        """Write what the run is."""
+        if self._writers:
+            start = RunStart.of(run)
+            self._write_to_all(lambda writer, *when: writer.write_start(start, *when), run)
+
     def before_step(self, run: Run) -> None:
         """Start the clock."""
         self._start = time.perf_counter()
@@ -226,6 +269,11 @@ class Scalars(Callback):
         load = outcome.expert_load
         if load is not None:
             self._write_to_all(lambda writer, *when: writer.write_expert_load(load, *when), run)
+        if not outcome.applied:
+            reason = "the loss or the gradients were not finite"
+            if outcome.overflow:
+                reason = f"the loss scale {outcome.loss_scale:g} was too high"
+            self.event(run, "skipped update", reason)
         if run.timers.resets != self._resets:
             self._resets, self._timed = run.timers.resets, 0
         self._timed += 1
@@ -246,6 +294,23 @@ class Scalars(Callback):
                 "throughput": outcome.flops / of_all / 1e12,  # Megatron's: TFLOP/s per GPU
             }
             self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times)
+
+    def after_skipped(self, run: Run) -> None:
+        """Write that the iteration was skipped."""
+        self.event(run, "skipped iteration", "--iterations-to-skip")
+
+    def on_end(self, run: Run, leave: Leave | None) -> None:
+        """Write why training ended."""
+        self.event(run, "end", "training is complete" if leave is None else leave.reason)
+
+    def on_failure(self, run: Run) -> None:
+        """Write the error that ends training."""
+        error = sys.exception()
+        self.event(run, "failure", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+
+    def event(self, run: Run, kind: str, text: str) -> None:
+        """Write that something happened."""
+        self._write_to_all(lambda writer, *when: writer.write_event(kind, text, *when), run)
 
     def after_evaluation(
         self, run: Run, split: str, losses: Mapping[str, float], *, at_end_of_training: bool
