@@ -115,6 +115,11 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def name_ranks() -> None:
+    """Let torchrun's --tee begin each line with the rank, and not with the rank on its machine."""
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+
+
 def leave_message(text: str) -> None:
     """Pass the reason for this process's failure to torchrun, for its final report.
 

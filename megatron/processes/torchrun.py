@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron.errors import EXIT_SAVED_ON_SIGNAL, say_on_stderr
+from megatron.processes.launch import name_ranks
 
 # torchrun ends at once on these; on SIGTERM it would too.
 _SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
@@ -31,7 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
         killed it.
     """
     signal.signal(signal.SIGTERM, _pass_on)
-    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")  # of --tee
+    name_ranks()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
