@@ -185,6 +185,15 @@ def _check_torchrun(words: list[str]) -> None:
     _check_pretrain(words, int(options.nproc_per_node) * int(nodes))
 
 
+def _check_deepspeed(words: list[str]) -> None:
+    """Of DeepSpeed's launcher, whose options before the script each have a value."""
+    script = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    options = dict(zip(words[:script:2], words[1:script:2], strict=True))
+    assert options.keys() <= {"--num_gpus", "--num_nodes", "--hostfile", "--master_port"}
+    nodes, gpus = options.get("--num_nodes", 1), options.get("--num_gpus", 8)
+    _check_pretrain(words[script:], int(nodes) * int(gpus))
+
+
 def _check_tensorboard(words: list[str]) -> None:
     assert words[0] == "--logdir"
     assert shutil.which("tensorboard", path=_environment()["PATH"])
@@ -192,6 +201,7 @@ def _check_tensorboard(words: list[str]) -> None:
 
 _CHECKS = {
     "curl": _check_curl,
+    "deepspeed": _check_deepspeed,
     "make": _check_make,
     "pip": _check_pip,
     "python": _check_python,

@@ -1,16 +1,19 @@
-"""Write the tables of flags into a document: `python -m megatron.config docs/compatibility.md`.
+"""Write the tables of flags and keys into a document: `python -m megatron.config docs/FILE.md`.
 
-The tables come from the code that reads the flags.
+The tables come from the code that reads the flags: those of flags for docs/compatibility.md, those
+of DeepSpeed's keys for docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from megatron.config.arguments import default_text, title_of
+from megatron.config.deepspeed import key_table
 from megatron.config.fields import Field, fields_of
 from megatron.config.other_flags import other_flags
 from megatron.config.run import sections
@@ -19,11 +22,36 @@ BEGIN = "<!-- flags: written by `python -m megatron.config`, do not edit -->"
 END = "<!-- end of flags -->"
 
 
+KEYS_BEGIN = "<!-- keys: written by `python -m megatron.config`, do not edit -->"
+KEYS_END = "<!-- end of keys -->"
+
+
 def insert_tables(document: str) -> str:
-    """Return the document with the current tables between its two markers."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{flag_tables()}\n{END}{after}"
+    """Return the document with the current tables between the markers that it has."""
+    for begin, end, tables in ((BEGIN, END, flag_tables), (KEYS_BEGIN, KEYS_END, key_tables)):
+        before, _, rest = document.partition(begin)
+        _, mark, after = rest.partition(end)
+        if mark:
+            document = f"{before}{begin}\n\n{tables()}\n{end}{after}"
+    return document
+
+
+def key_tables() -> str:
+    """Return Markdown tables of DeepSpeed's keys: translated, without effect, and refused."""
+    table = key_table()
+    lines = ["### Read as flags\n"]
+    lines += _table(("Key", "Flag"), [(f"`{key}`", flag) for key, flag in table.translated.items()])
+    for is_refused, title in ((False, "### Accepted without effect\n"), (True, "### Refused\n")):
+        rows: dict[str, list[str]] = {}
+        for key, answer in table.answers.items():
+            if answer.is_refused == is_refused:
+                default = "" if answer.default in (None, {}) else f" ({json.dumps(answer.default)})"
+                rows.setdefault(answer.reason, []).append(f"`{key}`{default}")
+        lines += [title, "In parentheses: DeepSpeed's default, which asks for nothing.\n"]
+        lines += _table(
+            ("Keys", "Answer"), [(", ".join(keys), text) for text, keys in rows.items()]
+        )
+    return "\n".join(lines)
 
 
 def flag_tables() -> str:
@@ -112,7 +140,7 @@ def main() -> None:
         page = path.read_text(encoding="utf-8")
     except OSError as error:
         parser.error(f"{path}: {error.strerror}")
-    if END not in page.partition(BEGIN)[2]:
+    if END not in page.partition(BEGIN)[2] and KEYS_END not in page.partition(KEYS_BEGIN)[2]:
         parser.error(f"{path}: the two markers are missing:\n{BEGIN}\n{END}")
     path.write_text(insert_tables(page), encoding="utf-8")
 

@@ -10,16 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.__main__ import BEGIN, END, insert_tables
+from megatron.config.__main__ import BEGIN, END, KEYS_BEGIN, KEYS_END, insert_tables
+from megatron.config.deepspeed import key_table
 from megatron.config.other_flags import other_flags
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+_DEEPSPEED = _DOCUMENT.with_name("deepspeed.md")
 _FLAGS = Path(__file__).with_name("megatron_flags.json")
 
 
-def test_the_document_is_up_to_date() -> None:
-    text = _DOCUMENT.read_text(encoding="utf-8")
-    assert insert_tables(text) == text, "run: python -m megatron.config docs/compatibility.md"
+@pytest.mark.parametrize("page", [_DOCUMENT, _DEEPSPEED], ids=lambda page: page.name)
+def test_the_document_is_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert insert_tables(text) == text, f"run: python -m megatron.config docs/{page.name}"
+
+
+def test_the_page_of_deepspeed_has_every_key() -> None:
+    text = _DEEPSPEED.read_text(encoding="utf-8")
+    assert (text.count(KEYS_BEGIN), text.count(KEYS_END)) == (1, 1)
+    listed = set(re.findall(r"`([\w.]+)`", text.partition(KEYS_BEGIN)[2].partition(KEYS_END)[0]))
+    assert {*key_table().translated, *key_table().answers} <= listed
 
 
 def test_the_table_has_every_flag_of_megatron() -> None:

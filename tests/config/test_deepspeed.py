@@ -372,7 +372,8 @@ for name in ("TRAIN_BATCH_SIZE", "TRAIN_MICRO_BATCH_SIZE_PER_GPU", "GRADIENT_ACC
     "MEMORY_BREAKDOWN", "USE_DATA_BEFORE_EXPERT_PARALLEL", "SPARSE_ATTENTION", "CHECKPOINT",
     "DATA_TYPES", "DATALOADER_DROP_LAST", "PROGRESSIVE_LAYER_DROP", "AMP", "VOCABULARY_SIZE",
     "BFLOAT16", "BFLOAT16_OLD", "FP16"):
-    print("KEY", getattr(constants, name))
+    if hasattr(constants, name):  # some versions define a few of them elsewhere
+        print("KEY", getattr(constants, name))
 """
 
 

@@ -1,0 +1,91 @@
+"""A run under DeepSpeed's launcher: as its package starts it, and as it would."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron.environment import local_world_size
+from megatron.processes.launch import Launch, placed, read_launch
+from tests.launch import run_ranks
+from tests.ports import free_port
+from tests.repository import ROOT
+
+_FLAGS = (
+    "--config examples/gpt_tiny.yaml --deepspeed "
+    "--deepspeed_config examples/deepspeed/gpt_tiny.json "
+    "--zero-stage 1 --no-pipeline-parallel --train-iters 2 --eval-iters 0"
+).split()
+
+
+def losses(text: str) -> list[str]:
+    """The losses of a run's log, which must be one of two processes."""
+    assert "2 processes: TP 1, CP 1, DP 2, PP 1" in text
+    return re.findall(r"lm loss: (\S+)", text)
+
+
+@pytest.fixture
+def expected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The losses under torchrun."""
+    monkeypatch.chdir(ROOT)
+    done = run_ranks(["pretrain_gpt.py", *_FLAGS], dict(os.environ), 2)
+    assert done.returncode == 0, done.stdout
+    return losses(done.stdout)
+
+
+def test_its_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    variables |= {"CROSS_RANK": "1", "CROSS_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch(5, 8, 1, 4)
+    assert placed(read_launch(), 1).machine == range(4, 8)
+    assert local_world_size() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's comes first
+    assert local_world_size() == 2
+
+
+def test_a_run_as_the_launcher_starts_it(expected: list[str]) -> None:
+    """With its variables and the flag that it puts before the others."""
+    common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-u", "pretrain_gpt.py", f"--local_rank={rank}", *_FLAGS],
+            cwd=ROOT,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    text, other = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], text + other
+    assert losses(text + other) == expected
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: pip install deepspeed",
+)
+def test_a_run_under_the_launcher_itself(expected: list[str]) -> None:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    launcher += ["--master_port", str(free_port())]
+    done = subprocess.run(
+        [*launcher, "pretrain_gpt.py", *_FLAGS],
+        cwd=ROOT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(done.stdout) == expected
