@@ -68,6 +68,10 @@ class SavedSchedule(TypedDict, total=False):
     lr_warmup_tokens: _Samples
     lr_decay_tokens: _Samples
     lr_in_tokens: bool
+    lr_range_test_step_size: _Samples
+    lr_range_test_step_rate: float | None
+    lr_range_test_staircase: bool
+    lr_range_test_exponential: bool
     end_iter: _Samples
     decay_steps: _Samples
     lr_decay_style: str | None

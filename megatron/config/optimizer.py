@@ -21,6 +21,9 @@ _WARMS_UP = Need(
 )
 _DECOUPLED = Need(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
+_RANGE = Need(
+    lambda run: run.schedule.lr_decay_style == "range-test", "--lr-decay-style range-test"
+)
 _WSD = Need(lambda run: run.schedule.lr_decay_style == "WSD", "--lr-decay-style WSD")
 
 
@@ -62,11 +65,19 @@ class ScheduleConfig:
 
     Attributes:
         lr: Peak learning rate.
-        lr_decay_style: Shape of the learning-rate decay.
+        lr_decay_style: Shape of the learning-rate decay; range-test only raises the rate.
         lr_wsd_decay_style: With --lr-decay-style WSD (warm-up, stable, decay): shape of the decay
             at the end.
         lr_wsd_decay_iters: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
+        lr_range_test_min_lr: First learning rate of a range test, which raises it without end, to
+            find the largest one with which a network learns. --lr is then not needed.
+        lr_range_test_step_size: Iterations in which a range test raises the rate by one step.
+        lr_range_test_step_rate: Height of a step of a range test, in multiples of the first rate.
+        lr_range_test_staircase: Raise the rate of a range test once at the end of each step. Off:
+            in every iteration.
+        lr_range_test_exponential: Let each step of a range test multiply the rate by 1 +
+            --lr-range-test-step-rate, so that every order of magnitude takes equally long.
         lr_decay_iters: Length of the decay. Default: the whole run.
         lr_decay_samples: Length of the decay. Default: the whole run.
         lr_decay_tokens: Length of the decay, counted over all tokens read. Default: --train-tokens,
@@ -88,9 +99,14 @@ class ScheduleConfig:
     lr: float | None = flag(None, required="required", at_least=0)
     lr_decay_style: str = flag(
         "linear",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD", "range-test"),
         is_common=True,
     )
+    lr_range_test_min_lr: float = flag(1e-3, above=0, requires=_RANGE)
+    lr_range_test_step_size: int = flag(2000, unit="iterations", at_least=1, requires=_RANGE)
+    lr_range_test_step_rate: float = flag(1.0, above=0, requires=_RANGE)
+    lr_range_test_staircase: bool = flag(False, requires=_RANGE)
+    lr_range_test_exponential: bool = flag(False, requires=_RANGE)
     lr_wsd_decay_style: str = flag(
         "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), requires=_WSD
     )
@@ -122,6 +138,8 @@ class ScheduleConfig:
         Args:
             training: The options that set the length of the run.
         """
+        if self.lr_decay_style == "range-test":
+            return False  # its steps are iterations
         if self.lr_decay_tokens is not None or self.lr_warmup_tokens:
             return True
         return training.train_tokens is not None and not training.has_count

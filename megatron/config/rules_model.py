@@ -39,7 +39,7 @@ def required(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each flag that every training run must have and that is missing."""
     paths = [f"model.{name}" for name in _REQUIRED]
     paths += ["data.seq_length", "training.micro_batch_size"]
-    if not config.training.skip_train:
+    if not config.training.skip_train and config.schedule.lr_decay_style != "range-test":
         paths.append("schedule.lr")
     values = flatten(config)
     for path in paths:

@@ -10,6 +10,7 @@ from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions, field_at, flatten
 
 _RAMP_WORDS = 3
+_UNITS = ("iters", "samples", "tokens")
 _COUNTABLE = 2**63 - 1  # the limit for the number of samples in a dataset
 _MOST_PASSES = 2**20  # per update, because a pipeline's schedule lists all of them
 
@@ -70,6 +71,8 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     if iters == 0 and not training.skip_train:
         yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
+    if schedule.lr_decay_style == "range-test":
+        return  # they have no effect
     if schedule.in_tokens(training):
         yield from _lengths_in_tokens(config)
         return
@@ -123,6 +126,9 @@ def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
 def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each contradiction among the learning-rate flags."""
     schedule = config.schedule
+    if schedule.lr_decay_style == "range-test":
+        yield from _range_test(config)
+        return
     for low, high in (
         ("min_lr", "lr"),
         ("decoupled_min_lr", "decoupled_lr"),
@@ -146,6 +152,35 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def _range_test(config: RunOptions) -> Iterator[str]:
+    """Yield an error for each flag that a range test of the learning rate does not allow."""
+    schedule, training = config.schedule, config.training
+    shown = "--lr-decay-style range-test cannot be combined with"
+    if schedule.decoupled_lr is not None:
+        yield f"{shown} --decoupled-lr {schedule.decoupled_lr:g}: it tries a single rate: drop one"
+    if training.rampup_batch_size is not None:
+        yield f"{shown} --rampup-batch-size: its steps are equal numbers of iterations: drop one"
+    kind = config.checkpoint.ckpt_format
+    if config.checkpoint.save is not None and kind != "native":
+        yield f"{shown} --ckpt-format {kind}: Megatron-LM has no such schedule: use native"
+
+
+def range_test_only(config: RunOptions) -> Iterator[str]:
+    """Yield a notice if flags of the learning rate have no effect in a range test."""
+    schedule = config.schedule
+    if schedule.lr_decay_style != "range-test":
+        return
+    lengths = [f"lr_{part}_{unit}" for part in ("warmup", "decay") for unit in _UNITS]
+    names = ["lr", "min_lr", "lr_warmup_fraction", "lr_warmup_init", *lengths]
+    given = [
+        field_at(f"schedule.{name}").spell(getattr(schedule, name))
+        for name in names
+        if getattr(schedule, name) != field_at(f"schedule.{name}").default
+    ]
+    if given:
+        yield f"{', '.join(given)}: no effect with --lr-decay-style range-test"
+
+
 def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if --lr-decay-style WSD lacks the length of its final decay."""
     schedule = config.schedule
@@ -165,8 +200,10 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     its ramp-up matters.
     """
     schedule, training = config.schedule, config.training
+    if schedule.lr_decay_style == "range-test":
+        return
     fraction = schedule.lr_warmup_fraction
-    for unit in ("iters", "samples", "tokens"):
+    for unit in _UNITS:
         warmup, decay = (getattr(schedule, f"lr_{part}_{unit}") for part in ("warmup", "decay"))
         if warmup > 0 and fraction is not None:
             yield (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import cos, isfinite, pi, sqrt
+from math import cos, exp, floor, isfinite, log, pi, sqrt
 from typing import Any
 
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -37,6 +37,13 @@ class LearningRateSchedule:
         anneal_style: Shape of that decay: "exponential", "linear", "cosine" or "minus_sqrt"; `None`
             with other styles.
         in_tokens: Whether all lengths are in tokens instead of samples.
+        step: With style "range-test" (Smith, "A disciplined approach to neural network
+            hyper-parameters", 2018), which only raises the rate: length in samples of a step;
+            `None` with other styles.
+        step_rate: Height of a step in multiples of `minimum`, the first rate; `None` with other
+            styles.
+        staircase: Whether the rate stays the same within a step.
+        exponential: Whether a step multiplies the rate by 1 + `step_rate` instead of adding.
     """
 
     peak: float
@@ -48,9 +55,15 @@ class LearningRateSchedule:
     anneal: float | None = None
     anneal_style: str | None = None
     in_tokens: bool = False
+    step: float | None = None
+    step_rate: float | None = None
+    staircase: bool = False
+    exponential: bool = False
 
     def at(self, samples: float) -> float:
         """Return the learning rate of the next update after `samples` consumed samples."""
+        if self.style == "range-test":
+            return self._range_test_at(samples)
         if self.warmup > 0 and samples <= self.warmup:
             return self.initial + (self.peak - self.initial) * samples / self.warmup
         if self.style == "constant":
@@ -66,6 +79,20 @@ class LearningRateSchedule:
             begin, shape = self.decay - self.anneal, self.anneal_style
         done = max(0.0, (samples - begin) / (self.decay - begin))
         return self.minimum + _SHAPES[shape](done) * (self.peak - self.minimum)
+
+    def _range_test_at(self, samples: float) -> float:
+        assert self.step is not None, "given by flags, or by the checkpoint"
+        assert self.step_rate is not None, "given by flags, or by the checkpoint"
+        steps = samples / self.step
+        if self.staircase:
+            steps = floor(steps)
+        if not self.exponential:
+            return self.minimum * (1 + self.step_rate * steps)
+        power = steps * log(1 + self.step_rate)
+        return self.minimum * exp(min(power, _LARGEST_POWER))
+
+
+_LARGEST_POWER = 200.0  # of e; a rate far beyond use, so that no long test overflows
 
 
 # Share of the way from minimum to peak, by the share of the decay that is done (0 to 1).
@@ -143,7 +170,8 @@ class Schedules:
             global_batch: Full global batch size, which converts iterations to samples.
             seq_length: Tokens of a whole sample, which convert samples to tokens.
         """
-        assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
+        is_test = schedule.lr_decay_style == "range-test"
+        assert schedule.lr is not None or is_test or training.skip_train, "a rule requires a rate"
         run = _samples(training.train_iters, training.train_samples, global_batch)
         decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
@@ -151,16 +179,23 @@ class Schedules:
         if in_tokens:
             run = training.train_tokens or run and run * seq_length
             decay, warmup = schedule.lr_decay_tokens, schedule.lr_warmup_tokens
+        if run is None and training.train_tokens is not None:
+            run = -(-training.train_tokens // seq_length)
         assert run is not None, "the checks require a length"
         decay = run if decay is None else decay
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
-        assert warmup <= decay or training.skip_train, "the checks refuse a longer warm-up"
+        assert warmup <= decay or is_test or training.skip_train, "the checks refuse it"
         anneal = None
         if schedule.lr_decay_style == "WSD" and not training.skip_train:
             lengths = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
             anneal = _samples(*lengths, global_batch)
             assert anneal is not None, "the checks require a length"
+        if is_test:
+            return cls(
+                _range_test(schedule, global_batch),
+                _weight_decay(optimizer, run),
+            )
         learning_rate = LearningRateSchedule(
             peak=schedule.lr or 0.0,
             minimum=schedule.min_lr,
@@ -172,11 +207,9 @@ class Schedules:
             anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
             in_tokens=in_tokens,
         )
-        ends = optimizer.start_weight_decay, optimizer.end_weight_decay
-        start, end = (optimizer.weight_decay if value is None else value for value in ends)
         return cls(
             learning_rate,
-            WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style),
+            _weight_decay(optimizer, run),
             _decoupled(learning_rate, schedule.decoupled_lr, schedule.decoupled_min_lr),
         )
 
@@ -230,6 +263,12 @@ class Schedules:
                 "the checkpoint has a WSD schedule but does not record the decay at its end: "
                 "give --lr-decay-style WSD with --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
+        rate = other.learning_rate
+        if rate.style == "range-test" and not (rate.step and rate.step_rate):
+            raise CheckpointError(
+                "the checkpoint has a range test of the learning rate without the length and the "
+                "height of its steps: add --override-opt_param-scheduler"
+            )
         if not use_checkpoint:
             _check_equal(self, other)
         elif self.decoupled is None and other.decoupled is not None:
@@ -243,7 +282,7 @@ class Schedules:
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with every saved value in place of ours."""
         changes: dict[str, dict[str, Any]] = {
-            "learning_rate": {"in_tokens": False},  # not saved means samples
+            "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES},  # not saved means off
             "weight_decay": {},
             "decoupled": {"peak": None, "minimum": None},  # not saved means not decoupled
         }
@@ -252,6 +291,8 @@ class Schedules:
                 changes[part][field] = saved[key]
         if changes["learning_rate"].get("style", self.learning_rate.style) != "WSD":
             changes["learning_rate"] |= {"anneal": None, "anneal_style": None}
+        if changes["learning_rate"].get("style", self.learning_rate.style) != "range-test":
+            changes["learning_rate"] |= {"step": None, "step_rate": None}
         learning_rate = replace(self.learning_rate, **changes["learning_rate"])
         return Schedules(
             learning_rate,
@@ -287,6 +328,14 @@ _FIELDS = {
     "lr_decay_steps": ("learning_rate", "decay", f"the decay's length ({_DECAY}), in samples,"),
     "lr_in_tokens": ("learning_rate", "in_tokens", "counting in tokens (--lr-decay-tokens)"),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
+    "lr_range_test_step_size": (
+        "learning_rate",
+        "step",
+        "--lr-range-test-step-size, in samples,",
+    ),
+    "lr_range_test_step_rate": ("learning_rate", "step_rate", "--lr-range-test-step-rate"),
+    "lr_range_test_staircase": ("learning_rate", "staircase", "--lr-range-test-staircase"),
+    "lr_range_test_exponential": ("learning_rate", "exponential", "--lr-range-test-exponential"),
     "wsd_decay_steps": (
         "learning_rate",
         "anneal",
@@ -310,6 +359,8 @@ _OLD_NAMES = {  # before 2022
 }
 
 
+# What is saved only if it is on.
+_SWITCHES = ("lr_in_tokens", "lr_range_test_staircase", "lr_range_test_exponential")
 _STYLES = {  # the flags that list the valid values
     "lr_decay_style": "schedule.lr_decay_style",
     "lr_wsd_decay_style": "schedule.lr_wsd_decay_style",
@@ -327,7 +378,7 @@ def _check_saved(saved: dict[str, Any]) -> None:
         if name in _STYLES:
             words = field_at(_STYLES[name]).info.choices or ()
             is_known, expected = value in words, f"one of {', '.join(words)}"
-        elif name == "lr_in_tokens":
+        elif name in _SWITCHES:
             is_known, expected = value is True, "true"
         else:
             is_known, expected = name not in _FIELDS or _is_number(value), "a number"
@@ -366,6 +417,28 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
 def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int | None:
     """Convert a length in iterations or samples to samples; `None` if neither was given."""
     return samples if iterations is None else iterations * global_batch
+
+
+def _range_test(schedule: ScheduleConfig, global_batch: int) -> LearningRateSchedule:
+    first = schedule.lr_range_test_min_lr
+    return LearningRateSchedule(
+        peak=first,
+        minimum=first,
+        initial=0.0,  # without a warm-up it has no meaning
+        warmup=0,
+        decay=0,
+        style="range-test",
+        step=schedule.lr_range_test_step_size * global_batch,
+        step_rate=schedule.lr_range_test_step_rate,
+        staircase=schedule.lr_range_test_staircase,
+        exponential=schedule.lr_range_test_exponential,
+    )
+
+
+def _weight_decay(optimizer: OptimizerConfig, length: float) -> WeightDecaySchedule:
+    ends = optimizer.start_weight_decay, optimizer.end_weight_decay
+    start, end = (optimizer.weight_decay if value is None else value for value in ends)
+    return WeightDecaySchedule(start, end, length, optimizer.weight_decay_incr_style)
 
 
 def _decoupled(
