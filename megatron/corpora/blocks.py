@@ -122,6 +122,8 @@ class PieceReader(CorpusBlock):
                     remedy = "fix the line, or leave bad lines out with --on-error skip"
                     raise DataError(f"--input {raw.place}: {raw.problem}: {remedy}")
                 _drop(document, "read", "bad line", raw.problem)
+            if raw.excess:
+                _drop(document, "read", "page too long", raw.excess)
             if raw.is_html:
                 document.metadata[Mark.HTML] = True
             yield document

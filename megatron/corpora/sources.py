@@ -62,6 +62,7 @@ class Raw(NamedTuple):
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
+        excess: The size of a page that is too long to be read, or "".
     """
 
     place: str
@@ -70,6 +71,7 @@ class Raw(NamedTuple):
     fields: dict[str, Any]
     is_html: bool = False
     problem: str = ""
+    excess: str = ""
 
 
 def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
@@ -188,7 +190,7 @@ def _read_archive(path: str) -> Iterator[Raw]:
         records = ArchiveIterator(stream, auto_decode="all", record_types=WarcRecordType.any_type)
         for record in records:
             found = True
-            data = record.reader.read(_MAX_PAGE)
+            data = record.reader.read(_MAX_PAGE + 1)
             if record.record_type not in (WarcRecordType.response, WarcRecordType.conversion):
                 continue
             place = f"{path}:byte {record.stream_pos}"
@@ -198,7 +200,9 @@ def _read_archive(path: str) -> Iterator[Raw]:
                 if (value := record.headers.get(header))
             }
             name = record.headers.get("WARC-Record-ID") or place
-            if record.record_type == WarcRecordType.conversion:
+            if len(data) > _MAX_PAGE:
+                yield Raw(place, "", name, fields, excess=f"{record.content_length:,} bytes")
+            elif record.record_type == WarcRecordType.conversion:
                 yield Raw(place, data.decode("utf-8", "replace"), name, fields)
             elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
                 # Servers name encodings that do not exist; they get the same as no name.

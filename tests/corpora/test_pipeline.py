@@ -284,6 +284,31 @@ def test_a_page_that_is_nested_too_deeply_is_left_out(tmp_path, capsys, inner) -
     assert '"step":"extract","reason":"nested too deeply"' in dropped
 
 
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet"])
+def test_a_page_that_is_too_long_is_counted(tmp_path, capsys, monkeypatch, name) -> None:
+    monkeypatch.setattr(sources, "_MAX_PAGE", 500)
+    is_page = "warc" in name
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" if is_page else b""
+    kind = "application/http" if is_page else "text/plain"
+    data = b"".join(
+        _record(head + b"some text " * count, f"http://example.com/{count}", kind)
+        for count in (10, 500, 49)
+    )
+    data = data if is_page else data.replace(b"response", b"conversion")
+    data = gzip.compress(data) if name.endswith(".gz") else data
+    steps = ("--skip-steps", "quality", "language", "duplicates")
+    found = _build_from(tmp_path, capsys, data, name, *steps)
+    assert [one["url"] for one in found] == ["http://example.com/10", "http://example.com/49"]
+    (dropped,) = json.loads((tmp_path / "out" / "report.json").read_bytes())["dropped"]
+    assert (dropped["step"], dropped["reason"], dropped["documents"]) == (
+        "read",
+        "page too long",
+        1,
+    )
+    (sample,) = dropped["samples"]
+    assert sample["detail"] == "5,000 bytes"
+
+
 def test_a_plan_survives_yaml(plan, tmp_path, capsys) -> None:
     assert plan_from_dict(plan.to_dict(), "plan") == plan
     assert command.main(["--input", "a", "--language", "zh", "--print-plan"]) == 0
