@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,13 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
     previous = None
     for stage in stages_of(plan, pieces, folder):
         previous = _executor(stage, folder / "logs" / stage.name, cluster, previous)
-        previous.run()
+        try:
+            previous.run()
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(
+                f"--executor slurm: {error.cmd[0]} refused the jobs of {stage.name} with the "
+                "message above: change --slurm-partition, --slurm-time or --memory-gb"
+            ) from None
 
 
 def input_bytes(folder: Path) -> int:
