@@ -91,6 +91,26 @@ def private_cache(name: str) -> Path:
     return private_folder(base / f"{name}-{os.getuid()}")
 
 
+def with_our_programs() -> dict[str, str]:
+    """Return this process's variables, with the folder of our interpreter first on the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path}
+
+
+def share_cores(processes: int) -> None:
+    """Divide the cores among the processes that this one will start, unless the user has."""
+    threads = max(1, (os.cpu_count() or 2) // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def without_matrix_threads() -> None:
+    """Let numpy, if it is imported after this, start no threads for matrix products.
+
+    The threads of its OpenBLAS take 20 to 70 ms to start, and make forks unsafe.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def module_command(module: str) -> list[str]:
     """Return the command that runs a module's `main` in a new interpreter.
 

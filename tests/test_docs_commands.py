@@ -121,8 +121,8 @@ def _check_task(words: list[str], world_size: int) -> None:
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import ModelOptions
     from megatron.config.run import RunOptions
-    from tasks import finetune_command, harness, language_model
-    from tasks.table import TASKS, find_task
+    from megatron.tasks import finetune_command, harness, language_model
+    from megatron.tasks.table import TASKS, find_task
 
     def start(_: object) -> RunOptions:
         is_bert = TASKS[task].kind == "finetuning"

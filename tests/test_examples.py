@@ -114,8 +114,8 @@ def _sentences(folder: Path) -> dict[str, str]:
 
 def _small_llama(folder: Path) -> Path:
     """An imported Llama for the toy tokenizer."""
+    from megatron.tools.checkpoint import util
     from tests.checkpoint.huggingface.models import CASES, Case, tensors_of, write_folder
-    from tools.checkpoint import util
 
     case = Case({**CASES["llama"].config, "vocab_size": 200})
     original = write_folder(folder / "llama", case.config, tensors_of(case))
@@ -332,7 +332,7 @@ def test_the_demos_of_other_models_run_small(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its commands as forks of this process, for which nothing is loaded again."""
-    from tools import demo
+    from megatron.tools import demo
 
     def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         done = run_command(words, toy.environment)
@@ -359,14 +359,14 @@ def test_the_demos_of_other_models_run_small(
     ],
 )
 def test_the_demo_says_what_to_mend(given: list[str], message: str, tmp_path: Path, capsys) -> None:
-    from tools import demo
+    from megatron.tools import demo
 
     assert demo.main(["--out", str(tmp_path / "out"), *given]) != 0
     assert capsys.readouterr().err.strip() == f"error: {message}"
 
 
 def test_the_demo_overwrites_nothing_that_is_not_its_own(tmp_path: Path, capsys) -> None:
-    from tools import demo
+    from megatron.tools import demo
 
     (tmp_path / "thesis.txt").touch()
     assert demo.main(["--out", str(tmp_path)]) != 0
@@ -380,7 +380,7 @@ def test_the_demo_overwrites_nothing_that_is_not_its_own(tmp_path: Path, capsys)
 @pytest.fixture
 def earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A folder that a demo without its steps has filled; and what runs such a demo again."""
-    from tools import demo
+    from megatron.tools import demo
 
     out, source = tmp_path / "out", tmp_path / "mine.jsonl"
     source.write_text('{"text": "one"}\n{"text": "two"}\n')

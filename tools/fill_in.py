@@ -1,79 +1,11 @@
 #!/usr/bin/env python3
-"""Let a trained BERT or T5 fill in masked words.
+"""Run `megatron.tools.fill_in`."""
 
-python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
-
-A BERT replaces [MASK] with one token, a T5 with any number of words.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-if __package__ in (None, ""):
-    # When this file is run as a script, the package next to its folder may not be installed.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron.command import run_command
-from megatron.config.arguments import ToolParser
-from megatron.errors import ConfigError, warn
-
-_SHOWS_AS_ZERO = 0.005  # probabilities up to this one are printed as 0%
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print each text filled in, with other likely words, and return the exit code."""
-    options = _parser().read(argv)
-    return run_command(lambda: run(options))
-
-
-def run(options: argparse.Namespace) -> None:
-    """Fill in the texts, and print the results.
-
-    Raises:
-        UserError: There is no checkpoint to load, or a text has nothing to fill in.
-    """
-    if options.top < 1:
-        raise ConfigError(f"--top {options.top}: give at least 1")
-    from megatron.device import Device
-    from megatron.inference.fill import MARK, load_filler
-
-    filler = load_filler(
-        options.load, Device.pick(), allow_foreign=options.allow_foreign_checkpoints
-    )
-    largest = 0.0
-    for text in options.text:
-        places = filler.fill(text, top=options.top)
-        largest = max(largest, *(guesses[0].probability for guesses in places))
-        parts = text.split(MARK)
-        best = [f"<{guesses[0].words}>" for guesses in places]
-        filled = "".join(map("".join, zip(parts, [*best, ""], strict=True)))
-        print(f"{text}\n  {filled}")
-        for guesses in places:
-            print("    " + ", ".join(f"{guess.words} {guess.probability:.0%}" for guess in guesses))
-    if largest <= _SHOWS_AS_ZERO:
-        warn(
-            f"--load {options.load}: the model gives even its best guess a probability of only "
-            f"{largest:.2%}: it has most likely not learned enough yet, and what it wrote makes no "
-            "sense. Train it longer"
-        )
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(
-        "fill_in.py", "Let a trained BERT or T5 fill in masked words.", shows_defaults=True
-    )
-    parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
-    parser.add_trust()
-    parser.add_argument("--text", required=True, nargs="+", help="Texts that contain [MASK]")
-    parser.add_argument(
-        "--top", type=int, default=3, help="Number of guesses to show (a T5 gives one)"
-    )
-    return parser
-
-
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron.tools.fill_in import main
+
     sys.exit(main())

@@ -73,7 +73,9 @@ def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]
         code: int = getattr(tool, function)(rest)
         return code
     parser = tool.build_parser()
+    script = f"python tools/{parser.prog}"
     parser.prog = f"{program} {name}"
+    parser.description = (parser.description or "").replace(script, parser.prog)
     options = parser.read(rest)
     return run_command(lambda: tool.run(options))
 

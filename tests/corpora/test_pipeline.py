@@ -22,9 +22,9 @@ from megatron.corpora.plan import CorpusPlan, TasksStep, TokenizeStep, default_s
 from megatron.corpora.run import DATASET, Cluster, build_corpus
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
+from megatron.tools import build_corpus as command
 from tests.corpora.planted import SMALL, Planted, plant, score
 from tests.tokenizer.test_gpt2 import GOOD, write_pair
-from tools import build_corpus as command
 
 
 @pytest.fixture(scope="module", autouse=True)

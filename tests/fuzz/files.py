@@ -27,14 +27,14 @@ from megatron.errors import CheckpointError, ConfigError, DataError, StorageErro
 from megatron.inference.samples import SampleFile, read_prompts
 from megatron.inference.server import run as server
 from megatron.inference.server.chat import find_template, special_tokens
+from megatron.tasks.finetune import _best_score
+from megatron.tasks.results import _writer_of
 from megatron.tokenizer import build_tokenizer, fast_bpe
 from megatron.tokenizer.files import digest
-from tasks.finetune import _best_score
-from tasks.results import _writer_of
+from megatron.tools import demo, plot_loss
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.fuzz.harness import Target, made
 from tests.tokenizer.test_gpt2 import GOOD
-from tools import demo, plot_loss
 
 _LINES = b'{"text": "one two", "n": 1}\n{"text": ["a.", "b."]}\n{"text": "\xc3\xa9"}\n'
 

@@ -45,6 +45,7 @@ from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.schema import ChatRequest, CompletionRequest, read_request
 from megatron.tokenizer import build_tokenizer
+from megatron.tools import text_generation_cli
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS as PICKLES
@@ -55,7 +56,6 @@ from tests.fuzz.harness import Target, made
 from tests.inference.server import fuzz as fuzz_requests
 from tests.tokenizer.t5 import write_t5_tokenizer
 from tests.tokenizer.test_gpt2 import GOOD
-from tools import text_generation_cli
 
 # Indexed datasets
 

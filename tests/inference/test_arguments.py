@@ -16,9 +16,9 @@ from megatron.config.run import sections
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import SAVED_MODEL_READS, load_gpt, parse_generation
 from megatron.parallel.layout import Layout
+from megatron.tasks import harness, language_model
+from megatron.tasks import main as tasks
 from megatron.training.checkpointing import save_run
-from tasks import harness, language_model
-from tasks import main as tasks
 from tests.tasks.toy import save_toy
 from tests.training.toy import CPU, build_toy, train_toy
 from tools import generate_samples_gpt

@@ -22,11 +22,11 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tools import fill_in
 from megatron.training.checkpointing import save_run
 from tests.data.corpus import write_vocabulary
 from tests.tokenizer.t5 import t5_tokenizer
 from tests.training.toy import build_toy
-from tools import fill_in
 
 SENTENCE = "w1 w2p3 w4 w5 w6 w7"  # w2p3 is two tokens
 STEPS = 100  # from 60 on another processor's roundings may leave a word unlearned

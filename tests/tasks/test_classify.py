@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import DataError
-from tasks.classify import Epochs, Example, TextSamples, read_glue, read_race
+from megatron.tasks.classify import Epochs, Example, TextSamples, read_glue, read_race
 
 
 class _Numbers:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tasks.target import band_rows, pearson, ranks, spearman, value_numbers
+from megatron.tasks.target import band_rows, pearson, ranks, spearman, value_numbers
 
 
 def test_equal_values_share_the_mean_of_their_ranks():

@@ -15,14 +15,14 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
+from megatron.tasks import finetune_command, target
+from megatron.tasks.classify import read_glue, read_race
+from megatron.tasks.finetune import _best_score
+from megatron.tasks.main import main
+from megatron.tasks.target import Guesses
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
-from tasks import finetune_command, target
-from tasks.classify import read_glue, read_race
-from tasks.finetune import _best_score
-from tasks.main import main
-from tasks.target import Guesses
 from tests.distributed import run_distributed
 from tests.tasks.toy import WORDS, finetune, save_bert, save_toy
 

@@ -11,7 +11,7 @@ from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
-from tasks import harness
+from megatron.tasks import harness
 from tests.distributed import run_distributed
 from tests.tasks.toy import save_toy
 

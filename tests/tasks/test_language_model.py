@@ -11,10 +11,10 @@ from megatron.device import Device
 from megatron.errors import ConfigError, DataError
 from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
-from tasks import language_model
-from tasks.language_model import count_words, encode_pair, prepare_perplexity
-from tasks.table import find_task
-from tasks.texts import ptb, wikitext
+from megatron.tasks import language_model
+from megatron.tasks.language_model import count_words, encode_pair, prepare_perplexity
+from megatron.tasks.table import find_task
+from megatron.tasks.texts import ptb, wikitext
 from tests.distributed import run_distributed
 from tests.tasks.toy import evaluate, save_toy
 

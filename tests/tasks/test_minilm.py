@@ -15,9 +15,9 @@ from megatron.models.bert import BertModel
 from megatron.models.build import build_model, run_context
 from megatron.models.plan import HeadSpec
 from megatron.parallel.layout import Layout
+from megatron.tasks import finetune_command
+from megatron.tasks.classify import Example, TextSamples
 from megatron.tokenizer import build_tokenizer
-from tasks import finetune_command
-from tasks.classify import Example, TextSamples
 
 TEXTS = [
     "A man is eating food.",

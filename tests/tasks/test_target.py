@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tasks.results import format_table, write_results
-from tasks.target import accuracy, class_numbers, class_rows, matthews
+from megatron.tasks.results import format_table, write_results
+from megatron.tasks.target import accuracy, class_numbers, class_rows, matthews
 
 
 def test_two_classes():

@@ -9,11 +9,11 @@ from typing import Any
 from megatron.config import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
+from megatron.tasks import finetune_command, language_model
 from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
 from megatron.training.loop import standard_callbacks, train
 from pretrain_bert import BertRecipe
-from tasks import finetune_command, language_model
 from tests.training.toy import Recorder, build_toy
 
 SAVING = ["--save-interval", "1", "--eval-iters", "0"]

@@ -18,6 +18,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron.tools import merge_datasets, preprocess_data, split_json, train_tokenizer
 from tests.data.test_indexed import (
     CACHED_IDX,
     FIXTURE_BIN,
@@ -25,14 +26,7 @@ from tests.data.test_indexed import (
     write_cached,
     write_random,
 )
-from tools import (
-    convert_dataset,
-    merge_datasets,
-    preprocess_data,
-    presplit_sentences_json,
-    split_json,
-    train_tokenizer,
-)
+from tools import convert_dataset, presplit_sentences_json
 
 _GOOD = b'{"text": "1 2"}\n{"text": "3"}\n'
 _NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")

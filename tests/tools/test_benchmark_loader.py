@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+from megatron.tools import train_tokenizer
 from tests.data.test_text_stream import SEQUENCE
-from tools import benchmark_loader, train_tokenizer
+from tools import benchmark_loader
 
 
 def test_text_is_measured(tmp_path, capsys):

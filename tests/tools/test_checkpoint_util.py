@@ -21,6 +21,7 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.build import padded_vocab_size
+from megatron.tools.checkpoint import formats, util
 from megatron.training.build import build_run
 from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
@@ -30,7 +31,6 @@ from tests.checkpoint.legacy import megatron_files
 from tests.checkpoint.legacy.megatron_files import whole_model
 from tests.checkpoint.states import read_all, read_whole
 from tools import generate_samples_gpt
-from tools.checkpoint import formats, util
 
 
 def convert(loader: str, saver: str, source: Path, target: Path, *more: str) -> int:

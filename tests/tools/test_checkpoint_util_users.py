@@ -16,10 +16,11 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import convert
 from tests.training.toy import train_toy
-from tools.checkpoint import inspect, util
+from tools.checkpoint import inspect
 
 
 @pytest.fixture

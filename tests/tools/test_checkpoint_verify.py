@@ -15,10 +15,10 @@ from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.inspection import summarize
 from megatron.checkpoint.loading import checkpoints_below, open_checkpoint
 from megatron.errors import CheckpointError
+from megatron.tools.checkpoint import util, verify
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.killing import run_forked
 from tests.tools.test_checkpoint_util import assert_same, convert, tensors_in
-from tools.checkpoint import util, verify
 
 
 def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:

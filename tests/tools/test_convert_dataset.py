@@ -12,8 +12,9 @@ from megatron.data import indexed
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
+from megatron.tools import merge_datasets
 from tests.data.test_indexed import read_all, write_cached, write_random
-from tools import convert_dataset, merge_datasets
+from tools import convert_dataset
 
 
 def convert(*words: object) -> int:

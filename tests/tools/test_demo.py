@@ -5,7 +5,7 @@ import pytest
 from megatron.config.parser import parse_config
 from megatron.models.arithmetic import flops_per_token
 from megatron.models.plans import model_plan
-from tools.demos.kinds import KINDS, VOCAB_SIZE
+from megatron.tools.demo_kinds import KINDS, VOCAB_SIZE
 
 
 def _config(name):

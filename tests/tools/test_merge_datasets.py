@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from tools import merge_datasets
+from megatron.tools import merge_datasets
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:

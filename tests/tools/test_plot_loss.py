@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import plot_loss
+from megatron.tools import plot_loss
 
 
 def write_metrics(path: Path) -> Path:

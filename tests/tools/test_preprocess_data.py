@@ -25,8 +25,8 @@ from pyarrow import parquet
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ShortageError
 from megatron.tokenizer.fast_bpe import byte_of_character
+from megatron.tools import preprocess_data
 from tests.tokenizer.t5 import write_t5_tokenizer
-from tools import preprocess_data
 
 TOOL = Path(preprocess_data.__file__)
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import ConfigError
+from megatron.tools import show_data
 from tests.data.corpus import write_sentences, write_vocabulary
-from tools import show_data
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from megatron.data.indexed import IndexedDataset
-from tools import preprocess_data, presplit_sentences_json, split_json
+from megatron.tools import preprocess_data, split_json
+from tools import presplit_sentences_json
 
 
 def split(*words: object) -> int:

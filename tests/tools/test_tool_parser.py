@@ -6,8 +6,8 @@ import pytest
 
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
+from megatron.tools import demo, plot_loss, preprocess_data
 from tests.repository import entry_points, name
-from tools import demo, plot_loss, preprocess_data
 
 
 def _parser() -> ToolParser:

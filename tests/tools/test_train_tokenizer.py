@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer import build_tokenizer
-from tools import train_tokenizer
+from megatron.tools import train_tokenizer
 
 TEXT = "the tailor told the tale of the tall tower, and the tower told the time. " * 20
 

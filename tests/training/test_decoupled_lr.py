@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
 from megatron.training.step import Updates
 from tests.distributed import run_sharing_memory
 from tests.parity.layouts import LOSS_TOLERANCE, LayoutCase, largest_difference, single_process
 from tests.parity.layouts import compare as compare_layouts
 from tests.training.toy import build_toy, fingerprint, train_toy
-from tools.checkpoint import util
 
 _APART = ["--decoupled-lr", "3e-2", "--decoupled-min-lr", "2e-3"]
 _UNTIED = "--untie-embeddings-and-output-weights"

@@ -14,13 +14,13 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError
 from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy, train_toy
-from tools.checkpoint import util
 
 
 @pytest.fixture(scope="module")

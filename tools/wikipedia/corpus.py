@@ -24,7 +24,7 @@ from megatron import durable
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
-from tools.demo import run as run_step
+from megatron.tools.demo import run_step
 from tools.wikipedia import download, extract, merge
 from tools.wikipedia.plain import parser
 
@@ -67,13 +67,13 @@ def make(options: argparse.Namespace) -> None:
         if not tokenizer.exists():
             run_step(
                 "Train a tokenizer",
-                ["python", "tools/train_tokenizer.py", "--input", str(corpus), "--kind", "bpe"]
+                ["megatron", "data", "tokenizer", "--input", str(corpus), "--kind", "bpe"]
                 + ["--vocab-size", str(options.vocab_size), "--output-dir", str(tokenizer.parent)]
                 + ["--overwrite"],  # a kill may have left a part of it
             )
     run_step(
         "Turn the text into token ids",
-        ["python", "tools/preprocess_data.py", "--input", str(corpus), "--append-eod"]
+        ["megatron", "data", "preprocess", "--input", str(corpus), "--append-eod"]
         + ["--output-prefix", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer"]
         + ["--tokenizer-model", str(tokenizer), "--workers", str(max(1, options.workers))]
         + ["--overwrite"],  # a .bin without its .idx is what a kill leaves

@@ -17,13 +17,13 @@ from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import read_pickle
 from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.errors import CheckpointError, StorageError
+from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
 from tests.checkpoint.core.core_files import core_tensors
 from tests.checkpoint.states import read_all
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
-from tools.checkpoint import util
 
 _CORE = ("--ckpt-format", "torch_dist")
 _LAYOUTS = {

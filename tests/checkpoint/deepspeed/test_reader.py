@@ -11,12 +11,12 @@ from megatron.checkpoint.entries import Box, flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
+from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import network_of, state_of
 from tests.checkpoint.deepspeed.deepspeed_files import Form, save, scaler, to_deepspeed
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy, train_toy
-from tools.checkpoint import util
 
 _SAVE = "--save-interval 2 --exit-interval 2 --eval-iters 0 --num-layers 4".split()
 _LLAMA = """

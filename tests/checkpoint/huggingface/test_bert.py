@@ -28,12 +28,12 @@ from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
 from megatron.models.build import build_model, run_context
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
 from pretrain_bert import BertRecipe
 from tests.checkpoint.states import read_whole, same_files
 from tests.distributed import run_distributed
-from tools.checkpoint import util
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

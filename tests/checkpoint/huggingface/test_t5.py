@@ -29,13 +29,13 @@ from megatron.errors import CheckpointError
 from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
+from megatron.tools import fill_in, preprocess_data
+from megatron.tools.checkpoint import util
 from megatron.training.pretrain import main
 from pretrain_t5 import T5Recipe
 from tests.checkpoint.states import same_files
 from tests.distributed import run_distributed
 from tests.tokenizer.t5 import SIZE, WORDS, t5_tokenizer, write_t5_tokenizer
-from tools import fill_in, preprocess_data
-from tools.checkpoint import util
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

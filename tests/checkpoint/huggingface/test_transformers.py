@@ -18,11 +18,11 @@ from megatron.inference.request import Request
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
+from megatron.tools.checkpoint.verify import verify
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.huggingface.test_logits import TOKENS
 from tests.inference.toy import drain, greedy, tokens_of, toy_engine
-from tools.checkpoint import util
-from tools.checkpoint.verify import verify
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

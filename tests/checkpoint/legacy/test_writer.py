@@ -18,12 +18,12 @@ from megatron.errors import CheckpointError, StorageError
 from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole, save
 from tests.distributed import run_distributed
 from tests.parity.golden import continue_run
 from tests.training.toy import train_toy
-from tools.checkpoint import util
 
 # What only Megatron's own run knows: Apex's optimizer has two settings that PyTorch's lacks, and
 # `model_type` is an enum of its own.

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.tools import text_generation_cli as cli
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 from tests.repository import ROOT
-from tools import text_generation_cli as cli
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -29,6 +29,7 @@ from megatron.environment import private_cache
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.kernels.build import find_built
 from megatron.kernels.library import KernelLibrary
+from megatron.tools.checkpoint import util
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS, EXHAUSTING, MARK, Calls
@@ -38,7 +39,6 @@ from tests.reliability.scoreboard.commands import Command, run_training, run_wor
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.repository import ROOT
 from tests.training.toy import TOY
-from tools.checkpoint import util
 
 _PAYLOAD = pickle.dumps(Calls(os.system, f"touch {MARK}"))
 _CODE = f"open({MARK!r}, 'w')\n"

@@ -24,7 +24,7 @@ from megatron.inference.load import (
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
-from tasks.results import (
+from megatron.tasks.results import (
     Numbers,
     check_results,
     format_number,
@@ -32,7 +32,7 @@ from tasks.results import (
     report_results,
     results_path,
 )
-from tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # the default
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}

@@ -31,13 +31,13 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import open_existing, saved_config
 from megatron.processes.launch import Launch
 from megatron.processes.process import show_notices
+from megatron.tasks.classify import GLUE, Example, read_glue, read_race
+from megatron.tasks.finetune import FinetuneRecipe, Finetuning
+from megatron.tasks.results import check_results
+from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.target import HEADS, Target
+from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.training.pretrain import dry_run, pretrain
-from tasks.classify import GLUE, Example, read_glue, read_race
-from tasks.finetune import FinetuneRecipe, Finetuning
-from tasks.results import check_results
-from tasks.table import PROGRAM, flags_elsewhere
-from tasks.target import HEADS, Target
-from tasks.texts import find_missing, find_mistakes
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # The rules that need the length of the run, which is known after the data was read.

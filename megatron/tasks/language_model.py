@@ -22,16 +22,16 @@ from megatron.inference.load import load_gpt
 from megatron.inference.score import Sample, Score, Scorer, windows
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.tokenizer import Tokenizer
-from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
-from tasks.results import Numbers, Progress, megatron_line
-from tasks.texts import (
+from megatron.tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
+from megatron.tasks.results import Numbers, TaskProgress, megatron_line
+from megatron.tasks.texts import (
     DETOKENIZERS,
     detokenizer_for,
     find_mistakes,
     read_documents,
     read_text,
 )
+from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     is_main = layout.world.rank == 0
     started = time.monotonic()
     scores = scorer.score(
-        prepared.samples, Progress(shown=is_main, log_interval=config.logging.log_interval)
+        prepared.samples, TaskProgress(shown=is_main, log_interval=config.logging.log_interval)
     )
     seconds = time.monotonic() - started
     numbers = prepared.summarize(scores)

@@ -134,7 +134,7 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class Progress:
+class TaskProgress:
     """A progress bar if the error stream is a terminal, otherwise an occasional line.
 
     Args:

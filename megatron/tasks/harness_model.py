@@ -11,8 +11,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.inference.load import Loaded
-from tasks.harness import Workers
-from tasks.language_model import last_window
+from megatron.tasks.harness import Workers
+from megatron.tasks.language_model import last_window
 
 
 class HarnessModel(TemplateLM):

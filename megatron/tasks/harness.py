@@ -27,9 +27,9 @@ from megatron.inference.request import Event, Finished, Request, Sampling, Token
 from megatron.inference.score import Sample, Scorer
 from megatron.parallel.layout import Axis, Layout
 from megatron.processes.launch import Launch
-from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
-from tasks.results import Numbers, Progress
-from tasks.texts import find_mistakes
+from megatron.tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
+from megatron.tasks.results import Numbers, TaskProgress
+from megatron.tasks.texts import find_mistakes
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -97,7 +97,7 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | Non
     if layout.world.rank:
         workers.serve()
         return None
-    from tasks.harness_model import HarnessModel
+    from megatron.tasks.harness_model import HarnessModel
 
     found = _ask(HarnessModel(loaded, workers), own)
     workers.end()
@@ -122,15 +122,15 @@ class Backend:
         shown = self._loaded.layout.world.rank == 0
         scores = self._scorer.score(
             [Sample(tokens, scored) for tokens, scored in samples],
-            Progress(shown=shown, log_interval=self._log_interval),
+            TaskProgress(shown=shown, log_interval=self._log_interval),
         )
         return [[score.log_probability, score.is_greedy] for score in scores]
 
     def generate(self, requests: list[dict[str, Any]]) -> list[str]:
-        """Return the text that follows each prompt, given as the fields of a `TextRequest`."""
+        """Return the text that follows each prompt, given as the fields of a `TextToWrite`."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
-        return self._generator.generate([TextRequest(**one) for one in requests])
+        return self._generator.generate([TextToWrite(**one) for one in requests])
 
 
 def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
@@ -200,7 +200,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TextRequest:
+class TextToWrite:
     """A prompt and the settings for continuing it.
 
     Attributes:
@@ -237,7 +237,7 @@ class Generator:
             loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
         )
 
-    def generate(self, requests: Sequence[TextRequest]) -> list[str]:
+    def generate(self, requests: Sequence[TextToWrite]) -> list[str]:
         """Return one text for each request, in order, on every process. Collective.
 
         Raises:
@@ -250,7 +250,7 @@ class Generator:
             found |= part
         return [found[str(i)] for i in range(len(requests))]
 
-    def _answer(self, requests: dict[str, TextRequest]) -> dict[str, str]:
+    def _answer(self, requests: dict[str, TextToWrite]) -> dict[str, str]:
         for name, asked in requests.items():
             self._engine.add(self._request(name, asked))
         answers: dict[str, list[int]] = {name: [] for name in requests}
@@ -262,7 +262,7 @@ class Generator:
         return texts
 
     def _take(
-        self, event: Event, asked: TextRequest, answer: list[int], texts: dict[str, str]
+        self, event: Event, asked: TextToWrite, answer: list[int], texts: dict[str, str]
     ) -> None:
         """Add a token to its answer, and a finished answer to `texts`."""
         if isinstance(event, Token):
@@ -278,7 +278,7 @@ class Generator:
                 answer.pop()
             texts[event.request] = self._tokenizer.detokenize(answer)
 
-    def _request(self, name: str, asked: TextRequest) -> Request:
+    def _request(self, name: str, asked: TextToWrite) -> Request:
         new = min(asked.max_new_tokens, self._window - 1)
         sampling = Sampling(
             max_new_tokens=new,

@@ -27,6 +27,18 @@ from megatron.models.plan import HeadSpec
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
+from megatron.tasks.classify import Epochs, Example, FilledUp, Repeated, TextSamples
+from megatron.tasks.results import (
+    Numbers,
+    TaskProgress,
+    format_number,
+    read_results,
+    report_results,
+    results_path,
+    write_results,
+)
+from megatron.tasks.table import PROGRAM
+from megatron.tasks.target import Guesses, Target
 from megatron.tokenizer import Tokenizer
 from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
@@ -37,18 +49,6 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.recorded_passes import DirectForward
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
-from tasks.classify import Epochs, Example, FilledUp, Repeated, TextSamples
-from tasks.results import (
-    Numbers,
-    Progress,
-    format_number,
-    read_results,
-    report_results,
-    results_path,
-    write_results,
-)
-from tasks.table import PROGRAM
-from tasks.target import Guesses, Target
 
 
 class FinetuneRecipe:
@@ -344,7 +344,7 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
     batches = batches_from(run, filled, consumed=0)
     guesses = torch.zeros(len(filled), device=run.device.torch_device)
     looks = torch.zeros_like(guesses)
-    progress = Progress(
+    progress = TaskProgress(
         shown=run.layout.world.rank == 0, log_interval=run.config.logging.log_interval
     )
     for part in run.parts:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.models.plan import HeadSpec
-from tasks.results import Number, Numbers, format_table
+from megatron.tasks.results import Number, Numbers, format_table
 
 HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 

@@ -35,7 +35,7 @@ class Kind:
         global_batch: The number of samples per update.
         iterations: The default number of updates.
         title: The title of the last step, which shows what the model can do.
-        show: A function that returns the tool and the flags of that step. It takes texts of
+        show: A function that returns the command and the flags of that step. It takes texts of
             validation documents, or `None` if the text is source code.
         go_on: A function that returns instructions for using the model, from the demo's folder.
     """
@@ -77,7 +77,7 @@ def _wordpiece(folder: Path) -> list[str]:
 def _write(texts: Sequence[str] | None) -> list[str]:
     prompt = "    def __init__(self" if texts is None else texts[0][:40].partition("\n")[0]
     return [
-        *["tools/generate_samples_gpt.py", "--prompt", prompt, "--out-seq-length", "100"],
+        *["generate", "--prompt", prompt, "--out-seq-length", "100"],
         *"--num-samples 2 --temperature 0.7 --top_k 40 --seed 1".split(),
     ]
 
@@ -87,7 +87,7 @@ def _talk(out: Path) -> str:
     return f"""Talk to the model: run
     make serve{where}
 and open http://127.0.0.1:5000/ in a browser, or in another terminal run
-    .venv/bin/python tools/text_generation_cli.py localhost:5000"""
+    .venv/bin/megatron chat localhost:5000"""
 
 
 _HOLES = (
@@ -101,11 +101,11 @@ _HOLES = (
 
 def _fill_in(texts: Sequence[str] | None) -> list[str]:
     holes = _HOLES if texts is None else [mask_a_word(text) for text in texts]
-    return ["tools/fill_in.py", "--text", *holes]
+    return ["fill-in", "--text", *holes]
 
 
 def _ask(out: Path) -> str:
-    command = f".venv/bin/python tools/fill_in.py --load {out / 'checkpoints'}"
+    command = f".venv/bin/megatron fill-in --load {out / 'checkpoints'}"
     return f"Ask the model: run\n    {command} --text 'while [MASK]:'"
 
 

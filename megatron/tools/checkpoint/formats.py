@@ -1,6 +1,6 @@
 """The formats of `tools/checkpoint/util.py`: a table of loaders and one of savers.
 
-To add a format, add a function to a table. A loader returns a `Source`, any reader with the
+To add a format, add a function to a table. A loader returns a `SourceModel`, any reader with the
 configuration and the files that belong to it, and a saver takes one.
 """
 
@@ -52,7 +52,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceModel:
     """An opened checkpoint.
 
     Attributes:
@@ -119,12 +119,12 @@ def check_companions(options: argparse.Namespace) -> None:
         )
 
 
-def load_hf(options: argparse.Namespace) -> Source:
+def load_hf(options: argparse.Namespace) -> SourceModel:
     """Open a Hugging Face folder with safetensors and config.json."""
     if not files.is_model_folder(options.load_dir) and (found := scan(options.load_dir)[0]):
         raise _other_kind(options, options.load_dir, found[0].format)
     reader = open_hf(options.load_dir, allow_foreign=options.allow_foreign_checkpoints)
-    return Source(
+    return SourceModel(
         reader=reader,
         config=_complete(from_dict(reader.meta["config"], str(reader.path)), reader),
         companions=reader.path,
@@ -140,7 +140,7 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
     )
 
 
-def load_own(options: argparse.Namespace) -> Source:
+def load_own(options: argparse.Namespace) -> SourceModel:
     """Open the newest checkpoint that this program, Megatron-LM, its Core or DeepSpeed wrote."""
     folder = options.load_dir
     reader = None
@@ -166,7 +166,7 @@ def load_own(options: argparse.Namespace) -> Source:
     places = [*beside, *(Path(name).parent for name in tokenizer if name)]
     companions = (place for place in places if (place / files.CONFIG).is_file())
     origin = reader.meta.get("huggingface") or {}
-    return Source(
+    return SourceModel(
         reader=reader,
         config=config,
         companions=options.hf_files or next(companions, None),
@@ -192,7 +192,7 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
     return replace(run, precision=precision, data=data)
 
 
-def save_native(source: Source, options: argparse.Namespace, check: Check) -> Path:
+def save_native(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a native checkpoint and the model's small files."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
@@ -221,7 +221,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check) -> Pa
     )
 
 
-def save_megatron(source: Source, options: argparse.Namespace, check: Check) -> Path:
+def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write files for Megatron-LM 23.08, split as the flags ask or as the source was split."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
@@ -251,7 +251,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check) -> 
     )
 
 
-def save_core(source: Source, options: argparse.Namespace, check: Check) -> Path:
+def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a checkpoint in Megatron Core's format, with the optimizer as the source's run had it.
 
     Its grid is that of the source's run.
@@ -338,7 +338,7 @@ def _entries_if_there(config: TokenizerConfig) -> int | None:
         return None
 
 
-def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig:
+def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
     """Copy the model's small files into the folder of checkpoints and return its tokenizer."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(source.companion_files())
@@ -391,7 +391,7 @@ def _read(path: str, field: str) -> bytes:
         raise CheckpointError(f"{flag} {path}: cannot be read: {error.strerror}") from error
 
 
-def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerConfig:
+def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
     """Return the tokenizer that the flags give, or an empty one if they give no files.
 
     Raises:
@@ -415,7 +415,7 @@ def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerCo
     return given
 
 
-def save_hf(source: Source, options: argparse.Namespace, check: Check) -> Path:
+def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a folder that `transformers` opens."""
     companions = dict(source.companion_files())
     template = None
@@ -447,7 +447,7 @@ def save_hf(source: Source, options: argparse.Namespace, check: Check) -> Path:
     return Path(options.save_dir)
 
 
-def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]:
+def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, bytes]:
     """Return the tokenizer's files, from the flags or the configuration, by Hugging Face's names.
 
     A checkpoint may be untrusted. Of the files that it names, only those needed to build its
@@ -475,7 +475,7 @@ def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]
     }
 
 
-def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
+def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
 
     Without these keys, a config.json implies the ids of its model family, which stand for other
@@ -494,7 +494,7 @@ def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
 
 
 def _true_vocabulary(
-    source: Source,
+    source: SourceModel,
     options: argparse.Namespace,
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
@@ -523,13 +523,13 @@ def parse_bytes(text: str) -> int:
     return int(number) * unit
 
 
-LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
+LOADERS: Mapping[str, Callable[[argparse.Namespace], SourceModel]] = {
     "native": load_own,
     "megatron": load_own,
     "hf": load_hf,
     "llama2_hf": load_hf,
 }
-SAVERS: Mapping[str, Callable[[Source, argparse.Namespace, Check], Path]] = {
+SAVERS: Mapping[str, Callable[[SourceModel, argparse.Namespace, Check], Path]] = {
     "native": save_native,
     "megatron": save_megatron,
     "torch_dist": save_core,

@@ -13,9 +13,9 @@ from megatron.command import say
 from megatron.data.sample import Sample, SampleDataset, filled_up
 from megatron.data.text_input import load_line
 from megatron.errors import DataError
+from megatron.tasks.target import Target
+from megatron.tasks.texts import read_text
 from megatron.tokenizer import Tokenizer
-from tasks.target import Target
-from tasks.texts import read_text
 
 _MOST_WRONG = 0.01  # share of lines that may be broken, because QQP's own file has some
 _LETTERS = "ABCD"

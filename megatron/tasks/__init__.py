@@ -1,0 +1,7 @@
+"""Downstream tasks: evaluation of language models, and finetuning. `tasks/main.py` runs them.
+
+    main             the command
+    table            the names of all tasks
+
+`language_model` and `harness` evaluate, `finetune_command` trains a classifier.
+"""

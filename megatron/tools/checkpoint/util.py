@@ -1,0 +1,207 @@
+r"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again.
+
+    python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver native \
+        --load-dir Llama-2-7b-hf --save-dir checkpoints/llama2-7b --verify
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver hf \
+        --load-dir checkpoints/finetuned --save-dir exported
+
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver megatron \
+        --load-dir checkpoints/mine --save-dir checkpoints/megatron --keep-optimizer \
+        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
+
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver torch_dist \
+        --load-dir checkpoints/mine --save-dir checkpoints/core --keep-optimizer
+
+Only weights are converted unless --keep-optimizer is given. Nothing is downloaded, and no code in a
+folder is run. A native checkpoint loads in any layout, so it needs no --target flags; Megatron's
+files are split as the --target flags say.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser, add_flags
+from megatron.config.data import TokenizerConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.tools.checkpoint.verify import TOLERANCE, TOLERANCE_HELP, verify
+
+if TYPE_CHECKING:
+    from megatron.tools.checkpoint import formats
+
+MODELS = ("GPT", "BERT", "T5")
+LOADERS = ("native", "megatron", "hf", "llama2_hf")
+SAVERS = ("native", "megatron", "torch_dist", "hf")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
+_HF = ("hf", "llama2_hf")
+_SHARD = "5GB"
+_TARGETS = {  # how Megatron-LM's files are split
+    "target_tensor_parallel_size": "Tensor-parallel ranks of the files. Default: as in the source.",
+    "target_pipeline_parallel_size": "Pipeline stages of the files. Default: as in the source.",
+    "target_pipeline_parallel_split_rank": "Stage on which a T5's decoder begins. Default: as in "
+    "the source or, with another number of stages, the stage that an even split gives.",
+    "target_num_layers_per_virtual_pipeline_stage": "Layers of each virtual stage. Default: no "
+    "virtual stages.",
+}
+
+
+def build_parser() -> ToolParser:
+    """Return the command line's parser with Megatron's flags and ours."""
+    parser = ToolParser("util.py", __doc__)
+    add = parser.add_argument
+    add("--model-type", required=True, choices=MODELS, help="Kind of model.")
+    add("--loader", default="megatron", choices=LOADERS, help="Format to read.")
+    add("--saver", default="megatron", choices=SAVERS, help="Format to write.")
+    add("--load-dir", required=True, type=Path, help="Folder to read.")
+    parser.add_trust()
+    add("--save-dir", required=True, type=Path, help="Folder to write.")
+    add("--true-vocab-size", type=int, help="Rows of the vocabulary to keep, without the padding.")
+    text = "Also convert the optimizer's states and the schedule's position."
+    add("--keep-optimizer", action="store_true", help=text)
+    add = parser.add_argument_group("To Megatron-LM").add_argument
+    for name, text in _TARGETS.items():
+        add(_flag(name), type=int, help=text)
+    add = parser.add_argument_group("To Hugging Face").add_argument
+    text = f"Largest file, for example 500MB. Default: {_SHARD}."
+    add("--max-shard-size", default=_SHARD, help=text)
+    text = "Family to write. Default: the original one, otherwise the first that fits."
+    add("--model-family", choices=FAMILIES, help=text)
+    text = (
+        "Folder with the original's config.json and tokenizer files. Default: the folder made by "
+        "an import, if it holds the checkpoint's tokenizer."
+    )
+    add("--hf-files", type=Path, help=text)
+    add = parser.add_argument_group("Check").add_argument
+    add("--verify", action="store_true", help="Compare logits with those of transformers.")
+    add("--verify-tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
+    add_flags(parser, TokenizerConfig)
+    add = parser.add_argument_group("Flags of Megatron-LM that change nothing here").add_argument
+    add("--megatron-path")
+    add("--max-queue-size", type=int)
+    add("--no-checking", action="store_true")
+    return parser
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def notices(options: argparse.Namespace) -> Iterator[str]:
+    """Yield a line for each given flag that changes nothing."""
+    for name in _TARGETS if options.saver != "megatron" else ():
+        value = getattr(options, name)
+        if value is not None:
+            loads = "the written checkpoint loads in any layout"
+            yield f"{_flag(name)} {value}: changes nothing: {loads}"
+    if options.saver != "hf":
+        for_hf = "changes nothing: it is for --saver hf"
+        if options.model_family is not None:
+            yield f"--model-family {options.model_family}: {for_hf}"
+        if options.max_shard_size != _SHARD:
+            yield f"--max-shard-size {options.max_shard_size}: {for_hf}"
+    if options.hf_files is not None and options.loader in _HF:
+        yield f"--hf-files {options.hf_files}: changes nothing: --load-dir has its own"
+    if options.megatron_path is not None:
+        yield f"--megatron-path {options.megatron_path}: not needed: none of its code is imported"
+    if options.max_queue_size is not None:
+        yield f"--max-queue-size {options.max_queue_size}: there is no queue: one process converts"
+    if options.no_checking:
+        yield "--no-checking: names and shapes are always checked"
+
+
+def run(options: argparse.Namespace) -> Iterator[str]:
+    """Convert the checkpoint, and yield lines for the user along the way.
+
+    Raises:
+        UserError: The source cannot be read or expressed in the target's format, or the result
+            cannot be written.
+    """
+    from megatron.config.rules_legacy import not_kept
+    from megatron.tools.checkpoint import formats
+
+    if options.verify and (options.loader in _HF) == (options.saver in _HF):
+        raise ConfigError(
+            "--verify compares our model with Hugging Face's: either --loader or --saver must be "
+            "a Hugging Face format, and not both"
+        )
+    if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
+        raise ConfigError("--keep-optimizer: Hugging Face folders hold only weights: drop it")
+    for name in (*_TARGETS, "true_vocab_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{_flag(name)} {value}: must be at least 1")
+    formats.check_target(options)
+    formats.check_companions(options)
+    yield from notices(options)
+    source = formats.LOADERS[options.loader](options)
+    kind = source.config.model.architecture
+    if kind != options.model_type.lower():
+        raise ConfigError(
+            f"--model-type {options.model_type}: {source.reader.path} holds a {kind.upper()}: give "
+            f"--model-type {kind.upper()}"
+        )
+    if options.true_vocab_size is not None and options.true_vocab_size > source.rows:
+        raise ConfigError(
+            f"--true-vocab-size {options.true_vocab_size}: {source.reader.path} has {source.rows} "
+            "rows: give at most that many"
+        )
+    yield from source.notices
+    if options.saver == "megatron":
+        yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
+    elif options.saver == "torch_dist" and options.keep_optimizer:
+        yield from not_kept(source.config.precision, None, "--saver torch_dist")
+    if options.keep_optimizer and not source.reader.meta.get("optimizer"):
+        raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
+    results: list[str] = []
+
+    def check(written: Path) -> None:
+        results.append(_verify(source, options, written))
+
+    path = formats.SAVERS[options.saver](source, options, check if options.verify else None)
+    yield f"{source.reader.path} -> {path}"
+    yield from results
+
+
+def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
+    """Yield a line for each thing that Megatron-LM computes differently or cannot continue."""
+    from megatron.checkpoint.legacy.writer import notices as of_network
+    from megatron.config.rules_legacy import not_kept
+
+    yield from of_network(source.config.model)
+    if keep_optimizer:
+        style = (source.reader.meta.get("schedule") or {}).get("lr_decay_style")
+        yield from not_kept(source.config.precision, style, "--saver megatron")
+
+
+def _verify(source: formats.SourceModel, options: argparse.Namespace, written: Path) -> str:
+    """Compare the written checkpoint, before it gets its name, with the source."""
+    from megatron.checkpoint.loading import open_checkpoint
+
+    if options.saver == "hf":
+        folder, reader = written, source.reader
+    else:
+        opened = open_checkpoint(written)
+        assert opened is not None, "it was written just now"
+        folder, reader = options.load_dir, opened
+    return verify(
+        reader,
+        source.config,
+        folder,
+        tolerance=options.verify_tolerance,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert as the command line says and return the exit code: 0, or the error's."""
+    options = build_parser().read(argv)
+
+    def work() -> None:
+        for line in run(options):
+            print(line, flush=True)
+
+    return run_command(work)

@@ -1,0 +1,299 @@
+"""Check that a checkpoint and a Hugging Face folder hold the same model by comparing outputs.
+
+    python tools/checkpoint/verify.py checkpoints/llama2-7b Llama-2-7b-hf
+
+The checkpoint runs in our model and the folder in `transformers`, on the same random tokens, in
+fp32 on the CPU. `util.py --verify` does the same with a conversion before its result gets its name.
+The `transformers` model is built from our own reading of config.json and safetensors, so nothing in
+the folder can choose which code runs. Exit code 0: the outputs agree, or nothing was compared
+because `transformers` is not installed; 4: they differ, or one of the two cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.checkpoint.huggingface.reader import HFReader
+    from megatron.checkpoint.reader import Reader
+    from megatron.config.run import ModelRun
+    from megatron.models.bert import BertModel
+
+TOLERANCE = 1e-5
+TOLERANCE_HELP = f"Largest difference, as a share of the largest logit. Default: {TOLERANCE:g}."
+_TOKENS = (2, 64)  # [b, s]; shorter if the model's context is shorter
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the two models that the command line names and return the exit code."""
+    parser = ToolParser("verify.py", __doc__)
+    parser.add_argument("checkpoint", type=Path, help="Folder of checkpoints of any format.")
+    parser.add_argument("folder", type=Path, help="Hugging Face folder of the same model.")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
+    parser.add_trust()
+    options = parser.read(argv)
+
+    def work() -> None:
+        from megatron.checkpoint.loading import open_any
+        from megatron.tools.checkpoint import formats
+
+        trust = options.allow_foreign_checkpoints
+        found = open_any(options.checkpoint, verify=False, allow_foreign=trust).format
+        loader = {"native": "native", "legacy": "megatron", "hf": "hf"}[found]
+        load = argparse.Namespace(
+            load_dir=options.checkpoint,
+            loader=loader,
+            hf_files=None,
+            allow_foreign_checkpoints=trust,
+        )
+        source = formats.LOADERS[loader](load)
+        line = verify(
+            source.reader,
+            source.config,
+            options.folder,
+            tolerance=options.tolerance,
+            allow_foreign=trust,
+        )
+        print(line.removeprefix("--verify: "))
+
+    return run_command(work)
+
+
+def verify(
+    reader: Reader,
+    config: ModelRun,
+    folder: Path,
+    *,
+    tolerance: float,
+    allow_foreign: bool = False,
+) -> str:
+    """Compare the outputs of a checkpoint and a Hugging Face folder in fp32 on the CPU.
+
+    Args:
+        reader: The opened checkpoint.
+        config: The configuration of its run.
+        folder: The folder of the same model.
+        tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
+            whichever is larger.
+        allow_foreign: Accept files in the folder that other users own.
+
+    Returns:
+        A line for the user: the difference, or why nothing was compared.
+
+    Raises:
+        CheckpointError: The outputs differ.
+    """
+    if find_spec("transformers") is None:
+        return "--verify: NOT CHECKED: transformers is not installed (pip install transformers)"
+    from megatron.checkpoint.loading import open_hf
+
+    theirs_reader = open_hf(folder, allow_foreign=allow_foreign)
+    inputs = random_inputs(config.model.max_position_embeddings, theirs_reader.vocab)
+    ours = our_outputs(reader, config, inputs)
+    theirs = their_outputs(theirs_reader, inputs)
+    lines = []
+    for name, expected in theirs.items():
+        found = ours[name][..., : expected.shape[-1]]
+        difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+        lines.append(f"{name} differ by at most {difference:.2e} (largest {largest:.2f}, fp32)")
+        if not difference <= tolerance * max(1.0, largest):
+            raise CheckpointError(f"--verify: {lines[-1]}: more than {tolerance:g} of it")
+    return f"--verify: {'; '.join(lines)}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of both models.
+
+    Attributes:
+        tokens: Token ids [b, s].
+        types: Segment ids [b, s] of a BERT.
+        padding: Booleans [b, s], True for tokens and False for padding, of a BERT or T5 encoder.
+        decoder_tokens: Token ids [b, d] of a T5's decoder.
+    """
+
+    tokens: Tensor
+    types: Tensor
+    padding: Tensor
+    decoder_tokens: Tensor
+
+
+def random_inputs(positions: int, vocab: int) -> Inputs:
+    """Draw inputs for a model with this context and vocabulary. Every call draws the same."""
+    import torch
+
+    generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
+    tokens = torch.randint(vocab, (_TOKENS[0], length), generator=generator)
+    types = torch.randint(2, tokens.shape, generator=generator)
+    padding = torch.ones_like(tokens, dtype=torch.bool)
+    padding[-1, length - length // 4 :] = False
+    decoder = torch.randint(vocab, (_TOKENS[0], -(-length // 2)), generator=generator)
+    return Inputs(tokens, types, padding, decoder)
+
+
+def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
+    """Return the outputs of a checkpoint's model in fp32.
+
+    These are the logits, for a T5 also the encoder and decoder states, and for a BERT the result of
+    `_bert_outputs`.
+    """
+    import torch
+
+    from megatron.checkpoint.entries import model_state
+    from megatron.checkpoint.reader import restore
+    from megatron.device import Device
+    from megatron.models.bert import BertModel
+    from megatron.models.build import build_model, run_context
+    from megatron.models.gpt import GPTModel
+    from megatron.models.t5 import T5Model
+    from megatron.parallel.layout import Layout
+
+    networks: dict[str, type[BertModel] | type[GPTModel] | type[T5Model]] = {
+        "bert": BertModel,
+        "gpt": GPTModel,
+        "t5": T5Model,
+    }
+    config = replace(config, precision=replace(config.precision, fp16=False, bf16=False))
+    rows = reader.global_shape("model.embedding.word.weight")[0]
+    network = networks[config.model.architecture]
+    model = build_model(
+        network, config, run_context(config, Layout.single(), Device.cpu()), rows
+    ).eval()
+    held = set(reader.names())
+    state = {name: entry for name, entry in model_state([model]).items() if name in held}
+    restore(reader, state, prefixes=("model.",), cast=True)
+    with torch.no_grad():
+        if isinstance(model, BertModel):
+            return _bert_outputs(model, held, inputs)
+        if isinstance(model, GPTModel):
+            return {"logits": model(inputs.tokens)}
+        assert isinstance(model, T5Model)
+        both = (inputs.tokens, inputs.decoder_tokens, inputs.padding)
+        encoder, decoder = (states.transpose(0, 1) for states in model.states(*both))
+        return {
+            "logits": model(*both),
+            "encoder states": encoder[inputs.padding],
+            "decoder states": decoder,
+        }
+
+
+def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
+    """Return the logits of tokens and of sentence order from the heads that the checkpoint has.
+
+    Without heads, return the hidden states except for padding, and the pooled vector.
+    """
+    found = model(inputs.tokens, inputs.padding, inputs.types)
+    heads = {"order": found.order} if "model.binary_head.weight" in held else {}
+    if "model.output.bias" in held:
+        heads["logits"] = found.tokens[inputs.padding]
+    if heads:
+        return heads
+    model.head = None
+    hidden = model(inputs.tokens, inputs.padding, inputs.types)
+    assert model.pooler is not None
+    states = {"hidden states": hidden.transpose(0, 1)[inputs.padding]}
+    return states | ({"pooled": model.pooler(hidden)} if "model.pooler.dense.bias" in held else {})
+
+
+def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
+    """Return the outputs of a folder's model in `transformers`, in fp32."""
+    import torch
+
+    model, padding = their_model(reader).eval(), inputs.padding
+    with torch.no_grad():
+        if reader.architecture == "T5ForConditionalGeneration":
+            found = model(
+                inputs.tokens,
+                attention_mask=padding,
+                decoder_input_ids=inputs.decoder_tokens,
+                output_hidden_states=True,
+            )
+            return {
+                "logits": found.logits,
+                "encoder states": found.encoder_last_hidden_state[padding],
+                "decoder states": found.decoder_hidden_states[-1],
+            }
+        if not reader.architecture.startswith("Bert"):
+            return {"logits": model(inputs.tokens).logits}
+        found = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
+    match reader.architecture:
+        case "BertModel":
+            states = {"hidden states": found.last_hidden_state[padding]}
+            return states | ({"pooled": found.pooler_output} if _has_pooler(reader) else {})
+        case "BertForMaskedLM":
+            return {"logits": found.logits[padding]}
+        case "BertForNextSentencePrediction":
+            return {"order": found.logits}
+    return {"logits": found.prediction_logits[padding], "order": found.seq_relationship_logits}
+
+
+def _has_pooler(reader: HFReader) -> bool:
+    """Return whether a BERT without heads has a pooler. Files for sentence vectors may lack it."""
+    return "model.pooler.dense.weight" in reader.names()
+
+
+def their_model(reader: HFReader) -> Any:
+    """Build the folder's model with the class that our table of families names.
+
+    Raises:
+        CheckpointError: The tensors are not exactly those that `transformers` expects.
+    """
+    import torch
+    import transformers
+
+    from megatron.checkpoint.huggingface.files import CONFIG, find_shards
+    from megatron.checkpoint.huggingface.settings import read_json
+    from megatron.checkpoint.mapped import MappedFile
+
+    trust = reader.allow_foreign
+    values = read_json(reader.path / CONFIG, allow_foreign=trust)
+    kind, values = values.pop("model_type"), {**values, "dtype": "float32"}
+    values.pop("torch_dtype", None)
+    config = transformers.AutoConfig.for_model(kind, **values)
+    config._attn_implementation = config._experts_implementation = "eager"  # for odd sizes too
+    lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
+    pieces = {"add_pooling_layer": False} if lacks_pooler else {}
+    model = getattr(transformers, reader.architecture)(config, **pieces).float()
+    family = reader.family
+    files = sorted(set(find_shards(reader.path, allow_foreign=trust).values()))
+    state = {
+        name: file.tensor(place)
+        for file in (MappedFile(path, allow_foreign=trust) for path in files)
+        for name, place in file.header().items()
+        if not re.fullmatch(family.derived, name)
+    }
+    if reader.bare_names and reader.architecture != "BertModel":
+        state = {family.prefix + name: tensor for name, tensor in state.items()}
+    if any(".experts." in name for name in state):  # transformers 5 fuses them while it loads
+        transformers.utils.logging.disable_progress_bar()
+        model, loading = getattr(transformers, reader.architecture).from_pretrained(
+            None, config=config, state_dict=state, output_loading_info=True
+        )
+        if any(loading.values()):
+            raise CheckpointError(f"--verify: transformers cannot load the tensors: {loading}")
+        return model.float()
+    own_head = family.head_follows_files and family.tied_head in state
+    if own_head:  # `transformers` ties it at first, whatever config.json says
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = {family.tied_head, *family.word_copies, "cls.predictions.decoder.bias"}
+    if unexpected or set(missing) - tied:
+        raise CheckpointError(
+            f"--verify: transformers lacks {missing} and does not recognize {unexpected}"
+        )
+    if not own_head:
+        model.tie_weights()
+    return model

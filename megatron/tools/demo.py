@@ -1,0 +1,402 @@
+"""Go from raw text to a trained and evaluated model: this is what `make demo` runs.
+
+    python tools/demo.py --out runs/demo
+    python tools/demo.py --out runs/mine --input my.jsonl
+    python tools/demo.py --model bert --out runs/demo-bert
+
+At the end a GPT writes text, and a BERT or a T5 fills in masked words. Without --input the text is
+the source of Python's standard library. Every step prints the command that it runs, so that you can
+repeat it by hand with other values. A second run with the same settings keeps the first one under
+another name; anything else in the folder is replaced only with --overwrite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.durable import replace_file, writing_to
+from megatron.environment import share_cores, with_our_programs
+from megatron.errors import ConfigError, DataError
+from megatron.tools.demo_kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = 5  # validation documents for the trained model to work on
+MARKER = ".megatron-demo"  # holds the settings of the run that wrote to the folder
+# Everything that a demo writes; --overwrite removes nothing else.
+OUTPUTS = (
+    *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
+    *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
+)
+# Folders in the standard library that hold only tables, tests or code that is not part of it.
+NOT_LIBRARY = {
+    *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
+    *("encodings", "pydoc_data"),
+}
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Statistics and examples of the validation documents.
+
+    Attributes:
+        entropy: The unigram entropy of their tokens in nats per token. It is the loss of a model
+            that knows how frequent each of these tokens is and nothing else.
+        bytes_per_token: The UTF-8 bytes of their text divided by the number of their tokens.
+        texts: Their first sentences of at least 8 tokens, or of any length if there are none.
+    """
+
+    entropy: float
+    bytes_per_token: float
+    texts: list[str]
+
+
+def write_standard_library(path: Path, *, in_lines: bool) -> None:
+    """Write one `{"text": source}` line per module, in an order that is the same every time.
+
+    Args:
+        path: The file to write.
+        in_lines: Whether to write the source as a list of its lines, which are then used as
+            sentences.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        file
+        for file in root.rglob("*.py")
+        if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts[:-1])
+        and not file.name.startswith("_sysconfigdata")  # generated when Python was built
+    )
+    # Shuffled, so that the validation documents at the end are not all from one package.
+    random.Random(1234).shuffle(files)
+    size, lines = 0, []
+    for file in files:
+        try:
+            source = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a few modules use an old encoding
+        text = [line for line in source.split("\n") if line.strip()] if in_lines else source
+        lines.append(json.dumps({"text": text}).encode() + b"\n")
+        size += len(source.encode())
+    replace_file(path, b"".join(lines))
+    print(f"wrote {path}: {len(lines)} modules of {root}, {size / 1e6:.1f} MB")
+
+
+def check_input(source: Path) -> None:
+    """Read the whole input before anything is written or moved.
+
+    Raises:
+        DataError: A line is bad, or there are fewer than two documents.
+    """
+    from megatron.data.text_input import find_inputs, parse_block, read_blocks
+
+    documents, line = 0, 1
+    for block in read_blocks(find_inputs([str(source)]), ["text"]):
+        parsed = parse_block(block, ["text"])
+        for bad in parsed.bad[:1]:
+            raise DataError(f"{source}:{line + bad.line}: {bad.reason}; fix or remove the line")
+        documents, line = documents + len(parsed.values), line + parsed.lines
+    split_of(documents)
+
+
+def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Create an empty folder `out`. An earlier run with the same settings is renamed.
+
+    Raises:
+        ConfigError: `out` holds anything else, and `overwrite` is false.
+        StorageError: The folder cannot be written.
+    """
+    present = sorted(path for name in OUTPUTS for path in out.glob(name))
+    with writing_to("--out", out):
+        if overwrite:
+            for path in present:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif out.is_dir() and any(out.iterdir()):
+            if settings_of(out) != settings:
+                held = next(iter(present), next(out.iterdir()))
+                raise ConfigError(
+                    f"--out {out}: {held} already exists and is not from a demo with these "
+                    "settings: choose another folder (make demo OUT=...), or give --overwrite "
+                    "(make demo OVERWRITE=1) to replace the files of an earlier run there"
+                )
+            names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
+            kept = next(name for name in names if not os.path.lexists(name))
+            out.rename(kept)
+            print(f"{out} held an earlier run with the same settings. That run is now in {kept}.\n")
+        out.mkdir(parents=True, exist_ok=True)
+        replace_file(out / MARKER, json.dumps(settings).encode() + b"\n")
+
+
+def settings_of(out: Path) -> Any:
+    """Return the settings of the demo that wrote to `out`, or `None` if no demo did."""
+    try:
+        return json.loads((out / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def run_step(title: str, command: Sequence[str]) -> None:
+    """Print and run one command of the tutorial, and exit with its code if it fails."""
+    print(f"\n=== {title}\n$ {shown(command)}\n", flush=True)
+    start = time.perf_counter()
+    # Without an installation there is no command `megatron`.
+    started = ["python", "-m", *command] if command[0] == "megatron" else command
+    code = subprocess.run(started, cwd=ROOT, env=with_our_programs(), check=False)
+    if code.returncode:
+        print(
+            f"\n{Path(sys.argv[0]).stem}: the step above failed ({title}); see its message",
+            file=sys.stderr,
+        )
+        raise SystemExit(code.returncode)
+    print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
+
+
+def shown(command: Sequence[str]) -> str:
+    """Return the command for reading and pasting: a flag and its values stay on one line."""
+    lines = [shlex.quote(command[0])]
+    for word in command[1:]:
+        quoted = shlex.quote(word)
+        if word.startswith("--") and len(lines[-1]) > 70:
+            lines.append("    " + quoted)
+        else:
+            lines[-1] += " " + quoted
+    return " \\\n".join(lines)
+
+
+def processes() -> tuple[int, bool]:
+    """Return how many processes train (one per GPU, or two on the CPU), and whether GPUs do."""
+    import torch
+
+    from megatron.device import Device
+
+    if Device.pick().is_gpu:
+        return torch.accelerator.device_count(), True
+    return 2, False
+
+
+def training_command(
+    kind: Kind, out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
+) -> list[str]:
+    """Return the command that trains: torchrun, the model's script and all its flags."""
+    micro_batch = max(1, kind.global_batch // count)
+    return [
+        *f"torchrun --standalone --nproc-per-node {count} {kind.script}".split(),
+        *kind.training_flags,
+        *f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch * count}".split(),
+        *f"--train-iters {iterations}".split(),
+        *(["--bf16"] if gpu else []),
+        *["--data-path", str(prefix), "--split", split, "--num-workers", "0"],
+        *kind.tokenizer(out / "tokenizer"),
+        *f"--eval-interval {max(1, iterations // 4)} --eval-iters {min(40, iterations)}".split(),
+        *["--save", str(out / "checkpoints"), "--save-interval", str(iterations)],
+        *["--tensorboard-dir", str(out / "tensorboard")],
+        *["--metrics-jsonl", str(out / "metrics.jsonl")],
+        *f"--log-interval {max(1, iterations // 20)}".split(),
+    ]
+
+
+def split_of(documents: int) -> tuple[str, int]:
+    """Return a `--split` with a twentieth of the documents for validation, and the first of these.
+
+    Raises:
+        DataError: There is only one document.
+    """
+    if documents < 2:
+        raise DataError(
+            f"the input has {documents} document(s); give at least 2, one per line, because one is "
+            "used for validation"
+        )
+    held_out = max(1, documents // 20)
+    return f"{documents - held_out},{held_out},0", documents - held_out
+
+
+def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Validation:
+    """Measure the documents of `dataset` from number `first` on."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    start = int(dataset.document_indices[first])
+    sequences = [dataset.get(i) for i in range(start, len(dataset))]
+    tokens = np.concatenate(sequences)
+    counts = np.bincount(tokens)
+    shares = counts[counts > 0] / len(tokens)
+    long = [sequence for sequence in sequences if len(sequence) >= 8]
+    return Validation(
+        entropy=float(-(shares * np.log(shares)).sum()),
+        bytes_per_token=len(decode(tokens.tolist()).encode()) / len(tokens),
+        texts=[decode(sequence.tolist()) for sequence in (long or sequences)[:TEXTS]],
+    )
+
+
+def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
+    """Print the result, and suggestions for what to look at next."""
+    entropy, saved = validation.entropy, out / "checkpoints"
+    what = "masked token" if kind.sentences else "token"
+    untrained = ""
+    if not loss < entropy:
+        untrained = (
+            "\nThe model has not yet learned even how frequent each token is: what it wrote above\n"
+            "makes no sense. Train it longer: give more --iters (make demo ITERS=...).\n"
+        )
+    print(f"""
+=== Result
+validation loss  {loss:.3f} nats per {what}{bits_per_byte(kind, validation, loss)}
+unigram entropy  {entropy:.3f} nats per token{bits_per_byte(kind, validation, entropy)}
+                 (the loss of a model that knows only how frequent each validation token is)
+time             {seconds:.0f} s
+{untrained}
+Loss curve     {out / "loss.png"}
+TensorBoard    .venv/bin/tensorboard --logdir {out / "tensorboard"}
+Metrics        {out / "metrics.jsonl"}
+Checkpoint     {saved}
+Train longer   use the torchrun command above with a larger --train-iters, --load {saved}
+               and --override-opt_param-scheduler (a longer run has another learning rate)
+Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
+               (one {{"text": ...}} object per line)
+
+{kind.go_on(out)}""")
+
+
+def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
+    """Return nats per token as bits per byte, or "" if the model does not predict every token."""
+    if kind.sentences:
+        return ""
+    return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"
+
+
+def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
+    """Make the text, the tokenizer and the token ids, and return the prefix of the dataset."""
+    corpus = out / "corpus.jsonl" if source is None else source
+    if source is None:
+        print("=== Text: the source of Python's standard library")
+        write_standard_library(corpus, in_lines=kind.sentences)
+    run_step(
+        f"Train a {kind.vocabulary} tokenizer",
+        ["megatron", "data", "tokenizer", "--input", str(corpus), *kind.vocabulary_flags]
+        + ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "tokenizer")],
+    )
+    split_sentences = kind.sentences and source is not None
+    run_step(
+        "Turn the text into token ids",
+        ["megatron", "data", "preprocess", "--input", str(corpus)]
+        + ["--output-prefix", str(out / "corpus"), *kind.tokenizer(out / "tokenizer")]
+        + ([] if kind.sentences else ["--append-eod"])
+        + (["--split-sentences"] if split_sentences else [])
+        + ["--workers", "2"],
+    )
+    return out / ("corpus_text_sentence" if split_sentences else "corpus_text_document")
+
+
+def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
+    """Run all the steps and report the result."""
+    start = time.perf_counter()
+    prefix = prepare(kind, out, source)
+    from megatron.data.indexed import IndexedDataset
+
+    dataset = IndexedDataset(prefix)
+    split, first = split_of(len(dataset.document_indices) - 1)
+    validation = describe_validation(dataset, first, out / "tokenizer" / "tokenizer.json")
+    count, gpu = processes()
+    share_cores(count)
+    where = f"{count} GPU(s)" if gpu else f"{count} processes on the CPU"
+    run_step(
+        f"Pretrain a small {kind.name} on {where}",
+        training_command(kind, out, prefix, split, iterations, count, gpu),
+    )
+    run_step(
+        "Draw the loss curve",
+        ["megatron", "plot", "--metrics", str(out / "metrics.jsonl")]
+        + ["--output", str(out / "loss.png"), "--entropy", f"{validation.entropy:.4f}"],
+    )
+    tool, *flags = kind.show(None if source is None else validation.texts)
+    run_step(kind.title, ["megatron", tool, "--load", str(out / "checkpoints"), *flags])
+    loss = last_validation_loss(out / "metrics.jsonl")
+    report(kind, out, validation, loss, time.perf_counter() - start)
+
+
+def last_validation_loss(metrics: Path) -> float:
+    """Return the last validation loss in a metrics file, in nats per token."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return float([r["lm loss validation"] for r in records if "lm loss validation" in r][-1])
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("demo.py", "Go from raw text to a trained and evaluated model.")
+    parser.add_argument(
+        "--model",
+        choices=tuple(KINDS),
+        default="gpt",
+        help="Model to train (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DEFAULT_OUT,
+        help="Folder for all output (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="Replace the files of an earlier run in that folder.",
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        help='Text to train on, one {"text": ...} object per line (default: the source of '
+        "Python's standard library).",
+    )
+    numbers = ", ".join(f"{kind.iterations} for {name}" for name, kind in KINDS.items())
+    parser.add_argument("--iters", type=int, help=f"Training iterations (default: {numbers}).")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check the flags, the input and the folder, then run the demo.
+
+    Raises:
+        UserError: The flags, the input or the folder need to be changed.
+    """
+    kind = KINDS[options.model]
+    iterations = kind.iterations if options.iters is None else options.iters
+    if options.input is not None and not options.input.is_file():
+        raise DataError(f"--input {options.input}: no such file: give the path of a text file")
+    if iterations < 1:
+        raise DataError(f"--iters {iterations}: give at least 1")
+    # Commands run in the repository; there, short relative paths are easier to read.
+    here = Path.cwd() == ROOT
+    out = options.out if here else options.out.absolute()
+    source = options.input if here or options.input is None else options.input.absolute()
+    if source is not None:
+        if source.resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"--input {source}: is inside --out {out}: choose another folder")
+        check_input(source)
+    settings = {
+        "model": options.model,
+        "input": None if source is None else str(source.absolute()),
+        "iterations": iterations,
+    }
+    open_folder(out, settings, overwrite=options.overwrite)
+    demo(kind, out, source, iterations)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    options = build_parser().read(arguments)
+    return run_command(lambda: run(options))

@@ -1,0 +1,127 @@
+r"""Divide JSON lines at random into train.json, dev.json and test.json.
+
+    python tools/split_json.py --input_files a.json b.json --output_dir split \
+        --test_percent 0.05 0.01
+
+This puts 5% of the lines into dev.json, 1% into test.json and the rest into train.json. Beside
+each, a file with .map appended to its name says where each line comes from: the number of the input
+file and that of the line, both from 0. Lines are shuffled; the same seed always gives the same
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file, renamed_when_done, writing_to
+from megatron.errors import ConfigError, DataError
+
+_NAMES = ("train.json", "dev.json", "test.json")
+
+
+def build_parser() -> ToolParser:
+    """Define the command line, with the flags of Megatron-LM's script."""
+    parser = ToolParser("split_json.py", __doc__)
+    add = parser.add_argument
+    add(
+        "--input_files",
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="Files of JSON lines, which are not compressed.",
+    )
+    add("--output_dir", "--output-dir", required=True, metavar="DIR", help="Folder to write to.")
+    add(
+        "--test_percent",
+        nargs="+",
+        type=float,
+        default=[0.05, 0.0],
+        metavar="X",
+        help="Shares of dev.json and, if given, of test.json, from 0 to 1 (default: 0.05 0).",
+    )
+    add("--seed", type=int, default=1234, help="Seed of the shuffle (default: 1234).")
+    add("--overwrite", action="store_true", help="Replace existing output files.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the three files and their maps.
+
+    Raises:
+        UserError: The flags, the input or the output folder need to be changed.
+    """
+    import numpy as np
+
+    shares = (*options.test_percent, 0.0)[:2]
+    if len(options.test_percent) > 2 or min(shares) < 0 or sum(shares) > 1:
+        given = " ".join(map(str, options.test_percent))
+        raise ConfigError(
+            f"--test_percent {given}: give the share of dev.json and that of test.json, from 0 to "
+            "1, together at most 1"
+        )
+    paths = [Path(options.output_dir) / name for name in _NAMES]
+    maps = [path.with_name(f"{path.name}.map") for path in paths]
+    expect_no_file("--output_dir", [*paths, *maps], overwrite=options.overwrite)
+    starts = [_line_starts(path) for path in options.input_files]
+    total = sum(len(each) - 1 for each in starts)
+    dev, test = (math.ceil(share * total) for share in shares)
+    if dev + test > total:
+        test = total - dev
+    files = np.repeat(np.arange(len(starts)), [len(each) - 1 for each in starts])
+    lines = np.concatenate([np.arange(len(each) - 1) for each in starts])
+    order = np.random.RandomState(options.seed).permutation(total)
+    train = total - dev - test
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(writing_to("--output_dir", options.output_dir))
+        Path(options.output_dir).mkdir(parents=True, exist_ok=True)
+        inputs = [stack.enter_context(open(path, "rb")) for path in options.input_files]
+        for path, map_path, chosen in zip(
+            paths, maps, np.split(order, [train, train + dev]), strict=True
+        ):
+            out = stack.enter_context(renamed_when_done(path))
+            origin = stack.enter_context(renamed_when_done(map_path))
+            origin.write(b"file\tline #\n")
+            for file, line in zip(files[chosen].tolist(), lines[chosen].tolist(), strict=True):
+                start, end = starts[file][line : line + 2].tolist()
+                inputs[file].seek(start)
+                out.write(inputs[file].read(end - start).strip() + b"\n")
+                origin.write(f"{file}\t{line}\n".encode())
+    for path, count in zip(paths, (train, dev, test), strict=True):
+        print(f"{path}: {count:,} lines")
+
+
+def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is imported only when it runs
+    """Return the offset of each line in a file, then the file's size.
+
+    Raises:
+        DataError: The file cannot be read, is compressed, or holds no line.
+    """
+    import numpy as np
+
+    starts, size = [0], 0
+    try:
+        with open(path, "rb") as file:
+            if file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")):
+                raise DataError(f"--input_files {path}: a compressed file: unpack it first")
+            file.seek(0)
+            for line in file:
+                size += len(line)
+                starts.append(size)
+    except OSError as error:
+        raise DataError(f"--input_files {path}: {error.strerror}; give a readable file") from error
+    if not size:
+        raise DataError(f"--input_files {path}: this file is empty: leave it out")
+    return np.array(starts, np.int64)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))

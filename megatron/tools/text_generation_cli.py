@@ -1,0 +1,358 @@
+"""Use a text generation server from a terminal or a script.
+
+python tools/text_generation_cli.py localhost:5000                        # one prompt at a time
+python tools/text_generation_cli.py localhost:5000 --prompt "def main("   # a single answer
+head -c 500 story.txt | python tools/text_generation_cli.py localhost:5000
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import http.client
+import json
+import sys
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.environment import private_cache
+from megatron.errors import UserError
+
+_HELP = """\
+Write a text, and the model continues it. With --chat, write a message, and it answers.
+  /tokens N        max new tokens                 /seed N    repeat the same answers
+  /temperature X   0: the most likely token       /clear     forget the conversation
+  /top_k N, /top_p X                              /help, /quit (or Ctrl-D)
+Ctrl-C stops an answer."""
+_NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
+_KEPT_LINES = 1000
+_LONGEST_WAIT = 1e6  # seconds
+# Models also write control characters, which could change the terminal's settings.
+_SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_SHOWN |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program, and return the exit code."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print one answer if a prompt is given or piped in, otherwise answer line by line.
+
+    Raises:
+        UserError: The server cannot be reached, or refuses the request.
+    """
+    if options.system is not None and not options.chat:
+        raise UserError("--system requires --chat: give both, or neither")
+    talk = Talk(Server(options.server, options.auth_token_file, options.timeout), options)
+    if options.prompt is not None:
+        talk.answer(options.prompt)
+    elif not sys.stdin.isatty():
+        talk.answer(_piped(sys.stdin.buffer.read()))
+    else:
+        _converse(talk)
+
+
+def _piped(data: bytes) -> str:
+    """Return bytes as text, without an incomplete character that `head -c` may leave at the end.
+
+    Other bytes that are not UTF-8 become surrogates, which are refused before they are sent.
+    """
+    return codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
+
+
+class Server:
+    """A text generation server."""
+
+    def __init__(self, address: str, token_file: str | None, timeout: float) -> None:
+        """Check the address.
+
+        Args:
+            address: HOST:PORT, with or without http:// or https:// before it.
+            token_file: File with the token that the server requires, or `None` if it requires none.
+            timeout: Seconds to wait for the next piece of an answer.
+
+        Raises:
+            UserError: The address or the timeout is wrong, or the file cannot be read.
+        """
+        url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
+        try:
+            port = url.port
+        except ValueError:
+            port = None
+        is_known = url.scheme in ("", "http", "https")
+        if not is_known or not url.hostname or port is None or url.path.strip("/"):
+            raise UserError(f"{address}: give HOST:PORT, for example localhost:5000")
+        if not 0 < timeout <= _LONGEST_WAIT:
+            raise UserError(f"--timeout {timeout:g}: give seconds, more than 0")
+        self._is_encrypted = url.scheme == "https"
+        self._host, self._port, self._timeout = url.hostname, port, timeout
+        self._headers = {"Content-Type": "application/json"}
+        if token_file is not None:
+            self._headers["Authorization"] = f"Bearer {_read_token(token_file)}"
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a streamed answer.
+
+        Args:
+            path: Path of the request.
+            body: Body of the request.
+
+        Raises:
+            UserError: The server cannot be reached, or it refuses the request, with its message.
+        """
+        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        data = _encoded(body)
+        where = f"{self._host}:{self._port}"
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", path, data, self._headers)
+                response = connection.getresponse()
+                if response.status != http.HTTPStatus.OK:
+                    raise UserError(f"{where}: {_message(response)}")
+                yield from _objects(response)
+            except TimeoutError as error:
+                raise UserError(
+                    f"{where} sent nothing for {self._timeout:g} seconds: give a larger --timeout"
+                ) from error
+            except http.client.HTTPException as error:
+                raise UserError(
+                    f"{where}: {str(error) or 'no answer'}: is a text generation server running "
+                    "there?"
+                ) from error
+            except (OSError, UnicodeError) as error:
+                raise UserError(
+                    f"cannot connect to {where} ({error}): is the server running there?"
+                ) from error
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("the text is not UTF-8: convert it, for example with iconv") from None
+    except ValueError:
+        raise UserError("one of the numbers is not finite: give a finite one") from None
+
+
+def _read_token(path: str) -> str:
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--auth-token-file {path} cannot be read: {error}") from error
+    if not token or not token.isprintable():
+        raise UserError(f"--auth-token-file {path}: give a file whose only line is the token")
+    return token
+
+
+def _message(response: http.client.HTTPResponse) -> str:
+    text = response.read().decode("utf-8", "replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return f"status {response.status}, {text[:200]!r}: is this a text generation server?"
+
+
+def _objects(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        data = line.strip().removeprefix(b"data: ")
+        if data == b"[DONE]":
+            return
+        if not data:
+            continue
+        value = _object(data)
+        if "error" in value:
+            error = value["error"]
+            raise UserError(str(error.get("message", error) if isinstance(error, dict) else error))
+        yield value
+    raise http.client.HTTPException("the answer is incomplete")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or not value.keys() & {"choices", "error"}:
+        raise http.client.HTTPException(
+            f"{data[:60]!r} is not an answer from a text generation server"
+        )
+    return value
+
+
+class Talk:
+    """A conversation and its sampling settings."""
+
+    def __init__(self, server: Server, options: argparse.Namespace) -> None:
+        """Start a conversation.
+
+        Args:
+            server: The server that answers.
+            options: The command line.
+        """
+        self._server = server
+        self._chat: bool = options.chat
+        self._settings = {name: getattr(options, name) for name in _NUMBERS}
+        self._stop: list[str] = options.stop
+        self._start = [{"role": "system", "content": options.system}] if options.system else []
+        self._messages = list(self._start)
+
+    def answer(self, text: str) -> None:
+        """Send a text, and print the answer as it arrives."""
+        message = {"role": "user", "content": text}
+        path, body = "/v1/completions", {"prompt": text, **self._sampling()}
+        if self._chat:
+            path = "/v1/chat/completions"
+            body = {"messages": [*self._messages, message], **self._sampling()}
+        answer = ""
+        try:
+            for value in self._server.stream(path, {**body, "stream": True}):
+                for choice in value["choices"]:
+                    piece = choice.get("delta", {}).get("content") or choice.get("text") or ""
+                    answer += piece
+                    print(self._shown(piece), end="", flush=True)
+        finally:
+            if answer:
+                print(flush=True)
+        if self._chat:
+            self._messages += [message, {"role": "assistant", "content": answer}]
+
+    def set(self, name: str, text: str) -> None:
+        """Change a numeric setting.
+
+        Args:
+            name: Name of the setting.
+            text: New value of the setting.
+
+        Raises:
+            UserError: The text is not a number.
+        """
+        try:
+            self._settings[name] = _NUMBERS[name](text)
+        except ValueError:
+            raise UserError(f"/{name} {text}: give a number") from None
+
+    def clear(self) -> None:
+        """Forget the conversation."""
+        self._messages = list(self._start)
+
+    @staticmethod
+    def _shown(text: str) -> str:
+        return text.translate(_SHOWN) if sys.stdout.isatty() else text
+
+    def _sampling(self) -> dict[str, Any]:
+        values = {**self._settings, "max_tokens": self._settings["tokens"], "stop": self._stop}
+        del values["tokens"]
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def _converse(talk: Talk) -> None:
+    with _history():
+        print("/help lists the commands; Ctrl-D quits.")
+        while True:
+            try:
+                line = input("> ")
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if line.strip() == "/quit":
+                return
+            try:
+                _obey(talk, line)
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:
+                print("(stopped)")
+
+
+def _obey(talk: Talk, line: str) -> None:
+    name, _, value = line.strip().removeprefix("/").partition(" ")
+    if not line.strip():
+        return
+    if not line.startswith("/"):
+        talk.answer(line)
+    elif name == "help":
+        print(_HELP)
+    elif name == "clear":
+        talk.clear()
+    elif name in _NUMBERS:
+        talk.set(name, value)
+    else:
+        raise UserError(f"/{name}: no such command; /help lists the commands")
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Enable line editing and a history of lines, which is kept between sessions."""
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        yield
+        return
+    try:
+        path = private_cache("text_generation") / "history"
+    except (OSError, RuntimeError):  # a user without a home folder, or whose disk is full
+        yield
+        return
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(_KEPT_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser(
+        "text_generation_cli.py", "Use a text generation server from a terminal or a script."
+    )
+    parser.add_argument(
+        "server",
+        metavar="HOST:PORT",
+        help="for example localhost:5000, or https://HOST:PORT if a proxy provides HTTPS",
+    )
+    parser.add_argument("--prompt", help="answer this prompt and quit; piped text does the same")
+    parser.add_argument(
+        "--chat", action="store_true", help="chat with the model instead of continuing texts"
+    )
+    parser.add_argument("--system", help="with --chat: the system message")
+    parser.add_argument("--tokens", type=int, default=64, help="max new tokens (%(default)s)")
+    parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
+    parser.add_argument(
+        "--top_k",
+        "--top-k",
+        type=int,
+        help="sample from the k most likely tokens; 0 disables the limit",
+    )
+    parser.add_argument(
+        "--top_p",
+        "--top-p",
+        type=float,
+        help="sample from the most likely tokens with this total probability; 1 disables the limit",
+    )
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="stop sequence; may be given several times"
+    )
+    parser.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds to wait for the next piece of an answer (%(default)s)",
+    )
+    return parser

@@ -1,1 +1,0 @@
-"""Downstream tasks: evaluation of language models, and finetuning. `main.py` is the command."""
