@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corpora]'")
 
+from megatron.tools import build_corpus
 from tests.corpora.planted import Sizes, plant
 from tests.reliability.processes import until
 from tests.submit.test_slurm import Slurm, slurm  # noqa: F401 - a fixture
-from tools import build_corpus
 
 
 def _files(corpus: Path) -> dict[str, bytes]:

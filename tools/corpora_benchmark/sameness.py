@@ -97,7 +97,7 @@ def _build_by_datatrove(words: Sequence[str], output: Path) -> None:
     from datatrove.executor.local import LocalPipelineExecutor
 
     from megatron.corpora import local
-    from tools import build_corpus
+    from megatron.tools import build_corpus
 
     quiet = contextlib.redirect_stdout(io.StringIO())
     with mock.patch.object(local, "LocalExecutor", LocalPipelineExecutor), quiet:
