@@ -54,7 +54,15 @@ _SAME = {
     "activation_checkpointing.partition_activations": "parallel.distribute_saved_activations",
     "memory_breakdown": "logging.log_memory_to_tensorboard",
     "wandb.team": "logging.wandb_entity",
+    "curriculum_learning.schedule_type": "curriculum.curriculum_schedule",
+    "curriculum_learning.schedule_config.total_curriculum_step": "curriculum.curriculum_steps",
+    "curriculum_learning.schedule_config.difficulty_step": "curriculum.curriculum_length_step",
+    "curriculum_learning.schedule_config.root_degree": "curriculum.curriculum_root_degree",
+    "curriculum_learning.schedule_config.difficulty": "curriculum.curriculum_lengths",
+    "curriculum_learning.schedule_config.max_step": "curriculum.curriculum_until",
 }
+# Parts that are off unless "enabled" is true. Of other parts --fp16 and --bf16 decide that.
+_OFF_BY_DEFAULT = ("curriculum_learning", "flops_profiler", "tensorboard", "wandb")
 # Numbers that DeepSpeed takes if a file has the first key without the second.
 _DEFAULTS = (
     ("fp16.enabled", "fp16.initial_scale_power", 16),
@@ -239,6 +247,8 @@ def _settings(
             yield key, field_path, keys[key]
     yield from _precision(keys, where, found)
     yield from _optimizer(keys, where, found)
+    yield from _scheduler(keys, where, found)
+    yield from _curriculum(keys, where, found)
     yield from _reports(keys, given)
     if "steps_per_print" in keys:
         steps, interval = keys["steps_per_print"], given.get("logging.log_interval")
@@ -290,6 +300,73 @@ def _optimizer(
             yield key, "optimizer.adam_beta2", betas[1]
         else:
             found.problems.append(f"{where[key]}: expected two numbers, got {json.dumps(betas)}")
+
+
+def _scheduler(
+    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+) -> Iterator[tuple[str, str, Any]]:
+    params = {
+        key.removeprefix("scheduler.params."): value
+        for key, value in keys.items()
+        if key.startswith("scheduler.params.")
+    }
+    key, kind = "scheduler.type", keys.get("scheduler.type")
+    if kind is None:
+        if params:
+            found.problems.append(f"{where['scheduler.params']}: scheduler.type is missing: add it")
+    elif kind not in ("WarmupLR", "WarmupDecayLR"):
+        found.problems.append(
+            f"{where[key]}: {kind!r} is not supported: use WarmupLR or WarmupDecayLR, or remove "
+            "scheduler and use --lr-decay-style and --lr-warmup-iters"
+        )
+    elif params.get("warmup_type") != "linear":
+        found.problems.append(
+            f"{where[key]}: a warm-up along a logarithm, which is DeepSpeed's default, is not "
+            'supported: add "warmup_type": "linear" to scheduler.params'
+        )
+    else:
+        yield key, "schedule.lr_warmup_init", params.get("warmup_min_lr", 0.0)
+        yield key, "schedule.lr_warmup_iters", params.get("warmup_num_steps", 1000)
+        if "warmup_max_lr" in params:
+            yield "scheduler.params.warmup_max_lr", "schedule.lr", params["warmup_max_lr"]
+        elif kind == "WarmupDecayLR":
+            yield key, "schedule.lr", 1e-3
+        decays = kind == "WarmupDecayLR"
+        yield key, "schedule.lr_decay_style", "linear" if decays else "constant"
+        if decays:
+            yield key, "schedule.lr_decay_iters", params.get("total_num_steps")
+            yield key, "schedule.min_lr", params.get("warmup_min_lr", 0.0)
+
+
+def _curriculum(
+    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+) -> Iterator[tuple[str, str, Any]]:
+    part = "curriculum_learning"
+    if not keys.get(f"{part}.enabled"):
+        return
+    for key in (f"{part}.{name}" for name in ("min_difficulty", "max_difficulty", "schedule_type")):
+        if key not in keys:
+            found.problems.append(f"{where[part]}: {key} is missing: add it")
+    kind = keys.get(f"{part}.curriculum_type", "seqlen")
+    if kind != "seqlen":
+        found.problems.append(
+            f"{where[f'{part}.curriculum_type']}: expected seqlen, got {kind!r}: sequences can "
+            "only be ordered by their length"
+        )
+    last = keys.get(f"{part}.max_difficulty")
+    if keys.get(f"{part}.schedule_type") != "fixed_discrete":
+        for name, field_name in (
+            ("min_difficulty", "min_length"),
+            ("max_difficulty", "max_length"),
+        ):
+            if f"{part}.{name}" in keys:
+                key = f"{part}.{name}"
+                yield key, f"curriculum.curriculum_{field_name}", keys[key]
+    elif keys.get(f"{part}.schedule_config.difficulty", [last])[-1:] != [last]:
+        found.problems.append(
+            f"{where[f'{part}.max_difficulty']}: {last} is not the last of "
+            f"{part}.schedule_config.difficulty: make them equal"
+        )
 
 
 def _reports(keys: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -392,7 +469,7 @@ def _collect(
             continue
         if answer is not None:
             if isinstance(value, dict) and value.get("enabled") is False and len(value) > 1:
-                idle.setdefault(f"{key}.enabled is false", []).append(key)
+                idle.setdefault(f"{key}.enabled is not true", []).append(key)
             elif not answer.accepts(value) and answer.is_refused:
                 shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
                 found.problems.append(f"{where[key]}{shown}: {answer.reason}")
@@ -409,14 +486,14 @@ def _collect(
                 f"{where[key]}: expected an object such as {{{json.dumps(inner[0][len(key) + 1 :])}"
                 f": ...}}, got {json.dumps(value)}"
             )
-        elif value.get("enabled") is False:
+        elif value.get("enabled", key not in _OFF_BY_DEFAULT) is False:
             keys |= {f"{key}.enabled": False}
-            if len(value) > 1:
-                idle.setdefault(f"{key}.enabled is false", []).append(f"{key}.*")
+            if value.keys() - {"enabled"}:
+                idle.setdefault(f"{key}.enabled is not true", []).append(key)
         else:
             keys |= _collect(value, f"{key}.", where, found)
     found.notices += [
-        f"{', '.join(where[key.removesuffix('.*')] for key in names)}: changes nothing: {reason}"
+        f"{', '.join(where[key] for key in names)}: changes nothing: {reason}"
         for reason, names in idle.items()
     ]
     return keys

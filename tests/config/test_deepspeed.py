@@ -84,6 +84,75 @@ _READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"logging.wandb_project": "deepspeed", "logging.wandb_entity": "us"},
     ),
     (
+        {
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_min_lr": 1e-5,
+                    "warmup_max_lr": 1e-3,
+                    "warmup_num_steps": 4,
+                    "total_num_steps": 30,
+                    "warmup_type": "linear",
+                },
+            }
+        },
+        {"schedule.lr": 1e-3, "schedule.lr_warmup_init": 1e-5, "schedule.lr_warmup_iters": 4}
+        | {"schedule.lr_decay_style": "linear", "schedule.lr_decay_iters": 30}
+        | {"schedule.min_lr": 1e-5},
+    ),
+    (
+        {
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_type": "linear", "warmup_num_steps": 3},
+            }
+        },
+        {"schedule.lr_decay_style": "constant", "schedule.lr_warmup_iters": 3},
+    ),
+    (
+        {
+            "curriculum_learning": {
+                "enabled": True,
+                "curriculum_type": "seqlen",
+                "min_difficulty": 16,
+                "max_difficulty": 128,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 16},
+            }
+        },
+        {"curriculum.curriculum_schedule": "fixed_linear", "curriculum.curriculum_min_length": 16}
+        | {"curriculum.curriculum_max_length": 128, "curriculum.curriculum_steps": 30}
+        | {"curriculum.curriculum_length_step": 16},
+    ),
+    (
+        {
+            "curriculum_learning": {
+                "enabled": True,
+                "min_difficulty": 8,
+                "max_difficulty": 128,
+                "schedule_type": "fixed_root",
+                "schedule_config": {
+                    "total_curriculum_step": 30,
+                    "difficulty_step": 8,
+                    "root_degree": 3,
+                },
+            }
+        },
+        {"curriculum.curriculum_schedule": "fixed_root", "curriculum.curriculum_root_degree": 3},
+    ),
+    (
+        {
+            "curriculum_learning": {
+                "enabled": True,
+                "min_difficulty": 8,
+                "max_difficulty": 128,
+                "schedule_type": "fixed_discrete",
+                "schedule_config": {"difficulty": [8, 64, 128], "max_step": [5, 10]},
+            }
+        },
+        {"curriculum.curriculum_lengths": (8, 64, 128), "curriculum.curriculum_until": (5, 10)},
+    ),
+    (
         {"flops_profiler": {"enabled": True}},
         {"profiling.profile": True, "profiling.profile_step_start": 2}
         | {"profiling.profile_step_end": 3},
@@ -287,6 +356,46 @@ def test_a_file_that_is_not_there_and_one_with_a_byte_order_mark(tmp_path: Path)
             {"fp16": {"enabled": True, "initial_scale_power": 1e9}},
             "fp16.initial_scale_power (ds.json, line 4): expected a finite number",
         ),
+        (
+            {"scheduler": {"type": "OneCycle"}},
+            "scheduler.type (ds.json, line 3): 'OneCycle' is not",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "scheduler.type (ds.json, line 3): a warm-up along a",
+        ),
+        (
+            {"scheduler": {"params": {"warmup_num_steps": 1}}},
+            "scheduler.params (ds.json, line 3): scheduler.type is missing: add it",
+        ),
+        (
+            {"curriculum_learning": {"enabled": True}},
+            "curriculum_learning (ds.json, line 2): curriculum_learning.min_difficulty is missing",
+        ),
+        (
+            {
+                "curriculum_learning": {
+                    "enabled": True,
+                    "curriculum_type": "vocab",
+                    "min_difficulty": 8,
+                    "max_difficulty": 128,
+                    "schedule_type": "fixed_linear",
+                }
+            },
+            "curriculum_learning.curriculum_type (ds.json, line 4): expected seqlen, got 'vocab'",
+        ),
+        (
+            {
+                "curriculum_learning": {
+                    "enabled": True,
+                    "min_difficulty": 8,
+                    "max_difficulty": 64,
+                    "schedule_type": "fixed_discrete",
+                    "schedule_config": {"difficulty": [8, 128], "max_step": [5]},
+                }
+            },
+            "curriculum_learning.max_difficulty (ds.json, line 5): 64 is not the last of",
+        ),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype (ds.json, li"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
@@ -299,8 +408,11 @@ def test_mistakes_name_key_and_line(tmp_path: Path, content: dict[str, Any], exp
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
+    """A file with one key, in a part that is on."""
     for name in reversed(key.split(".")):
         value = {name: value}
+    for part in {*value} & {"flops_profiler", "wandb"}:
+        value[part] = {"enabled": True, **value[part]}
     return value
 
 
@@ -308,8 +420,10 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None:
     """DeepSpeed's default asks for nothing; anything else is refused or has a notice."""
     answer = key_table().answers[key]
-    for idle in (answer.default, None, "auto"):
-        assert read(tmp_path, _nested(key, idle)).notices == ()
+    on = read(tmp_path, _nested(key, None)).notices
+    assert len(on) == (key.partition(".")[0] in ("flops_profiler", "wandb"))
+    for idle in (answer.default, "auto"):
+        assert read(tmp_path, _nested(key, idle)).notices == on
     content = _nested(key, {"enabled": True} if answer.default == {} else 12345)
     if answer.is_refused:
         (line,) = wrong(tmp_path, content)
@@ -317,7 +431,7 @@ def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None
         assert line.endswith(f": {answer.reason}")
         assert "remove the key" in line
     else:
-        (line,) = read(tmp_path, content).notices
+        (line,) = set(read(tmp_path, content).notices) - set(on)
         assert line.startswith(f"{key} (")
         assert line.endswith(f"): changes nothing: {answer.reason}")
 
@@ -326,7 +440,7 @@ def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None
 def test_parts_that_are_off_change_nothing(tmp_path: Path, part: str) -> None:
     run = read(tmp_path, {part: {"enabled": False, "loss_scale": 8}})
     (line,) = run.notices
-    assert line.endswith(f"changes nothing: {part}.enabled is false")
+    assert line.endswith(f"changes nothing: {part}.enabled is not true")
     assert run.config == parse().config
     assert read(tmp_path, {part: {"enabled": False}}).notices == ()
 
