@@ -235,7 +235,7 @@ def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
 
 
 def _break_down(folder: Path, result: Result) -> None:
-    traces = sorted(folder.glob("rank*_iteration*.json"))
+    traces = sorted(folder.glob("*.pt.trace.json"))
     try:
         if not traces:
             raise DataError(f"{folder} contains no trace")

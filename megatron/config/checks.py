@@ -187,10 +187,11 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
             "named moe"
         )
     iterations, profiling = config.training.train_iters, config.profiling
-    if profiling.profile and iterations is not None and profiling.profile_step_start > iterations:
+    if profiling.profile and iterations is not None and profiling.windows[0][0] > iterations:
+        flag = "--profile-windows" if profiling.profile_windows else "--profile-step-start"
         yield (
             f"--profile changes nothing: the run ends at --train-iters {iterations}, before "
-            f"--profile-step-start {profiling.profile_step_start}"
+            f"{flag} {profiling.windows[0][0]}"
         )
     later = [
         str(number)

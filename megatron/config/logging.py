@@ -95,13 +95,40 @@ class ProfilingConfig:
         profile: Record a PyTorch profile.
         profile_step_start: First profiled iteration.
         profile_step_end: Iteration before which profiling stops.
+        profile_windows: Several windows of iterations to profile, each with a trace of its own,
+            instead of --profile-step-start and --profile-step-end: 10-12 1000-1002 profiles 10, 11,
+            1000 and 1001.
         profile_ranks: Ranks to profile.
         profile_dir: Folder for traces. Default: profile in --tensorboard-dir, in --save or in the
             current folder.
+        profile_callstack: Record the call stack of every operation. This slows the profiled
+            iterations down considerably.
+        profile_memory: Record every allocation of memory.
+        profile_flops: Estimate the FLOPs of matrix products and convolutions.
+        profile_modules: Record the calls of every module, and call stacks, which they need.
     """
 
     profile: bool = False
     profile_step_start: int = flag(10, unit="iteration", at_least=0, needs=_PROFILES)
     profile_step_end: int = flag(12, unit="iteration", needs=_PROFILES)
+    profile_windows: tuple[str, ...] = flag((), needs=_PROFILES)
     profile_ranks: tuple[int, ...] = flag((0,), needs=_PROFILES)
     profile_dir: str | None = flag(None, needs=_PROFILES)
+    profile_callstack: bool = flag(
+        False, names="--pytorch-profiler-collect-callstack", needs=_PROFILES
+    )
+    profile_memory: bool = flag(False, needs=_PROFILES)
+    profile_flops: bool = flag(False, needs=_PROFILES)
+    profile_modules: bool = flag(False, needs=_PROFILES)
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """The profiled windows: the first iteration, and the one before which profiling stops.
+
+        Raises:
+            ValueError: An entry of `profile_windows` is not two whole numbers with a hyphen.
+        """
+        if not self.profile_windows:
+            return [(self.profile_step_start, self.profile_step_end)]
+        pairs = [window.split("-") for window in self.profile_windows]
+        return [(int(start), int(end)) for start, end in pairs]

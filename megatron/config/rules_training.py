@@ -368,9 +368,19 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
     profiling = config.profiling
     if not profiling.profile:
         return
+    given = " ".join(("--profile-windows", *profiling.profile_windows))
+    try:
+        windows = profiling.windows
+    except ValueError:
+        yield f"{given}: give each window as FIRST-END, for example 10-12 1000-1002"
+        return
     start, end = profiling.profile_step_start, profiling.profile_step_end
-    if end <= start:
+    if not profiling.profile_windows and end <= start:
         yield f"--profile-step-end {end} must be above --profile-step-start {start}: raise it"
+    elif sorted(numbers := [number for window in windows for number in window]) != numbers or any(
+        end == start for start, end in windows
+    ):
+        yield f"{given}: give windows in order that do not overlap, and END above FIRST"
     absent = [str(rank) for rank in profiling.profile_ranks if not 0 <= rank < world_size]
     if absent:
         yield (

@@ -255,6 +255,14 @@ _LINES = [
         "--profile --profile-step-end 10",
         "--profile-step-end 10 must be above --profile-step-start 10: raise it",
     ),
+    (
+        "--profile --profile-windows 4-6 8",
+        "--profile-windows 4-6 8: give each window as FIRST-END, for example 10-12 1000-1002",
+    ),
+    (
+        "--profile --profile-windows 4-6 5-8",
+        "--profile-windows 4-6 5-8: give windows in order that do not overlap, and END above FIRST",
+    ),
     ("--profile --profile-ranks 0 8", "--profile-ranks 8: the run has 8 process(es): use 0 to 7"),
     ("--wandb-name x", "--wandb-name x requires --wandb-project: add it, or drop the flag"),
     (

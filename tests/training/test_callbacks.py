@@ -63,6 +63,55 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
         assert 0 < part[last - 1].value * (last - first) <= sum(e.value for e in whole[first:last])
 
 
+def test_records_begin_with_all_settings_and_tell_what_happened(tmp_path):
+    """In the JSON lines, and as text in TensorBoard."""
+    path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+    _train_with_writers(
+        "--metrics-jsonl", str(path), "--tensorboard-dir", str(folder), "--iterations-to-skip", "2",
+        "--save", str(tmp_path / "save"), "--save-interval", "4", "--exit-interval", "5",
+    )  # fmt: skip
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    events = [record for record in records if "event" in record]
+    assert records[0] == events[0]
+    assert [(event["event"], event["iteration"]) for event in events] == [
+        ("start", 0), ("skipped iteration", 3), ("checkpoint", 4), ("checkpoint", 5), ("end", 5)
+    ]  # fmt: skip
+    start = events[0]
+    assert (start["iterations"], start["tokens_per_sample"]) == (6, 16)
+    assert start["settings"]["--hidden-size"] == 32
+    assert "--hidden-size" in start["changed"]
+    assert "--adam-beta1" not in start["changed"]
+    assert {"versions", "layout", "parameters", "device"} <= set(start["facts"])
+    assert events[-1]["text"] == "--exit-interval 5"
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    board = EventAccumulator(str(folder)).Reload()
+    (settings,) = board.Tensors("settings/text_summary")
+    text = make_ndarray(settings.tensor_proto).item().decode()
+    assert text.startswith("| flag | value |\n| --- | --- |\n")
+    assert "| **--hidden-size** | 32 |" in text
+    assert "| --adam-beta1 | 0.9 |" in text
+    assert len(board.Tensors("events/text_summary")) == 4
+
+
+def test_a_failure_is_recorded(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run = build_toy(Layout.single(), ["--metrics-jsonl", str(path)])
+    writers = open_writers(run.config, is_log_rank=True)
+    callbacks, _ = standard_callbacks(run, writers)
+
+    def fail(*_):
+        raise ValueError("as planned")
+
+    callbacks[-1].after_step = fail
+    with pytest.raises(ValueError, match="as planned"):
+        train(run, callbacks)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert (last["event"], last["text"]) == ("failure", "ValueError: as planned")
+
+
 def test_json_lines_hold_full_precision(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     recorder, _ = train_toy(Layout.single())
@@ -180,7 +229,7 @@ def test_weights_and_biases_missing_says_how_to_get_it(monkeypatch):
 def test_profile_writes_a_trace(tmp_path):
     train_toy(Layout.single(), ["--profile", "--profile-step-start", "2", "--profile-step-end",
                                 "4", "--profile-dir", str(tmp_path)])  # fmt: skip
-    trace = json.loads((tmp_path / "rank0_iteration3.json").read_text())
+    trace = json.loads((tmp_path / "rank0.3.pt.trace.json").read_text())
     assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
     ranges = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
     assert [name for name in ranges if name.startswith("iteration")] == [
@@ -193,7 +242,40 @@ def test_profile_writes_a_trace(tmp_path):
 def test_a_profile_from_0_begins_with_the_first_iteration(tmp_path):
     train_toy(Layout.single(), ["--profile", "--profile-step-start", "0", "--profile-step-end",
                                 "2", "--profile-dir", str(tmp_path)])  # fmt: skip
-    assert (tmp_path / "rank0_iteration1.json").exists()
+    assert (tmp_path / "rank0.1.pt.trace.json").exists()
+
+
+def test_each_window_has_a_trace_with_all_that_was_asked_for(tmp_path):
+    words = "--profile --pytorch-profiler-collect-callstack --profile-memory --profile-flops"
+    words += " --profile-modules --profile-windows 1-2 3-5"
+    train_toy(Layout.single(), [*words.split(), "--tensorboard-dir", str(tmp_path)])
+    paths = sorted((tmp_path / "profile").iterdir())
+    assert [path.name for path in paths] == ["rank0.1.pt.trace.json", "rank0.4.pt.trace.json"]
+    trace = json.loads(paths[1].read_text())
+    names = {event.get("name", "") for event in trace["traceEvents"]}
+    assert {"iteration 3", "iteration 4", "[memory]", "nn.Module: GPTModel_0"} <= names
+    assert not {"iteration 1", "iteration 2", "iteration 5"} & names
+    assert any("loop.py" in name for name in names)  # call stacks
+    assert trace["with_flops"] == 1
+
+
+def test_the_profiler_plugin_of_tensorboard_reads_a_trace(tmp_path):
+    pytest.importorskip("torch_tb_profiler", reason="pip install torch-tb-profiler")
+    import torch_tb_profiler.plugin  # noqa: F401 - the other modules import each other in a circle
+    from torch_tb_profiler.consts import WORKER_PATTERN
+    from torch_tb_profiler.profiler.data import RunProfileData
+    from torch_tb_profiler.profiler.run_generator import RunGenerator
+
+    words = "--profile --profile-memory --profile-modules --profile-windows 3-5"
+    train_toy(Layout.single(), [*words.split(), "--profile-dir", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    worker, span = WORKER_PATTERN.match(path.name).groups()
+    assert (worker, span) == ("rank0", ".4")
+    data = RunProfileData.parse(worker, span, str(path), str(tmp_path))
+    data.process()
+    views = RunGenerator(worker, span, data).generate_run_profile().views
+    names = {view.display_name for view in views}
+    assert {"Overview", "Operator", "Trace", "Memory", "Module"} <= names
 
 
 def _sample_ids(layout, folder):

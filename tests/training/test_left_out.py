@@ -129,7 +129,7 @@ def test_a_profile_begins_and_ends_with_what_is_done(tmp_path) -> None:
     words = "--profile --profile-step-start 2 --profile-step-end 5 --iterations-to-skip 1 3".split()
     train_toy(Layout.single(), [*words, "--profile-dir", str(tmp_path)])
     (trace,) = tmp_path.glob("*.json")
-    assert trace.name == "rank0_iteration4.json"
+    assert trace.name == "rank0.4.pt.trace.json"
     names = [str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"]]
     assert "iteration 3" in names
     assert not {"iteration 2", "iteration 4", "iteration 5"} & set(names)

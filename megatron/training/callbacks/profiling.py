@@ -30,33 +30,43 @@ def profile_folder(config: RunConfig) -> Path:
 
 
 class Profile(Callback):
-    """A callback that traces iterations [start, end) for a browser's trace viewer (`--profile`).
+    """A callback that traces windows of iterations, [start, end) each (`--profile`).
 
-    In the trace every iteration is a range called "iteration N", and every timer of `Timers` is a
-    range with its name.
+    In a trace every iteration is a range called "iteration N", and every timer of `Timers` is a
+    range with its name. Each window of a rank is a file for TensorBoard's profiler plugin, which
+    takes "rank0.12.pt.trace.json" for window 12 of the worker rank0. Our windows are named by their
+    last iterations. Perfetto and chrome://tracing open the files too.
     """
 
     def __init__(self) -> None:
         """Start without a profiler."""
         self._profiler: Any = None
         self._iteration: Any = None
+        self._end = 0
 
     def on_start(self, run: Run) -> None:
         """Create the folder, so that an unwritable path is reported at once."""
         folder = profile_folder(run.config)
         with writing_to("--profile-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
-        self._first = max(1, run.config.profiling.profile_step_start)
-        while self._first - 1 in (run.config.training.iterations_to_skip or ()):
-            self._first += 1
 
     def before_step(self, run: Run) -> None:
-        """Begin recording at the first iteration that is not skipped."""
+        """Begin recording at the first iteration of a window that is not skipped."""
         upcoming = run.progress.iteration + 1
-        if upcoming == self._first:
+        options = run.config.profiling
+        end = next((end for start, end in options.windows if start <= upcoming < end), None)
+        if self._profiler is None and end is not None:
             from torch.profiler import profile
 
-            self._profiler = profile(record_shapes=True)
+            self._end = end
+            self._profiler = profile(
+                record_shapes=True,
+                profile_memory=options.profile_memory,
+                # PyTorch records the modules of an eager model as part of the call stacks.
+                with_stack=options.profile_callstack or options.profile_modules,
+                with_flops=options.profile_flops,
+                with_modules=options.profile_modules,
+            )
             self._profiler.__enter__()
         if self._profiler is not None:
             from torch.autograd.profiler import record_function
@@ -76,16 +86,16 @@ class Profile(Callback):
             self._finish_if_over(run, None)
 
     def _finish_if_over(self, run: Run, leave: Leave | None) -> None:
-        over = run.progress.iteration + 1 >= run.config.profiling.profile_step_end
+        over = run.progress.iteration + 1 >= self._end
         if not (over or leave or run.finished):
             return
         run.device.synchronize()
         self._profiler.__exit__(None, None, None)
-        folder = profile_folder(run.config)
-        path = folder / f"rank{run.layout.world.rank}_iteration{run.progress.iteration}.json"
+        rank, last = run.layout.world.rank, run.progress.iteration
+        path = profile_folder(run.config) / f"rank{rank}.{last}.pt.trace.json"
         self._profiler.export_chrome_trace(str(path))
         say(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
-        say(f"profile of rank {run.layout.world.rank}: {path}")
+        say(f"profile of rank {rank}: {path}")
         self._profiler = None
 
 
