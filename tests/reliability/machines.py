@@ -1,0 +1,66 @@
+"""Two machines, played by two network namespaces that a cable (a veth pair) connects."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+_PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+
+def ip(*words: str) -> None:
+    program = shutil.which("ip", path=_PATH)
+    if program is None:
+        raise OSError("the program ip is not installed")
+    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One namespace, its end of the cable, and its address."""
+
+    namespace: str
+    interface: str
+    address: str
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What a command begins with to run on it."""
+        return (shutil.which("ip", path=_PATH) or "ip", "netns", "exec", self.namespace)
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    mark = os.getpid() % 10000
+    both = [Machine(f"host{i}-{mark}", f"v{i}x{mark}", f"10.77.0.{i + 1}") for i in range(2)]
+    try:
+        ip("link", "add", both[0].interface, "type", "veth", "peer", "name", both[1].interface)
+        for machine in both:
+            ip("netns", "add", machine.namespace)
+            ip("link", "set", machine.interface, "netns", machine.namespace)
+            inside = ("-n", machine.namespace)
+            ip(*inside, "addr", "add", f"{machine.address}/24", "dev", machine.interface)
+            for name in ("lo", machine.interface):
+                ip(*inside, "link", "set", name, "up")
+    except OSError as error:
+        _remove(both)
+        pytest.skip(f"no network namespaces here: {error}")
+    yield both
+    _remove(both)
+
+
+def _remove(machines: list[Machine]) -> None:
+    for words in [("netns", "del", machine.namespace) for machine in machines] + [
+        ("link", "del", machines[0].interface)
+    ]:
+        try:
+            ip(*words)
+        except OSError:
+            continue  # was never made, or went with its namespace
