@@ -120,7 +120,7 @@ def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
 
     When torchrun restarts the processes it keeps its store, which still holds the addresses of the
     previous processes. Each machine counts its own restarts, so runs on several machines need a
-    new store instead (docs/several-machines.md).
+    new store instead (docs/clusters.md).
     """
     if launch.is_on_several_machines:
         return store

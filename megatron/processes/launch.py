@@ -51,7 +51,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
 
     Raises:
         ConfigError: A variable is not a number, the rank is outside the world, mpirun's variables
-            are requested but not set, or SLURM started several processes without torchrun.
+            are requested but not set, or SLURM or mpirun started several processes that are not
+            connected.
     """
     names = [RANK_ENV, WORLD_SIZE_ENV, LOCAL_RANK_ENV]
     if use_mpi:
@@ -63,6 +64,7 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
             )
     elif not is_launched():
         _refuse_bare_slurm()
+        _refuse_bare_mpi()
     rank, size, local_rank = map(whole_number, names, (0, 1, 0))
     local_size = whole_number("OMPI_COMM_WORLD_LOCAL_SIZE", 1) if use_mpi else local_world_size()
     restarts = 0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0)
@@ -81,13 +83,14 @@ def is_launched() -> bool:
     return RANK_ENV in os.environ or WORLD_SIZE_ENV in os.environ
 
 
-def slurm_task() -> int:
-    """Return the index of this SLURM task if there is no other launcher, otherwise 0.
+def bare_task() -> int:
+    """Return the index of this task of SLURM or mpirun if there is no other launcher, otherwise 0.
 
     Raises:
         ConfigError: The variable is not a number.
     """
-    return 0 if is_launched() else whole_number(_SLURM_TASK_ENV, 0)
+    tasks = (whole_number(name, 0) for name in (_SLURM_TASK_ENV, "OMPI_COMM_WORLD_RANK"))
+    return 0 if is_launched() else max(tasks)
 
 
 def _refuse_bare_slurm() -> None:
@@ -105,7 +108,7 @@ def _refuse_bare_slurm() -> None:
             f"SLURM started this as task {task} of {tasks} ({name}), but {RANK_ENV} and "
             f"{WORLD_SIZE_ENV} are not set, so each task would train alone: start one "
             "torchrun on each machine (srun --ntasks-per-node 1 torchrun --nnodes ... "
-            "--nproc-per-node GPUS ..., see docs/several-machines.md), or for a single process set "
+            "--nproc-per-node GPUS ..., see docs/clusters.md), or for a single process set "
             f"{RANK_ENV}=0 {WORLD_SIZE_ENV}=1"
         )
 
@@ -113,6 +116,17 @@ def _refuse_bare_slurm() -> None:
 def hide_gpus() -> None:
     """Let the programs that this process becomes or starts run on the CPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _refuse_bare_mpi() -> None:
+    """Refuse to run as one of several processes of mpirun that would each train alone."""
+    size = whole_number("OMPI_COMM_WORLD_SIZE", 1)
+    if size > 1:
+        raise ConfigError(
+            f"mpirun started this as one of {size} processes (OMPI_COMM_WORLD_SIZE), each of which "
+            "would train alone: add --use-mpi, and set MASTER_ADDR and MASTER_PORT "
+            "(mpirun -x MASTER_ADDR=... -x MASTER_PORT=..., see docs/clusters.md)"
+        )
 
 
 def name_ranks() -> None:

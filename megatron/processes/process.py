@@ -19,7 +19,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.processes.ending import report
 from megatron.processes.groups import process_group
-from megatron.processes.launch import Launch, placed, prepare, read_launch, slurm_task
+from megatron.processes.launch import Launch, bare_task, placed, prepare, read_launch
 from megatron.processes.watchdog import ranks_text
 
 _TURN = 2.0  # seconds
@@ -40,7 +40,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     launch = Launch()
     try:
         begin_command()
-        launch = Launch(rank=slurm_task())  # so that one of several bare tasks reports errors
+        launch = Launch(rank=bare_task())  # so that one of several bare tasks reports errors
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)
     except KeyboardInterrupt:

@@ -1,7 +1,8 @@
 r"""Write the job file of a run for a cluster, and submit it.
 
     python tools/submit.py --to slurm --nodes 2 --time 24:00:00 --requeue -- \
-        pretrain_gpt.py --config run.yaml --load checkpoints --save checkpoints
+        pretrain_gpt.py --config examples/gpt_tiny.yaml \
+        --load checkpoints --save checkpoints --save-interval 1000
 
 prints the file. --output keeps it, --submit also hands it to sbatch, kubectl or bash. A --run file
 holds the same settings by section (docs/clusters.md).

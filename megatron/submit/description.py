@@ -6,11 +6,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.fields import fields_of, flag
 from megatron.config.generation import bounds_problems
+from megatron.config.parser import parse_config
 from megatron.config.run import Findings
 from megatron.config.yaml_file import load, read_sections
 from megatron.errors import ConfigError
@@ -37,8 +39,8 @@ class JobConfig:
         workdir: Folder in which the command runs: that of this project.
         logs: Folder for the logs of all ranks.
         python: Python interpreter, for example that of a virtual environment.
-        command: The command as one line: a Python file or -m MODULE, then its flags. On the command
-            line it follows --.
+        command: The command as one line: a Python file, -m MODULE or megatron, then its flags. On
+            the command line it follows --.
     """
 
     name: str = "megatron"
@@ -69,7 +71,8 @@ class JobConfig:
     @property
     def words(self) -> list[str]:
         """The words of the command."""
-        return shlex.split(self.command)
+        words = shlex.split(self.command)
+        return ["-m", *words] if words[:1] == ["megatron"] else words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,13 +277,30 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
     if not words[0].endswith(".py") and (words[0] != "-m" or len(words) < 2):
         yield (
             f"the command begins with {words[0]!r}: begin with a Python file, such as "
-            "pretrain_gpt.py, or with -m MODULE; the launcher is added to it"
+            "pretrain_gpt.py, with -m MODULE or with megatron; the launcher is added to it"
         )
     if job.gpus_per_node and job.processes_per_node and job.processes > job.gpus_per_node:
         yield (
             f"--processes-per-node {job.processes} is more than --gpus-per-node "
             f"{job.gpus_per_node}: each process needs a GPU of its own"
         )
+
+
+def training_problems(job: JobConfig) -> list[str]:
+    """Return the mistakes in the flags of a pretraining, which need not wait in a queue to be told.
+
+    Nothing is checked if the flags depend on files that are not here.
+    """
+    program, *words = job.words or [""]
+    kind = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)
+    files = [Path(value) for flag, value in pairwise(words) if flag == "--config"]
+    if kind is None or "--use-checkpoint-args" in words or not all(map(Path.is_file, files)):
+        return []
+    try:
+        parse_config(words, world_size=job.nodes * job.processes, architecture=kind[1])
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _target_problems(run: Description, target: str) -> Iterator[str]:

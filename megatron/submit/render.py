@@ -16,7 +16,7 @@ from megatron.errors import (
     ShortageError,
     StorageError,
 )
-from megatron.submit.description import Description, problems_of, volumes
+from megatron.submit.description import Description, problems_of, training_problems, volumes
 from megatron.submit.hosts import Host, read_hostfile
 
 # Exit codes of a run that would only fail again.
@@ -48,6 +48,8 @@ def render(run: Description, target: str) -> str:
     if hosts:
         processes = hosts[0].slots or run.job.processes
         run = run._replace(job=replace(run.job, nodes=len(hosts), processes_per_node=processes))
+    if problems := training_problems(run.job):
+        raise ConfigError(problems)
     environment = Environment(
         loader=PackageLoader("megatron.submit"),
         undefined=StrictUndefined,

@@ -7,7 +7,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron.errors import ConfigError
 from megatron.processes import groups
 from megatron.processes.ending import report
-from megatron.processes.launch import Launch, check_meeting_place, placed, read_launch
+from megatron.processes.launch import Launch, bare_task, check_meeting_place, placed, read_launch
 from megatron.processes.process import processes, run_process
 from tests.config.command import parse
 
@@ -16,6 +16,7 @@ from tests.config.command import parse
 def _alone(monkeypatch):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     names += ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"]
+    names += ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set meanwhile
         monkeypatch.delenv(name)
@@ -96,6 +97,16 @@ def test_only_the_first_task_of_slurm_prints_the_error(monkeypatch, capsys, task
 def test_a_single_task_of_slurm_is_a_world_of_one(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    assert read_launch() == Launch()
+
+
+def test_one_of_several_processes_of_mpirun_does_not_train_alone(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    assert bare_task() == 2
+    with pytest.raises(ConfigError, match=r"one of 4 processes .*: add --use-mpi, and set MASTER"):
+        read_launch()
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert read_launch() == Launch()
 
 

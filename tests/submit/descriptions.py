@@ -6,6 +6,8 @@ from megatron.submit.command import build_parser, describe
 from megatron.submit.render import render
 
 COMMAND = ["--", "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml"]
+# What a run needs to be continued.
+RESUME = ["--load", "x", "--save", "x", "--save-interval", "10"]
 # Each would do something in some shell, in YAML, in Jinja2 or in Kubernetes.
 HOSTILE = [
     "a b",

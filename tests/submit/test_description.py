@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from tests.submit.descriptions import COMMAND, job_file
+from tests.submit.descriptions import COMMAND, RESUME, job_file
 
 _FILE = """
 job:
@@ -16,7 +16,7 @@ job:
   env: [A=1, B=2]
   command: >
     pretrain_gpt.py --config examples/gpt_tiny.yaml
-    --save 'runs/a b'
+    --save 'runs/a b' --save-interval 10
 slurm:
   partition: gpu
 """
@@ -56,7 +56,7 @@ def test_mistakes_in_a_file_name_it_and_the_key(tmp_path: Path) -> None:
     assert "job.command: No closing quotation: close the quotation" in _problems("--run", str(file))
 
 
-_RESUME = (*COMMAND, "--load", "a", "--save", "a")
+_RESUME = (*COMMAND, *RESUME)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,15 @@ _RESUME = (*COMMAND, "--load", "a", "--save", "a")
 )
 def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None:
     assert message in _problems(*words)
+
+
+def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
+    words = ("--nodes", "2", *COMMAND, "--global-batch-size", "4")
+    assert "--global-batch-size 4" in _problems(*words)
+    assert "unknown flag --micro-batch:" in _problems(*COMMAND, "--micro-batch", "1")
+    job_file(
+        "slurm", "--", "pretrain_gpt.py", "--config", "/not/here.yaml", "--global-batch-size", "4"
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_ranks
+from tests.ports import free_port
 from tests.reliability.machines import Machine, machines
 from tests.reliability.processes import until
 from tests.repository import ROOT
@@ -84,6 +85,31 @@ def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.mark.slow
+def test_mpirun_trains(tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (apt-get install openmpi-bin)")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = ("--hostfile", str(tmp_path / "hosts"), "--launcher", "mpi", "--port", str(free_port()))
+    text = job_file(
+        *("hostfile", *words, "--python", sys.executable, "--workdir", str(ROOT), "--"),
+        *(*_TRAINING, "--train-iters", "3"),
+    )
+    (tmp_path / "job.sh").write_text(text)
+    roots = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")],
+        env={**os.environ, **dict.fromkeys(roots, "1")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes: TP 1, CP 1, DP 2, PP 1" in done.stdout
+    assert len(_losses(done.stdout)) == 3
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.submit.descriptions import COMMAND, HOSTILE, job_file
+from tests.submit.descriptions import COMMAND, HOSTILE, RESUME, job_file
 
 # Stands for the Python interpreter of a job: writes down how it was started.
 _RECORD = f"""#!{sys.executable}
@@ -73,14 +73,13 @@ def hostfile(tmp_path: Path) -> str:
 def _files(hostfile: str) -> dict[str, str]:
     every = ("--env", "A=1", "--time", "24:00:00", "--cpus-per-node", "64", "--memory-gb", "512")
     container = ("--image", "a/b:1", "--volume", "/a:/b", "--workdir", "/b")
-    resume = ("--load", "x", "--save", "x")
     queue = ("--partition", "gpu", "--account", "me", "--qos", "high", "--module", "cuda/12.8")
     return {
         "one": job_file("slurm", *every, *COMMAND),
         "several": job_file("slurm", "--nodes", "2", *queue, *every, *COMMAND),
         "container": job_file("slurm", "--nodes", "2", *container, *every, *COMMAND),
-        "requeue": job_file("slurm", "--requeue", *COMMAND, *resume),
-        "chain": job_file("slurm", "--chain", "4", *every, *COMMAND, *resume),
+        "requeue": job_file("slurm", "--requeue", *COMMAND, *RESUME),
+        "chain": job_file("slurm", "--chain", "4", *every, *COMMAND, *RESUME),
         "local": job_file("local", *every, *COMMAND),
         "ssh": job_file("hostfile", "--hostfile", hostfile, *every, *COMMAND),
         "mpi": job_file("hostfile", "--hostfile", hostfile, "--launcher", "mpi", *every, *COMMAND),
@@ -155,7 +154,7 @@ def test_nodes_meet_at_the_first_one(tmp_path: Path) -> None:
 def test_what_happens_after_a_run(
     flag: str, code: int, asked: str | None, ends: int, tmp_path: Path
 ) -> None:
-    words = ("--time", "1:00:00", flag, *COMMAND, "--load", "x", "--save", "x")
+    words = ("--time", "1:00:00", flag, *COMMAND, *RESUME)
     text = job_file("slurm", *words)
     assert _run(text, tmp_path, CODE=str(code), SLURM_ARRAY_JOB_ID="77") == ends
     record = tmp_path / "asked"

@@ -216,8 +216,8 @@ def test_a_job_whose_time_is_nearly_up_queues_itself_again(slurm: Slurm, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_wrong_flag_fails_the_job_with_its_code(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.submit(_job(tmp_path, "--num-layers", "-1"))
+def test_missing_data_fail_the_job_with_their_code(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(_job(tmp_path, "--data-path", "/not/here", "--no-mock-data"))
     until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 60.0)
-    assert slurm.state(job) == "FAILED 9:0"
-    assert "error: --num-layers -1" in _log(tmp_path)
+    assert slurm.state(job) == "FAILED 6:0"
+    assert "error: dataset /not/here" in _log(tmp_path)
