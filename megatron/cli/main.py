@@ -28,6 +28,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
+    "plan": Command("find the fastest layouts on a cluster", "megatron.planner.command"),
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
     "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
     "report": Command("write or serve a page about runs", "megatron.report.command"),

@@ -7,4 +7,7 @@ Nothing here touches a GPU or needs `torch.distributed`.
     cost                the time of a micro-batch in a layer and of messages
     pipeline_balance    the bubble of a pipeline, and a layout of its layers with a smaller one
     prediction          the time and memory of a whole update, and what it consists of
+    search              all sensible layouts on a number of GPUs, and the fastest of them
+    goodput             the time that failures and checkpoints cost, and how often to save
+    command             `megatron plan`
 """

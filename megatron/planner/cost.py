@@ -337,14 +337,18 @@ def model_passes(
         most = recompute.num_layers if recompute.method == "block" else len(plan.layers)
         parts = plan_model(config.model, config.parallel)
         whole = {i for part in parts for i in part.layers[:most]}
+    known: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are alike
     layers = []
     for index, layer in enumerate(plan.layers):
         length, read = plan.lengths(index, config.data.seq_length, config.data.decoder_seq_length)
-        batch = replace(setting.batch, length=length, encoder_length=read)
-        passes = layer_passes(layer, replace(setting, batch=batch))
-        if index in whole:
-            passes = recomputed(layer, passes, None)
-        elif recompute is not None and recompute.granularity == "selective":
-            passes = recomputed(layer, passes, recompute.modules)
-        layers.append(passes)
+        key = (id(layer), length, read, index in whole)
+        if key not in known:
+            batch = replace(setting.batch, length=length, encoder_length=read)
+            passes = layer_passes(layer, replace(setting, batch=batch))
+            if index in whole:
+                passes = recomputed(layer, passes, None)
+            elif recompute is not None and recompute.granularity == "selective":
+                passes = recomputed(layer, passes, recompute.modules)
+            known[key] = passes
+        layers.append(known[key])
     return layers, head_passes(plan, setting)

@@ -171,7 +171,12 @@ def read_machine(path: Path, start: Machine) -> Machine:
         values |= {"attention": 6 / seconds, "peak": found["datasheet"]}
     for name in ("link", "network"):
         if name in found:
-            values[name] = Link(**found[name])
+            try:
+                values[name] = Link(**found[name])
+            except TypeError:
+                raise DataError(
+                    f"--machine {path}: {name}: give it a bandwidth and a latency"
+                ) from None
     values = {name: value for name, value in values.items() if value is not None}
     if not values:
         raise DataError(

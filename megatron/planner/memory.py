@@ -7,6 +7,7 @@ not included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -94,14 +95,26 @@ def largest_process(
     """
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
-    layouts = [
-        Layout.at(stage * (world_size // stages), world_size, **parallel.sizes)
-        for stage in range(stages)
-    ]
-    samples = training.micro_batch_size * layouts[0].data.size
-    micro_batches = training.global_batch_size // samples
+    data = world_size // math.prod(
+        parallel.sizes[name] for name in ("tensor", "context", "pipeline")
+    )
+    micro_batches = training.global_batch_size // (training.micro_batch_size * data)
+    cut = plan_model(config.model, parallel)
+    distinct: dict[object, int] = {}  # of stages with the same layers the first holds most
+    for stage in range(stages):
+        parts = parts_of_stage(cut, stage, stages)
+        layers = [id(plan.layers[i]) for part in parts for i in part.layers]
+        ends = [(part.embedding, part.head, len(part.layers)) for part in parts]
+        distinct.setdefault((*layers, *ends), stage)
     estimates = [
-        estimate_memory(config, plan, layout, micro_batches, imbalance) for layout in layouts
+        estimate_memory(
+            config,
+            plan,
+            Layout.at(stage * (world_size // stages), world_size, **parallel.sizes),
+            micro_batches,
+            imbalance,
+        )
+        for stage in distinct.values()
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
+from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_part_experts, count_part_parameters, flops_per_token
 from megatron.models.plan import ModelPlan, WeightSplit
 from megatron.parallel.buckets import BUCKET_BYTES
@@ -122,7 +123,7 @@ class Prediction:
         return {
             "products": self.stage.products,
             "attention": self.stage.attention,
-            "memory": self.stage.memory,
+            "elementwise": self.stage.memory,
             "exchange": self.stage.exchange,
             "host": self.stage.waiting,
             "bubble": self.bubble,
@@ -131,7 +132,46 @@ class Prediction:
         }
 
 
-def predict(config: RunConfig, plan: ModelPlan, world_size: int, machine: Machine) -> Prediction:
+def micro_batches_of(config: RunConfig, world_size: int) -> int:
+    """Return the number of micro-batches per update and pipeline.
+
+    Raises:
+        ConfigError: The micro-batches do not divide the global batch.
+    """
+    data, training = Grid.of(config, world_size).data, config.training
+    count, rest = divmod(training.global_batch_size, training.micro_batch_size * data)
+    if rest or not count:
+        raise ConfigError(
+            f"--global-batch-size {training.global_batch_size}: no multiple of --micro-batch-size "
+            f"{training.micro_batch_size} x {data} data-parallel processes"
+        )
+    return count
+
+
+def busiest_stage(
+    config: RunConfig, plan: ModelPlan, layers: Sequence[PassTimes], head: PassTimes
+) -> PassTimes:
+    """Return the times of a micro-batch in the pipeline stage that takes longest.
+
+    Raises:
+        ConfigError: The layers do not fit the stages.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    parts = plan_model(config.model, config.parallel)
+    return max(
+        (_sum_of(parts_of_stage(parts, stage, stages), layers, head) for stage in range(stages)),
+        key=lambda passes: passes.total,
+    )
+
+
+def predict(
+    config: RunConfig,
+    plan: ModelPlan,
+    world_size: int,
+    machine: Machine,
+    *,
+    pipelines: Callable[..., Pipeline] = Pipeline,
+) -> Prediction:
     """Return the estimated time and memory of an update.
 
     Args:
@@ -139,22 +179,20 @@ def predict(config: RunConfig, plan: ModelPlan, world_size: int, machine: Machin
         plan: The plan of the whole network.
         world_size: The number of processes.
         machine: The machine that they run on.
+        pipelines: Returns a pipeline, perhaps one that has timed other layouts.
+
+    Raises:
+        ConfigError: The layers do not fit the stages, or the micro-batches not the global batch.
     """
-    parallel, training = config.parallel, config.training
-    parts = plan_model(config.model, parallel)
-    stages = parallel.pipeline_model_parallel_size
-    grid = Grid.of(config, world_size)
-    micro_batches = training.global_batch_size // (training.micro_batch_size * grid.data)
+    micro_batches = micro_batches_of(config, world_size)
     layers, head = model_passes(config, plan, machine)
-    costs = Costs.from_passes(layers, head, stage_message(config, plan, machine, world_size))
-    counts = tuple(len(part.layers) for part in parts)
-    chunks = len(parts) // stages
-    pipeline = Pipeline(schedule_kind(parallel, chunks), stages, chunks, micro_batches)
+    slowest = busiest_stage(config, plan, layers, head)
+    pipeline, counts, costs = pipeline_of(config, plan, world_size, machine, pipelines)
     total = pipeline.time(counts, costs)
-    busy = [_sum_of(parts_of_stage(parts, stage, stages), layers, head) for stage in range(stages)]
-    slowest = max(busy, key=lambda passes: passes.total)
     stage = slowest.forward.plus(slowest.inputs, slowest.weights).times(micro_batches)
-    gradients, optimizer = _update(config, plan, grid, machine, slowest, micro_batches)
+    gradients, optimizer = _update(
+        config, plan, Grid.of(config, world_size), machine, slowest, micro_batches
+    )
     sequence = config.data.sample_tokens * plan.head_spec.sequences
     return Prediction(
         seconds=total + gradients + optimizer,
@@ -163,10 +201,30 @@ def predict(config: RunConfig, plan: ModelPlan, world_size: int, machine: Machin
         gradients=gradients,
         optimizer=optimizer,
         memory=largest_process(config, plan, world_size),
-        tokens=training.global_batch_size * sequence / world_size,
+        tokens=config.training.global_batch_size * sequence / world_size,
         flops=flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length),
         peak=machine.peak,
     )
+
+
+def pipeline_of(
+    config: RunConfig,
+    plan: ModelPlan,
+    world_size: int,
+    machine: Machine,
+    pipelines: Callable[..., Pipeline] = Pipeline,
+) -> tuple[Pipeline, tuple[int, ...], Costs]:
+    """Return a run's pipeline, the layers of its parts, and their times.
+
+    The arguments are those of `predict`.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    counts = tuple(len(part.layers) for part in plan_model(config.model, config.parallel))
+    chunks = len(counts) // stages
+    kind = schedule_kind(config.parallel, chunks)
+    message = stage_message(config, plan, machine, world_size)
+    costs = Costs.from_passes(*model_passes(config, plan, machine), message)
+    return pipelines(kind, stages, chunks, micro_batches_of(config, world_size)), counts, costs
 
 
 def _sum_of(parts: Sequence[ModelPart], layers: Sequence[PassTimes], head: PassTimes) -> PassTimes:

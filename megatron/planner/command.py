@@ -1,0 +1,415 @@
+r"""Find the fastest layouts of a run on a cluster, without a GPU.
+
+    megatron plan --model gpt-125m --gpus 64xH100 --global-batch 1024
+    megatron plan --gpus 8xH200 --global-batch 64 -- --num-layers 32 --hidden-size 4096 ...
+    megatron plan --gpus 2xH200 --memory --time -- FLAGS   # predict FLAGS as they are
+
+It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
+and data parallelism, ZeRO stage, recomputation and micro-batch, predicts memory and time of each,
+and prints the fastest that fit, with what each of them waits for. docs/planner.md says how, and how
+far predictions are from measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron.checkpoint.huggingface.families import family_named
+from megatron.checkpoint.huggingface.settings import Settings, read_json
+from megatron.config.arguments import ToolParser, split
+from megatron.config.fields import fields_of
+from megatron.config.model import ModelOptions
+from megatron.config.parser import Program, parse_config
+from megatron.config.run import RunConfig, RunOptions, field_at
+from megatron.config.stages import chunks_of
+from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.errors import ConfigError
+from megatron.models.arithmetic import count_parameters
+from megatron.models.plan import ModelPlan
+from megatron.models.plans import model_plan
+from megatron.parallel.pipeline.draw import as_text, draw
+from megatron.parallel.pipeline.schedule import make_schedule
+from megatron.parallel.pipeline.simulate import Timeline, simulate
+from megatron.planner.goodput import Failures
+from megatron.planner.machine import MACHINES, Machine, find_machine, read_machine
+from megatron.planner.prediction import Grid, Prediction, pipeline_of, predict
+from megatron.planner.search import PLANNED, Plan, Search, spell
+from megatron.recipes import catalog
+from megatron.tokenizer.build import padded_vocab_size
+
+_GIB = 1024.0**3
+_VOCABULARY = 50257  # GPT-2's, if nothing else says how large the vocabulary is
+_DRAWN = 4  # micro-batches per stage in a drawing, which would otherwise be too dense to read
+_MOST_DRAWN = 16  # stages of a drawing as text
+_HOUR = 3600.0
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("plan", __doc__)
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="A recipe, a YAML file, or a config.json.")
+    add("--gpus", required=True, metavar="NxGPU", help="For example 256xH100.")
+    add("--global-batch", type=int, metavar="N", help="Samples per update.")
+    add("--memory", nargs="?", type=float, const=math.nan, metavar="GIB",
+        help="Memory that a process may use (default: the GPU's). Without a number: predict only "
+        "the memory of the flags as they are.")  # fmt: skip
+    add("--time", nargs="?", type=float, const=math.nan, metavar="SECONDS",
+        help="The longest update to accept (default: any). Without a number: predict only the time "
+        "of the flags as they are.")  # fmt: skip
+    add("--machine", type=Path, metavar="FILE",
+        help="Measured rates: the file of tools/benchmark.py --ceilings, or fields of Machine as "
+        "JSON.")  # fmt: skip
+    add("--top", type=int, default=10, metavar="N", help="Layouts to print (default: 10).")
+    add("--draw", type=Path, metavar="FILE.png", help="Draw the timeline of the fastest layout.")
+    add("--output", type=Path, metavar="FILE.yaml", help="Write its settings, for --config.")
+    add("--overwrite", action="store_true", help="Replace existing files.")
+    add("--mtbf-hours", type=float, default=50_000, metavar="H",
+        help="Mean time between failures of a GPU (default: 50000, as Llama 3's).")  # fmt: skip
+    add("--checkpoint-seconds", type=float, default=1.0, metavar="S",
+        help="Time that training waits for a checkpoint (default: 1).")  # fmt: skip
+    add("--restart-seconds", type=float, default=300.0, metavar="S",
+        help="Time from a failure until training continues (default: 300).")  # fmt: skip
+    add("words", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
+    return parser
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan.
+
+    Attributes:
+        start: The run that `words` describe.
+        words: The run as flags, without a layout.
+        vocabulary: Entries of the vocabulary, without padding.
+        gpus: The number of GPUs.
+        machine: The machine.
+    """
+
+    start: RunOptions
+    words: list[str]
+    vocabulary: int
+    gpus: int
+    machine: Machine
+
+    @property
+    def program(self) -> str:
+        """The entry script."""
+        return f"pretrain_{self.start.model.architecture}.py"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the fastest layouts, or the prediction for the given one.
+
+    Raises:
+        UserError: The command line or a file has mistakes, or no layout fits.
+    """
+    check(options)
+    request = read_request(options)
+    if predicts_only(options):
+        predict_given(request, options.memory is not None, options.time is not None)
+        return
+    memory = options.memory * _GIB if options.memory else request.machine.memory
+    search = Search(
+        request.start,
+        request.vocabulary,
+        request.gpus,
+        request.machine,
+        memory,
+        options.time or math.inf,
+    )
+    began = time.perf_counter()
+    plans = search.best(options.top)
+    took = time.perf_counter() - began
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in search.dropped.items())
+    tried = search.dropped.total() + len(plans)
+    if not plans:
+        raise ConfigError(
+            f"none of {tried:,} layouts fits {request.gpus} x {request.machine.name} ({dropped}): "
+            "use more GPUs, a --global-batch that more numbers divide, or a higher --memory or "
+            "--time"
+        )
+    best = plans[0]
+    network = search.plan_for(best.config.parallel.tensor_model_parallel_size)
+    batch, length = best.config.training.global_batch_size, best.config.data.sample_tokens
+    print(
+        f"{count_parameters(network):,} parameters on {request.gpus:,} x {request.machine.name}, "
+        f"{batch:,} samples of {length:,} tokens per update\n"
+        f"{tried:,} layouts in {took:.1f} s: {dropped}\n"
+    )
+    print(table(plans, request.gpus))
+    print(reasons(plans, request.gpus))
+    print(f"\n{command(request, best)}\n")
+    print(goodput(request, best, options))
+    show_timeline(request, best, network, options)
+    if options.output is not None:
+        write_settings(request, best, options)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check the numbers and files of the command line.
+
+    Raises:
+        ConfigError: A number is out of range, or a file exists.
+    """
+    problems = [
+        f"--{name.replace('_', '-')} {getattr(options, name):g}: must be above 0"
+        for name in ("memory", "time", "top", "mtbf_hours", "checkpoint_seconds", "global_batch")
+        if getattr(options, name) is not None and getattr(options, name) <= 0
+    ]
+    if options.restart_seconds < 0:
+        problems.append(f"--restart-seconds {options.restart_seconds:g}: must be at least 0")
+    if problems:
+        raise ConfigError(problems)
+    for flag in ("draw", "output"):
+        path = getattr(options, flag)
+        if path is not None:
+            expect_no_file(f"--{flag}", [path], overwrite=options.overwrite)
+
+
+def predicts_only(options: argparse.Namespace) -> bool:
+    """Return whether --memory or --time has no number: no other layouts are tried."""
+    return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
+
+
+def without_layout(words: list[str]) -> list[str]:
+    """Return flags without those that set what is planned."""
+    planned = {name for path in PLANNED for name in field_at(path).spellings}
+    kept = [flag for flag in split(words) if flag.name not in planned]
+    return [word for flag in kept for word in (flag.name, *flag.values) if word]
+
+
+def read_request(options: argparse.Namespace) -> PlanRequest:
+    """Return what the command line asks to plan.
+
+    Raises:
+        UserError: A model or machine is unknown, or flags have mistakes.
+    """
+    found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
+    if found is None or int(found[1]) < 1:
+        raise ConfigError(f"--gpus {options.gpus}: give a number and a kind, such as 256xH100")
+    if found[2] is None and options.machine is None:
+        kinds = ", ".join(MACHINES)
+        raise ConfigError(f"--gpus {options.gpus}: add the kind, such as {found[1]}xH100 ({kinds})")
+    machine = find_machine(found[2] or "H200")
+    if options.machine is not None:
+        machine = read_machine(options.machine, machine)
+    words, known, vocabulary, architecture = _model_words(options.model)
+    words += options.words if predicts_only(options) else without_layout(options.words)
+    if options.global_batch is not None:
+        words += ["--global-batch-size", str(options.global_batch)]
+    names = {field.name for field in split(words)}
+    given = known | {path for path in _PATHS if names & set(field_at(path).names)}
+    vocabulary = _given_number(words, "--vocab-size", vocabulary - 1) + 1
+    if "training.global_batch_size" not in given:
+        raise ConfigError("--global-batch is required: the number of samples per update")
+    if not {"data.data_path", "data.mock_data"} & given:
+        words += ["--mock-data"]
+    if not {"tokenizer.tokenizer_model", "tokenizer.vocab_file"} & given:
+        words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
+    for path, default in (("training.train_iters", "100"), ("schedule.lr", "1e-4")):
+        if path not in given and "training.train_samples" not in given:
+            words += [field_at(path).names[0], default]
+    if "training.micro_batch_size" not in given:
+        words += ["--micro-batch-size", "1"]
+    program = Program(name=f"pretrain_{architecture}.py", rules=())
+    gpus = int(found[1])
+    start = parse_config(words, world_size=gpus, architecture=architecture, program=program).config
+    return PlanRequest(start, words, vocabulary, gpus, machine)
+
+
+_PATHS = (
+    *("training.global_batch_size", "training.train_iters", "training.train_samples"),
+    *("training.micro_batch_size", "schedule.lr", "data.data_path", "data.mock_data"),
+    *("tokenizer.tokenizer_model", "tokenizer.vocab_file"),
+)
+
+
+def _given_number(words: list[str], name: str, default: int) -> int:
+    """Return the value of a flag."""
+    values = [flag.values for flag in split(words) if flag.name == name]
+    return int(values[-1][0]) if values and values[-1] and values[-1][0].isdigit() else default
+
+
+def _model_words(model: str | None) -> tuple[list[str], set[str], int, str]:
+    """Return a model as flags, the values it sets, its vocabulary and the kind of network."""
+    if model is None:
+        return [], set(), _VOCABULARY, "gpt"
+    if not model.endswith(".json"):
+        recipe = catalog.find(model)
+        vocabulary = int(recipe.about.get("vocabulary", _VOCABULARY))
+        return ["--config", str(recipe.path)], set(recipe.values), vocabulary, recipe.architecture
+    path = Path(model)
+    values = read_json(path)
+    described = family_named(values.get("model_type"), path).read(Settings(values, path))
+    words = []
+    for known in fields_of(ModelOptions):
+        value = getattr(described.model, known.name)
+        if known.names and known.name != "architecture" and value != known.default:
+            words += known.spell(value).split()
+    length = min(described.model.max_position_embeddings, 8192)
+    words += ["--seq-length", str(length), "--bf16"]
+    return words, set(), described.vocab, described.model.architecture
+
+
+def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> None:
+    """Print the predicted memory or time, or both, of the flags as they are.
+
+    Raises:
+        ConfigError: The flags have mistakes for this number of GPUs.
+    """
+    words, kind = request.words, request.start.model.architecture
+    config = parse_config(words, world_size=request.gpus, architecture=kind).config
+    tensor = config.parallel.tensor_model_parallel_size
+    divisor = config.model.make_vocab_size_divisible_by
+    network = model_plan(config.model, padded_vocab_size(request.vocabulary, divisor, tensor))
+    found = predict(config, network, request.gpus, request.machine)
+    print(describe(config, request.gpus))
+    if memory:
+        print(f"memory per process: {found.memory.describe()}")
+    if seconds:
+        print(
+            f"time per update: {found.seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s per "
+            f"GPU, {found.mfu:.1%} MFU\n{shares(found)}"
+        )
+
+
+def describe(config: RunConfig, gpus: int) -> str:
+    """Return a layout in words, such as "TP 2, PP 4 x 2, DP 8, ZeRO 1, micro-batch 1"."""
+    parallel, training, grid = config.parallel, config.training, Grid.of(config, gpus)
+    words = [f"TP {grid.tensor}"] if grid.tensor > 1 else []
+    words += [f"CP {grid.context}"] if grid.context > 1 else []
+    if grid.pipeline > 1:
+        text = parallel.pipeline_model_parallel_layout
+        chunks = chunks_of(config.model.num_layers, parallel)
+        kind = " zero-bubble" if parallel.pipeline_schedule == "zero-bubble" else ""
+        words.append(f"PP {grid.pipeline}" + (f" x {chunks}" if chunks > 1 else "") + kind)
+        words += ["uneven"] if text is not None else []
+    if grid.expert > 1:
+        words.append(f"EP {grid.expert}")
+    words.append(f"DP {grid.data}")
+    words += [f"ZeRO {parallel.zero_stage}"] if parallel.zero_stage else []
+    words.append(f"micro-batch {training.micro_batch_size}")
+    if training.recompute_granularity is not None:
+        words.append(f"{training.recompute_granularity} recomputation")
+    return ", ".join(words)
+
+
+def shares(found: Prediction) -> str:
+    """Return what an update's time is spent on, largest first."""
+    parts = sorted(found.parts.items(), key=lambda part: -part[1])
+    return ", ".join(
+        f"{name} {time / found.seconds:.1%}"
+        for name, time in parts
+        if time > 0.0005 * found.seconds
+    )
+
+
+def table(plans: list[Plan], gpus: int) -> str:
+    """Return the layouts as a table, with the share of time that each spends on what."""
+    names = list(plans[0].prediction.parts)
+    rows = [("", "layout", "GiB", "s/update", "tokens/s/GPU", "MFU", *names)]
+    for number, plan in enumerate(plans, 1):
+        found = plan.prediction
+        each = [f"{100 * found.parts[name] / found.seconds:.1f}%" for name in names]
+        rows.append(
+            (
+                str(number),
+                describe(plan.config, gpus),
+                f"{found.memory.total / _GIB:.1f}",
+                f"{found.seconds:.4g}",
+                f"{found.tokens_per_second:,.0f}",
+                f"{found.mfu:.1%}",
+                *each,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place == 1 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def reasons(plans: list[Plan], gpus: int) -> str:
+    """Return why the first layout is the fastest, and why the others are slower."""
+    best = plans[0].prediction
+    lines = [f"\n1 is the fastest. Its time: {shares(best)}."]
+    for number, plan in enumerate(plans[1:], 2):
+        found = plan.prediction
+        more = {name: (found.parts[name] - best.parts[name]) / best.seconds for name in best.parts}
+        worst = sorted(more.items(), key=lambda part: -abs(part[1]))[:2]
+        why = ", ".join(f"{name} {share:+.1%}" for name, share in worst if abs(share) > 0.0005)
+        slower = found.seconds / best.seconds - 1
+        lines.append(f"{number} takes {slower:.1%} more" + (f": {why}" if why else ""))
+    return "\n".join(lines)
+
+
+def command(request: PlanRequest, plan: Plan) -> str:
+    """Return the command line that trains with a layout."""
+    gpus, node = request.gpus, request.machine.node
+    nodes, each = max(1, gpus // node), min(gpus, node)
+    launcher = f"torchrun --nproc-per-node {each}"
+    if nodes > 1:
+        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-endpoint HOST:29400"
+    words = shlex.join([*request.words, *spell(plan.values, request.start)])
+    return f"{launcher} {request.program} {words}"
+
+
+def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
+    """Return how often to save, and the part of the time that then makes progress."""
+    between = options.mtbf_hours * _HOUR / request.gpus
+    failures = Failures(between, options.checkpoint_seconds, options.restart_seconds)
+    interval = failures.best
+    updates = max(1, round(interval / plan.prediction.seconds))
+    good = failures.goodput(updates * plan.prediction.seconds)
+    return (
+        f"failures: one in {between / _HOUR:.3g} h on average. Save every {updates:,} updates "
+        f"({updates * plan.prediction.seconds / 60:.3g} min; Young {failures.young / 60:.3g}, Daly "
+        f"{failures.daly / 60:.3g}): goodput {good:.2%}"
+    )
+
+
+def show_timeline(
+    request: PlanRequest, plan: Plan, network: ModelPlan, options: argparse.Namespace
+) -> None:
+    """Print the timeline of a layout with a pipeline, and draw it if asked."""
+    pipeline, counts, costs = pipeline_of(plan.config, network, request.gpus, request.machine)
+    micro_batches = min(pipeline.micro_batches, _DRAWN * pipeline.stages)
+    schedule = make_schedule(pipeline.kind, pipeline.stages, pipeline.chunks, micro_batches)
+    timeline: Timeline = simulate(schedule, pipeline.times(counts, costs))
+    title = f"{pipeline.kind}, the first {micro_batches} of {pipeline.micro_batches} micro-batches"
+    if 1 < pipeline.stages <= _MOST_DRAWN:
+        print(f"\n{title}\n{as_text(timeline)}")
+    if options.draw is not None:
+        draw(timeline, f"{title} (s)", pipeline.chunks, options.draw)
+        print(f"wrote {options.draw}")
+
+
+def write_settings(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> None:
+    """Write the layout as YAML for --config.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    sections: dict[str, dict[str, object]] = {}
+    for path, value in plan.values.items():
+        if value != field_at(path).default:
+            section, _, name = path.partition(".")
+            plain = list(value) if isinstance(value, tuple) else value
+            sections.setdefault(section, {})[name] = plain
+    text = f"# {command(request, plan)}\n{yaml.safe_dump(sections, sort_keys=False)}"
+    with writing_to("--output", options.output):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.output, text.encode())
+    print(f"wrote {options.output}")

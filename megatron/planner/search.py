@@ -1,0 +1,315 @@
+"""Every sensible layout of a run on a number of GPUs, and the fastest of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from megatron.config import RunConfig
+from megatron.config.checks import find_problems
+from megatron.config.resolve import resolve
+from megatron.config.run import RunOptions, field_at, flatten, narrow, with_values
+from megatron.errors import ConfigError
+from megatron.models.plan import ModelPlan
+from megatron.models.plans import model_plan
+from megatron.planner.cost import model_passes
+from megatron.planner.machine import Machine
+from megatron.planner.memory import largest_process
+from megatron.planner.pipeline_balance import Pipeline, layout_text
+from megatron.planner.prediction import (
+    Prediction,
+    busiest_stage,
+    micro_batches_of,
+    pipeline_of,
+    predict,
+)
+from megatron.tokenizer.build import padded_vocab_size
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MOST_STAGES = 64
+_LEAST_TOKENS = 4096  # of a sequence on a context-parallel process
+_WORTH_A_LAYOUT = 0.005  # the least share of the time that an uneven distribution must save
+# What the backward pass recomputes, cheapest first.
+_RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
+    {},
+    {
+        "training.recompute_granularity": "selective",
+        "training.recompute_modules": ("layernorm", "mlp"),
+    },
+    {
+        "training.recompute_granularity": "full",
+        "training.recompute_method": "uniform",
+        "training.recompute_num_layers": 1,
+    },
+)
+# What every layout sets, whatever the run's own flags say.
+_UNSET: Mapping[str, Any] = {
+    "parallel.pipeline_schedule": None,
+    "parallel.num_virtual_stages_per_pipeline_rank": None,
+    "parallel.num_layers_per_virtual_pipeline_stage": None,
+    "parallel.pipeline_model_parallel_layout": None,
+    "parallel.decoder_first_pipeline_num_layers": None,
+    "parallel.decoder_last_pipeline_num_layers": None,
+    "parallel.account_for_embedding_in_pipeline_split": False,
+    "parallel.account_for_loss_in_pipeline_split": False,
+    "parallel.expert_model_parallel_size": 1,
+    "parallel.expert_tensor_parallel_size": None,
+    "parallel.use_distributed_optimizer": False,
+    "parallel.overlap_grad_reduce": False,
+    "parallel.overlap_param_gather": False,
+    "training.recompute_activations": False,
+    "training.recompute_granularity": None,
+    "training.recompute_method": None,
+    "training.recompute_num_layers": None,
+}
+# Everything that a layout may set.
+PLANNED = frozenset(_UNSET) | {
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel",
+    "parallel.tp_comm_overlap",
+    "parallel.context_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.zero_stage",
+    "training.micro_batch_size",
+    "training.recompute_modules",
+}
+_MIXTURE_MODULES = ("layernorm", "moe_act")
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, and what is known of it before its schedule is simulated.
+
+    Attributes:
+        values: What it sets, by "section.field".
+        plan: The plan of the network, whose vocabulary is padded for the tensor-parallel size.
+        bound: A time in seconds below which an update cannot fall.
+    """
+
+    values: Values
+    plan: ModelPlan
+    bound: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its prediction.
+
+    Attributes:
+        values: What it sets, by "section.field".
+        config: The run with this layout.
+        prediction: Its time and memory.
+    """
+
+    values: Values
+    config: RunConfig
+    prediction: Prediction
+
+
+@dataclass
+class Search:
+    """The layouts of a run on a number of GPUs.
+
+    Attributes:
+        start: The run, with any layout.
+        vocabulary: Entries of the vocabulary, without padding.
+        gpus: The number of GPUs.
+        machine: The machine.
+        memory: Bytes that a process may use.
+        seconds: The longest update to accept.
+        dropped: How many layouts were left out, by reason.
+    """
+
+    start: RunOptions
+    vocabulary: int
+    gpus: int
+    machine: Machine
+    memory: float
+    seconds: float = math.inf
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def best(self, count: int) -> list[Plan]:
+        """Return the fastest layouts that fit, fastest first.
+
+        Candidates are simulated in the order of their bounds, until no other can be among the best.
+        """
+        candidates = sorted(self.candidates(), key=lambda candidate: candidate.bound)
+        found: list[Plan] = []
+        pipelines = lru_cache(maxsize=None)(Pipeline)
+        for candidate in candidates:
+            limit = found[count - 1].prediction.seconds if len(found) >= count else self.seconds
+            if candidate.bound > limit:
+                self.dropped["slower than those shown"] += 1
+                continue
+            plan = self._examine(candidate, pipelines)
+            if plan is None:
+                continue
+            found.append(plan)
+            found.sort(key=lambda one: one.prediction.seconds)
+        return found[:count]
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield the layouts whose sizes divide the model and the GPUs."""
+        base = self._resolved({})
+        plan_for = lru_cache(maxsize=None)(self.plan_for)
+        for values in layouts(self.start, self.gpus, self.machine.node):
+            config = with_values(base, values)
+            try:
+                plan = plan_for(config.parallel.tensor_model_parallel_size)
+                layers, head = model_passes(config, plan, self.machine)
+                slowest = busiest_stage(config, plan, layers, head)
+                bound = slowest.total * micro_batches_of(config, self.gpus)
+            except ConfigError:
+                self.dropped["refused by the rules"] += 1
+                continue
+            yield Candidate(values, plan, bound)
+
+    def plan_for(self, tensor: int) -> ModelPlan:
+        """Return the plan of the network, with a vocabulary padded for a tensor-parallel size."""
+        model = self._resolved({}).model
+        divisor = model.make_vocab_size_divisible_by
+        return model_plan(model, padded_vocab_size(self.vocabulary, divisor, tensor))
+
+    def _resolved(self, values: Values) -> RunConfig:
+        return narrow(resolve(with_values(self.start, values), self.gpus), RunConfig)
+
+    def _examine(self, candidate: Candidate, pipelines: Callable[..., Pipeline]) -> Plan | None:
+        """Return the prediction for a layout, or `None` if it is refused or does not fit."""
+        config, plan = self._resolved(candidate.values), candidate.plan
+        if find_problems(config, self.gpus):
+            self.dropped["refused by the rules"] += 1
+            return None
+        if largest_process(config, plan, self.gpus).total > self.memory:
+            self.dropped["too large"] += 1
+            return None
+        found = predict(config, plan, self.gpus, self.machine, pipelines=pipelines)
+        if found.seconds > self.seconds:
+            self.dropped["slower than --time"] += 1
+            return None
+        return self._balanced(Plan(candidate.values, config, found), plan, pipelines)
+
+    def _balanced(self, plan: Plan, network: ModelPlan, pipelines: Callable[..., Pipeline]) -> Plan:
+        """Return the same layout with its layers distributed better, if that is faster and fits."""
+        if plan.config.parallel.pipeline_model_parallel_size == 1 or network.encoder_layers:
+            return plan
+        pipeline, _, costs = pipeline_of(plan.config, network, self.gpus, self.machine, pipelines)
+        values = {
+            **plan.values,
+            "parallel.pipeline_model_parallel_layout": layout_text(pipeline.best(costs)),
+            "parallel.num_virtual_stages_per_pipeline_rank": None,
+        }
+        other = self._resolved(values)
+        found = predict(other, network, self.gpus, self.machine, pipelines=pipelines)
+        fits = found.memory.total <= self.memory and not find_problems(other, self.gpus)
+        is_faster = found.seconds < plan.prediction.seconds * (1 - _WORTH_A_LAYOUT)
+        return Plan(values, other, found) if fits and is_faster else plan
+
+
+def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]:
+    """Yield layouts by "section.field". Many of them are refused by the rules.
+
+    Args:
+        start: The run.
+        gpus: The number of GPUs.
+        node: The number of GPUs of a node, the most that split a layer.
+    """
+    model, batch = start.model, start.training.global_batch_size or 1
+    layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
+    experts = model.num_experts
+    for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
+        if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
+            continue
+        if context > 1 and (start.data.seq_length or 1) < _LEAST_TOKENS * context:
+            continue
+        for stages in _divisors(gpus // (tensor * context)):
+            if stages > min(layers, _MOST_STAGES):
+                continue
+            data = gpus // (tensor * context * stages)
+            if batch % data:
+                continue
+            each = {
+                **_UNSET,
+                "parallel.tensor_model_parallel_size": tensor,
+                "parallel.sequence_parallel": tensor > 1,
+                "parallel.tp_comm_overlap": tensor > 1,
+                "parallel.context_parallel_size": context,
+                "parallel.pipeline_model_parallel_size": stages,
+            }
+            for more in product(
+                _schedules(layers, stages),
+                _experts(experts, tensor, tensor * context * data),
+                _sharding(data * context, stages),
+                _RECOMPUTATION,
+                [n for n in _MICRO_BATCHES if batch // data % n == 0],
+            ):
+                *parts, micro_batch = more
+                values = {**each, "training.micro_batch_size": micro_batch}
+                for part in parts:
+                    values |= part
+                if experts and values["training.recompute_granularity"] == "selective":
+                    values["training.recompute_modules"] = _MIXTURE_MODULES
+                yield values
+
+
+def _schedules(layers: int, stages: int) -> list[Values]:
+    """Return the schedules of a pipeline: 1F1B, zero-bubble, and interleaved with some chunks."""
+    if stages == 1:
+        return [{}]
+    each = layers // stages
+    whole = [n for n in _divisors(each) if n > 1 and layers % stages == 0]
+    picked = sorted({*whole[:2], *whole[-1:]})
+    return [
+        {},
+        {"parallel.pipeline_schedule": "zero-bubble"},
+        *({"parallel.num_virtual_stages_per_pipeline_rank": n} for n in picked),
+    ]
+
+
+def _experts(experts: int | None, tensor: int, ranks: int) -> list[Values]:
+    """Return the ways to divide experts over the ranks of a stage."""
+    if not experts:
+        return [{}]
+    return [
+        {
+            "parallel.expert_model_parallel_size": size,
+            "parallel.expert_tensor_parallel_size": split,
+        }
+        for size in _powers(min(experts, ranks))
+        for split in sorted({1, tensor})
+        if experts % size == 0 and ranks % (size * split) == 0
+    ]
+
+
+def _sharding(replicas: int, stages: int) -> list[Values]:
+    """Return the ZeRO stages worth trying."""
+    if replicas == 1:
+        return [{"parallel.zero_stage": 0}]
+    overlap = {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}
+    first = {"parallel.use_distributed_optimizer": True, "parallel.zero_stage": 1, **overlap}
+    kinds: list[Values] = [first, {"parallel.zero_stage": 2, **overlap}]
+    return kinds + [{"parallel.zero_stage": 3}] if stages == 1 else kinds
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
+
+
+def spell(values: Values, start: RunOptions) -> list[str]:
+    """Return the values that differ from those of a run as flags."""
+    known = flatten(start)
+    changed = [(path, value) for path, value in values.items() if value != known[path]]
+    sharded = values.get("parallel.use_distributed_optimizer")
+    if sharded and known["parallel.zero_stage"] == 0:  # the flag says the stage, too
+        changed.remove(("parallel.zero_stage", 1))
+    return [word for path, value in changed for word in field_at(path).spell(value).split()]

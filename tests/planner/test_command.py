@@ -1,0 +1,183 @@
+"""`megatron plan`: layouts that start, limits, files, errors that name the remedy."""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from megatron.config import parse_config
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.planner.command import build_parser, command, describe, read_request, run
+from megatron.planner.machine import MACHINES, read_machine
+from megatron.planner.search import Search, spell
+from tests.repository import ROOT
+
+SMALL = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --bf16 "
+    "--max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0"
+)
+GPT3 = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16 "
+    "--max-position-embeddings 2048 --attention-dropout 0 --hidden-dropout 0"
+)
+MIXTURE = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
+
+
+def _options(*words):
+    return build_parser().read([word for text in words for word in text.split()])
+
+
+def _search(*words, memory=None):
+    request = read_request(_options(*words))
+    limit = memory or request.machine.memory
+    return request, Search(request.start, request.vocabulary, request.gpus, request.machine, limit)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpus 16xH100 --global-batch 64 --", SMALL),
+        ("--gpus 16xH200 --global-batch 64 --", MIXTURE),
+        ("--gpus 64xA100 --global-batch 128 --model gpt-125m",),
+        # The run's own layout does not leak into what is planned.
+        ("--gpus 8xB200 --global-batch 64 --", SMALL, "--pipeline-model-parallel-size 4",
+         "--num-layers-per-virtual-pipeline-stage 1 --zero-stage 2"),
+        ("--gpus 8xB200 --global-batch 64 --", SMALL, "--use-distributed-optimizer "
+         "--overlap-grad-reduce --overlap-param-gather --recompute-activations"),
+    ],
+)  # fmt: skip
+def test_every_layout_printed_is_what_its_flags_mean(words):
+    request, search = _search(*words)
+    plans = search.best(10)
+    assert len(plans) == 10
+    for plan in plans:
+        flags = [*request.words, *spell(plan.values, request.start)]
+        found = parse_config(flags, world_size=request.gpus).config
+        assert (found.parallel, found.training) == (plan.config.parallel, plan.config.training)
+    times = [plan.prediction.seconds for plan in plans]
+    assert times == sorted(times)
+
+
+def test_printed_commands_start():
+    for words in (SMALL, MIXTURE):
+        request, search = _search("--gpus 4xH200 --global-batch 32 --", words)
+        plans = [plan for plan in search.best(40) if "PP" in describe(plan.config, 4)]
+        line = command(request, plans[0]).partition("pretrain_gpt.py ")[2]
+        dry = ["--dry-run", "--dry-run-world-size", "4"]
+        start = [sys.executable, "pretrain_gpt.py", *shlex.split(line), *dry]
+        done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "PP 2" in done.stdout or "PP 4" in done.stdout
+
+
+def test_nothing_left_out_is_faster():
+    """Search stops early; simulating all candidates finds the same layouts."""
+    _, search = _search("--gpus 4xH100 --global-batch 16 --", SMALL)
+    few = [plan.prediction.seconds for plan in search.best(3)]
+    _, search = _search("--gpus 4xH100 --global-batch 16 --", SMALL)
+    every = search.best(10**6)
+    assert few == [plan.prediction.seconds for plan in every[:3]]
+    assert not search.dropped["slower than those shown"]
+
+
+def test_a_thousand_gpus_are_planned_in_ten_seconds():
+    request, search = _search("--gpus 1024xH100 --global-batch 1536 --", GPT3)
+    start = time.process_time()
+    best = search.best(10)[0]
+    assert time.process_time() - start < 10
+    assert best.prediction.memory.total < request.machine.memory
+    assert best.config.parallel.pipeline_model_parallel_size > 1
+
+
+def test_memory_decides_what_is_shown():
+    words = ("--gpus 8xH200 --global-batch 64 --", GPT3.replace("12288", "3072"))
+    wide = _search(*words)[1].best(1)[0]
+    limit = wide.prediction.memory.total * 0.5
+    search = _search(*words, memory=limit)[1]
+    tight = search.best(1)[0]
+    assert tight.prediction.memory.total <= limit
+    assert tight.prediction.seconds > wide.prediction.seconds
+
+
+def test_output_is_yaml_that_a_run_takes(tmp_path, capsys):
+    path, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    words = ("--gpus 4xH100 --global-batch 16 --top 2", f"--output {path} --draw {picture} --")
+    run(_options(*words, SMALL))
+    text = capsys.readouterr().out
+    assert "1 is the fastest. Its time: " in text
+    assert "goodput" in text
+    assert picture.stat().st_size > 1000
+    assert path.read_text().startswith("# torchrun --nproc-per-node 4 pretrain_gpt.py ")
+    assert set(yaml.safe_load(path.read_text())) <= {"parallel", "training"}
+    more = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --train-iters 1 --lr 1e-4"
+    found = ["--config", str(path), *SMALL.split(), *more.split()]
+    parse_config([*found, "--global-batch-size", "16"], world_size=4)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run(_options(*words, SMALL))
+
+
+def test_a_layout_as_given_is_only_predicted(capsys):
+    run(_options("--gpus 2xH200 --global-batch 8 --memory --", SMALL, "--zero-stage 1"))
+    assert capsys.readouterr().out.startswith("DP 2, ZeRO 1, micro-batch 1\nmemory per process: ")
+    run(_options("--gpus 2xH200 --global-batch 8 --time --", SMALL))
+    assert "tokens/s per GPU" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="tensor"):
+        run(_options("--gpus 2xH200 --global-batch 8 --time --", SMALL,
+                     "--tensor-model-parallel-size 3"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus many", "256xH100"),
+        ("--gpus 8xV100", "use one of A100, H100, H200, B200"),
+        ("--gpus 8", "add the kind"),
+        ("--gpus 8xH100", "--global-batch is required"),
+        ("--gpus 8xH100 --global-batch 8 --model gpt-5", "megatron recipes"),
+        ("--gpus 8xH100 --global-batch 8 --memory -3", "must be above 0"),
+        ("--gpus 1xA100 --global-batch 1 --memory 1 --model gpt-125m", "none of"),
+    ],
+)
+def test_errors_name_the_remedy(words, message):
+    with pytest.raises(UserError, match=message):
+        run(_options(words))
+
+
+def test_measured_rates_replace_built_in_ones(tmp_path):
+    path = tmp_path / "ceilings.json"
+    ceilings = {
+        "device": "NVIDIA H200", "datasheet": 989e12, "seconds": 2.0, "products": 660e12,
+        "products_fp8": None, "head": 640e12, "attention_forward": 520e12,
+        "attention_backward": 430e12, "copy": 4.2e12,
+    }  # fmt: skip
+    path.write_text(json.dumps(ceilings))
+    machine = read_machine(path, MACHINES["H200"])
+    assert (machine.name, machine.products) == ("NVIDIA H200", 660e12)
+    assert machine.link == MACHINES["H200"].link
+    for wrong in ("{}", "[1]", "no JSON", '{"products": -1}', '{"link": {"speed": 3}}'):
+        path.write_text(wrong)
+        with pytest.raises(DataError, match="--machine"):
+            read_machine(path, MACHINES["H200"])
+
+
+def test_a_config_json_is_a_model(tmp_path):
+    path = tmp_path / "config.json"
+    llama = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "vocab_size": 32000, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    path.write_text(json.dumps(llama))
+    request, search = _search(f"--model {path} --gpus 8xH100 --global-batch 64")
+    assert request.vocabulary == 32000
+    best = search.best(1)[0]
+    assert best.config.data.seq_length == 4096
+    assert math.isclose(best.prediction.mfu, 0.45, abs_tol=0.07)
+    flags = [*request.words, *spell(best.values, request.start)]
+    assert parse_config(flags, world_size=8).config.model == best.config.model

@@ -1,0 +1,25 @@
+"""Goodput with failures: the closed form against simulation, and the best interval."""
+
+import pytest
+
+from megatron.planner.goodput import Failures
+
+LLAMA = Failures(between=50_000 * 3600 / 16_384, checkpoint=30, restart=600)
+
+
+@pytest.mark.parametrize("interval", [300, 900, 3000])
+def test_the_expected_goodput_is_what_simulated_runs_reach(interval):
+    runs = [LLAMA.simulate(interval, intervals=4000, seed=seed) for seed in range(5)]
+    assert sum(runs) / 5 == pytest.approx(LLAMA.goodput(interval), rel=0.01)
+
+
+def test_the_best_interval_is_daly_s_and_no_other_is_better():
+    for failures in (LLAMA, Failures(between=3600, checkpoint=120, restart=60)):
+        best = failures.goodput(failures.best)
+        assert failures.best == pytest.approx(failures.daly, rel=0.01)
+        assert failures.young == pytest.approx(failures.daly, rel=0.2)
+        assert all(best >= failures.goodput(failures.best * factor) for factor in (0.7, 0.95, 1.4))
+
+
+def test_nothing_gets_done_if_an_interval_never_ends():
+    assert LLAMA.goodput(1e9) == 0.0
