@@ -67,7 +67,7 @@ class TFRecords:
     The object is cheap to send to another process, because only the paths are sent.
 
     Args:
-        prefix: What `--data-path` says, for messages.
+        prefix: The word of the command line, for messages.
         paths: The files, in order.
 
     Raises:
@@ -84,7 +84,7 @@ class TFRecords:
                 with path.open("rb") as file:
                     self._files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except (OSError, ValueError) as error:  # an empty file cannot be mapped
-                raise DataError(f"--data-path {path}: cannot be read: {error}") from error
+                raise DataError(f"{path}: cannot be read: {error}") from error
             starts.append(np.fromiter(_record_starts(path, self._files[-1]), np.int64))
         self._starts = starts
         self._firsts = np.cumsum([0, *map(len, starts)])

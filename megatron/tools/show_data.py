@@ -13,8 +13,9 @@ document it belongs.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,13 @@ def build_parser() -> ToolParser:
     parser.add_argument("--first", type=int, default=0, help="First document or sample.")
     parser.add_argument("--count", type=int, default=2, help="Number of documents or samples.")
     parser.add_argument("--seed", type=int, default=1234, help="The run's seed.")
+    parser.add_argument(
+        "--train-samples",
+        type=int,
+        help="Number of training samples of the run, such as --train-iters times the global batch "
+        "size. The order of samples depends on it if the run reads its data more than once, or "
+        "blends datasets (default: as many as are shown).",
+    )
     parser.add_argument("--html", help="Write a page to this file instead of the terminal.")
     add_flags(parser, DataOptions)
     add_flags(parser, TokenizerConfig)
@@ -70,6 +78,11 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--first {options.first} --count {options.count}: give 0 or more, 1 or more"
         )
+    if options.train_samples is not None and options.train_samples <= options.first:
+        raise ConfigError(
+            f"--train-samples {options.train_samples}: the run has no sample --first "
+            f"{options.first}: give a smaller --first"
+        )
     from megatron.tokenizer import build_tokenizer
 
     flags = from_given(TokenizerConfig, given)
@@ -81,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
             tables += (
                 _samples(options, data, flags, tokenizer)
                 if part == "samples"
-                else _corpora(options, data, tokenizer, part)
+                else _corpora(options, data, flags, tokenizer, part)
             )
     if options.html:
         from megatron.durable import replace_file
@@ -92,49 +105,140 @@ def run(options: argparse.Namespace) -> None:
         print("\n\n".join(map(_text, tables)))
 
 
+class Corpus(NamedTuple):
+    """The documents behind a word of --data-path, of whatever kind.
+
+    Attributes:
+        name: The word.
+        documents: A function that yields the sequences of each document, `[tokens]` each, from the
+            document with a given number on.
+        bad: The lines without a document that `documents` has met, with their places.
+        counts: The numbers of documents and tokens and their type, if the kind of file knows them.
+        lengths: The number of tokens of each document, `[documents]`, if the kind of file knows
+            them. Otherwise the beginning is read.
+    """
+
+    name: str
+    documents: Callable[[int], Iterator[list[Any]]]
+    bad: Sequence[str] = ()
+    counts: str = ""
+    lengths: Any = None
+
+
 def _corpora(
-    options: argparse.Namespace, data: DataConfig, tokenizer: Any, part: str
+    options: argparse.Namespace, data: DataConfig, flags: TokenizerConfig, tokenizer: Any, part: str
 ) -> Iterator[Table]:
     """Yield statistics, or documents, of each dataset that the flags name."""
     from megatron.data.datasets import parse_weighted_paths
-    from megatron.data.indexed import IndexedDataset
-    from megatron.data.text_stream import is_text
 
     words = data.data_path or data.train_data_path
     if data.mock_data or not words:
         raise ConfigError(f"--show {part}: give --data-path, or only --show samples")
-    for _, prefix in parse_weighted_paths(words, "--data-path"):
-        if is_text(prefix):
-            yield Table(f"{prefix}: {part}", ["text is tokenized as it is read: --show samples"])
-            continue
-        dataset = IndexedDataset(prefix)
+    flag = "--data-path" if data.data_path else "--train-data-path"
+    for _, name in parse_weighted_paths(words, flag):
+        corpus = _open(name, flag, data, flags, tokenizer)
         if part == "statistics":
-            yield from _statistics(dataset, tokenizer)
-            continue
-        bounds = dataset.document_indices
-        for number in range(options.first, min(options.first + options.count, len(bounds) - 1)):
-            sequences = [dataset.get(i) for i in range(bounds[number], bounds[number + 1])]
-            texts = [
-                repr(tokenizer.detokenize(ids[:_SHOWN].tolist())[:_SHOWN]) for ids in sequences
-            ]
-            total = sum(map(len, sequences))
-            title = f"{prefix}: document {number}, {total} tokens"
-            yield Table(title, texts)
+            yield from _statistics(corpus, tokenizer)
+        else:
+            yield from _documents(corpus, options, tokenizer)
 
 
-def _statistics(dataset: Any, tokenizer: Any) -> Iterator[Table]:
+def _open(name: str, flag: str, data: DataConfig, flags: TokenizerConfig, tokenizer: Any) -> Corpus:
+    """Open an indexed dataset, TFRecords or text."""
     import numpy as np
 
+    from megatron.data.indexed import IndexedDataset
+    from megatron.data.text_stream import is_text
+    from megatron.data.tfrecord import TFRecords, find_tfrecords
+
+    if files := find_tfrecords(name):
+        records = TFRecords(name, files)
+
+        def examples(first: int) -> Iterator[list[Any]]:
+            for number in range(first, len(records)):
+                record = records.get(number)
+                yield [record["input_ids"][record["input_mask"] != 0]]
+
+        return Corpus(name, examples)
+    if is_text(name):
+        return _open_text(name, flag, data, flags, tokenizer)
+    dataset = IndexedDataset(name)
     lengths, bounds = dataset.sequence_lengths, dataset.document_indices
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[bounds]
-    documents = np.diff(ends)
-    shares = (0, 1, 50, 99, 100)
-    notes = [
-        f"{len(documents):,} documents, {len(lengths):,} sequences, {int(ends[-1]):,} tokens of "
-        f"{dataset.dtype}",
-    ]
+    counts = (
+        f"{len(bounds) - 1:,} documents, {len(lengths):,} sequences, {int(ends[-1]):,} tokens of "
+        f"{dataset.dtype}"
+    )
+
+    def sequences(first: int) -> Iterator[list[Any]]:
+        for number in range(first, len(bounds) - 1):
+            yield [dataset.get(i) for i in range(bounds[number], bounds[number + 1])]
+
+    return Corpus(name, sequences, counts=counts, lengths=np.diff(ends))
+
+
+def _open_text(
+    name: str, flag: str, data: DataConfig, flags: TokenizerConfig, tokenizer: Any
+) -> Corpus:
+    import numpy as np
+
+    from megatron.data.preprocess import BlockEncoder, EncodingOptions
+    from megatron.data.text_input import read_blocks
+    from megatron.data.text_stream import TextCorpus
+
+    files = TextCorpus(name, data.text_key, flag).files
+    encoder = BlockEncoder(EncodingOptions(flags, (data.text_key,), append_eod=True), tokenizer)
+    bad: list[str] = []
+
+    def texts(first: int) -> Iterator[list[Any]]:
+        bad.clear()
+        for block in read_blocks(files, [data.text_key]):
+            encoded = encoder(block)
+            for line in encoded.bad:
+                at = encoded.block.offset + line.offset
+                bad.append(f"{encoded.block.path}: {line.reason} (line starts at byte {at})")
+            column = encoded.columns[0]
+            ends = np.concatenate([[0], np.cumsum(column.lengths)])
+            ends = ends[np.cumsum(column.sequences_per_document)]  # of each document
+            for document in np.split(column.tokens, ends)[: len(ends)]:
+                if first > 0:
+                    first -= 1
+                else:
+                    yield [document]
+
+    return Corpus(name, texts, bad=bad)
+
+
+def _documents(corpus: Corpus, options: argparse.Namespace, tokenizer: Any) -> Iterator[Table]:
+    shown = itertools.islice(corpus.documents(options.first), options.count)
+    for number, sequences in enumerate(shown, start=options.first):
+        texts = [repr(tokenizer.detokenize(ids[:_SHOWN].tolist())[:_SHOWN]) for ids in sequences]
+        total = sum(map(len, sequences))
+        yield Table(f"{corpus.name}: document {number}, {total} tokens", texts)
+
+
+def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
+    import numpy as np
+
+    counts: Counter[int] = Counter()
+    lengths: list[int] = []
+    read, is_whole = 0, True
+    for sequences in corpus.documents(0):
+        if read >= _COUNTED:
+            is_whole = False
+            break
+        lengths.append(sum(map(len, sequences)))
+        read += lengths[-1]
+        for ids in sequences:
+            counts.update(ids.tolist())
+    documents = np.array(lengths) if corpus.lengths is None else corpus.lengths
+    beginning = "" if is_whole else " at the beginning, where the statistics end"
+    notes = [corpus.counts or f"{len(documents):,} documents, {read:,} tokens{beginning}"]
+    if corpus.bad:
+        notes.append(f"{len(corpus.bad):,} lines without a document; the first:")
+        notes += corpus.bad[:_FREQUENT]
     if len(documents):
-        points = np.percentile(documents, shares, method="nearest").tolist()
+        points = np.percentile(documents, (0, 1, 50, 99, 100), method="nearest").tolist()
         named = zip(("shortest", "1%", "median", "99%", "longest"), points, strict=True)
         notes.append("tokens of a document: " + ", ".join(f"{n} {v:,}" for n, v in named))
     sizes = Counter(int(length).bit_length() for length in documents.tolist())
@@ -147,16 +251,9 @@ def _statistics(dataset: Any, tokenizer: Any) -> Iterator[Table]:
         ]
         for bits in range(min(sizes, default=0), max(sizes, default=-1) + 1)
     ]
-    yield Table(f"{dataset.prefix}: statistics", notes, ("tokens", "documents", ""), rows)
-    counts: Counter[int] = Counter()
-    read = 0
-    for number, length in enumerate(lengths.tolist()):
-        if read >= _COUNTED:
-            break
-        counts.update(dataset.get(number).tolist())
-        read += length
+    yield Table(f"{corpus.name}: statistics", notes, ("tokens", "documents", ""), rows)
     yield Table(
-        f"{dataset.prefix}: most frequent of the first {read:,} tokens",
+        f"{corpus.name}: most frequent of the first {read:,} tokens",
         (),
         ("id", "token", "share"),
         [
@@ -175,7 +272,9 @@ def _samples(
     from megatron.data.datasets import DataRequest
 
     last = options.first + options.count
-    request = DataRequest(data, options.seed, (last, 0, 0))
+    samples = options.train_samples or last
+    last = min(last, samples)
+    request = DataRequest(data, options.seed, (samples, 0, 0))
     train = _dataset(options.kind, request, flags, tokenizer)
     if train is None:
         raise ConfigError(f"--split {data.split}: the training split is empty: give it a share")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.config.data import DataConfig
+from megatron.data.datasets import DataRequest
+from megatron.data.gpt import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import ConfigError
 from megatron.tools import show_data
 from tests.data.corpus import write_sentences, write_vocabulary
+from tests.data.tfrecords import example, write
 
 
 @pytest.fixture
@@ -90,6 +95,49 @@ def test_samples_of_sentences(kind, vocabulary, tmp_path, capsys):
     assert text.count("sample 1\n") == (2 if kind == "t5" else 1)  # encoder and decoder
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_statistics_and_documents_of_text(name, vocabulary, tmp_path, capsys):
+    lines = [b'{"text": "w1 w2 w3"}', b'{"txt": "w4"}', b'{"text": ""}', b'{"text": "w5"}', b"{"]
+    data = b"\n".join([*lines, b'{"text": "w6 w7 w8 w9"}', b""])
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    words = ["--data-path", str(tmp_path / name), "--seq-length", "8", *vocabulary]
+    words += ["--show", "statistics", "documents", "--first", "1", "--count", "2"]
+    text = shown(capsys, *words)
+    assert "4 documents, 11 tokens\n2 lines without a document; the first:\n" in text
+    assert f"{name}: no key 'text' (line starts at byte {len(lines[0]) + 1})\n" in text
+    assert "shortest 0, 1% 0, median 4, 99% 5, longest 5\n" in text
+    assert f"{END}  '[EOS]'  27.27%\n" in text
+    assert f"{name}: document 1, 0 tokens\n" in text
+    assert f"{name}: document 2, 2 tokens\n'w5 [EOS]'" in text
+    assert "document 3" not in text
+
+
+def test_statistics_and_documents_of_tfrecords(vocabulary, tmp_path, capsys):
+    path = str(write(tmp_path / "x.tfrecord", map(example, range(4))))  # 16, 15, 14 and 13 tokens
+    words = ["--data-path", path, "--seq-length", "16", "--kind", "bert", *vocabulary]
+    words += ["--show", "statistics", "documents", "--first", "2", "--count", "1"]
+    text = shown(capsys, *words)
+    assert "4 documents, 58 tokens\n" in text
+    assert "shortest 13, 1% 13, median 15, 99% 16, longest 16\n" in text
+    assert f"{path}: document 2, 14 tokens\n" in text
+
+
+def test_the_order_is_that_of_a_run_of_several_passes(vocabulary, tmp_path, capsys):
+    prefix = write_gpt(tmp_path / "gpt")
+    words = ["--data-path", prefix, "--seq-length", "4", "--split", "1,0,0", "--show", "samples"]
+    words += ["--first", "6", "--count", "2", *vocabulary]
+    request = DataRequest(
+        DataConfig(data_path=(prefix,), split="1,0,0", seq_length=4), 1234, (30, 0, 0)
+    )
+    run = build_gpt_datasets(request, seq_length=4, vocab_size=END + 1).train
+    assert run is not None
+    found = shown(capsys, *words, "--train-samples", "30").splitlines()
+    rows = [line.split() for line in found if line[:1].isdigit()]
+    expected = [run[i]["text"][:4].tolist() for i in (6, 7)]
+    assert [int(row[1]) for row in rows] == [token for sample in expected for token in sample]
+    assert found != shown(capsys, *words).splitlines()  # a shorter run has another order
+
+
 def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
     corpus = tmp_path / "a<b>.jsonl"
     corpus.write_text('{"text": "w1 w2 w3 w4"}\n' * 9)
@@ -108,6 +156,10 @@ def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
     [
         (["--data-path", "x"], "--seq-length is required"),
         (["--data-path", "x", "--seq-length", "4", "--count", "0"], "--count 0"),
+        (
+            ["--data-path", "x", "--seq-length", "4", "--train-samples", "0"],
+            "has no sample --first 0",
+        ),
         (["--mock-data", "--seq-length", "4"], "--show statistics: give --data-path"),
     ],
 )
