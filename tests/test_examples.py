@@ -22,13 +22,19 @@ from tests.ports import free_port
 from tests.repository import ROOT, name
 
 # Those of the text generation server are tried in tests/inference/server/test_processes.py, those
-# of downstream tasks in tests/tasks/test_examples.py.
+# of downstream tasks in tests/tasks/test_examples.py, and job files in tests/submit.
+_OF_CLUSTERS = ("slurm", "kubernetes")
 SCRIPTS = sorted(
     file
     for file in (ROOT / "examples").rglob("*.sh")
     if not file.name.startswith(("run_text_generation_server", "evaluate_", "finetune_"))
+    and file.parent.name not in _OF_CLUSTERS
 )
-CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
+CONFIGS = sorted(
+    file
+    for file in (ROOT / "examples").rglob("*.yaml")
+    if file.parent.name not in _OF_CLUSTERS and file.name != "cluster_run.yaml"
+)
 
 # The same run, small: flags given to a script come last and win.
 TOY = (

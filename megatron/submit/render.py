@@ -66,7 +66,7 @@ def render(run: Description, target: str) -> str:
     return environment.get_template(f"{name}.j2").render(
         run=run,
         environment=[tuple(one.split("=", 1)) for one in run.job.env],
-        command_lines=_lines(run.job.words),
+        flags=_flags(run.job.words),
         volumes=volumes(run),
         mounts=",".join(run.job.volume),
         saved=EXIT_SAVED_ON_SIGNAL,
@@ -96,14 +96,14 @@ def _hosts(run: Description) -> list[Host]:
     return hosts
 
 
-def _lines(words: list[str]) -> list[str]:
-    """Return the words for a shell, with a line for each flag and its values."""
+def _flags(words: list[str]) -> list[list[str]]:
+    """Return the words of a command, with a list for each flag and its values."""
     lines: list[list[str]] = []
     for word in words:
         if not lines or word.startswith("--"):
             lines.append([])
         lines[-1].append(word)
-    return [shlex.join(line) for line in lines]
+    return lines
 
 
 def _literal(word: str) -> str:

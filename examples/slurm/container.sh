@@ -1,0 +1,75 @@
+#!/bin/bash
+# gpt-345m: 4 node(s) with 8 process(es) each. Submit with: sbatch FILE
+# Written by tools/submit.py --to slurm: change the description and write it again (docs/clusters.md).
+#SBATCH --job-name=gpt-345m
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1 # one launcher per node starts all processes there
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=900G
+#SBATCH --time=24:00:00
+#SBATCH --partition=gpu
+#SBATCH --output=logs/%x-%j.log # the folder must exist
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+set -uo pipefail
+
+export OMP_NUM_THREADS=12
+export NCCL_DEBUG=WARN
+
+# The first node, at the address by which SLURM itself reaches it. The port differs from job to job.
+FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show node --oneliner "$FIRST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+# Each rank's output is kept here too: node-N/*/attempt_0/RANK/stdout.log
+LOGS=logs/gpt-345m-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+
+LAUNCHER=(
+    python -m megatron.processes.torchrun
+    --nnodes 4
+    --nproc-per-node 8
+    --master-addr "$MASTER_ADDR"
+    --master-port "$MASTER_PORT"
+    --tee 3
+)
+COMMAND=(
+    pretrain_gpt.py
+    --num-layers 24
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 1024
+    --max-position-embeddings 1024
+    --micro-batch-size 8
+    --global-batch-size 512
+    --train-iters 100000
+    --bf16
+    --lr 3e-4
+    --min-lr 3e-5
+    --lr-decay-style cosine
+    --lr-warmup-fraction .01
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --data-path data/my_text_document
+    --split 949,50,1
+    --tokenizer-type GPT2BPETokenizer
+    --vocab-file data/gpt2-vocab.json
+    --merge-file data/gpt2-merges.txt
+    --load checkpoints/gpt-345m
+    --save checkpoints/gpt-345m
+    --save-interval 1000
+    --eval-interval 1000
+    --eval-iters 10
+    --log-interval 10
+)
+
+# The quotes are single, because SLURM_NODEID differs from node to node. A node that has ended lets
+# the others end by themselves, with the exit code of the run, for a minute.
+srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task=96 \
+    --container-image=nvcr.io/nvidia/pytorch:25.10-py3 \
+    --container-mounts=/shared/megatron:/workspace \
+    --container-workdir=/workspace \
+    --container-env=OMP_NUM_THREADS,NCCL_DEBUG \
+    bash -c 'PET_NODE_RANK=$SLURM_NODEID PET_LOG_DIR=$0/node-$SLURM_NODEID exec "$@"' \
+    "$LOGS" "${LAUNCHER[@]}" "${COMMAND[@]}"
+CODE=$?
+exit "$CODE"
