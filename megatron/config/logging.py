@@ -46,6 +46,8 @@ class LoggingConfig:
         log_validation_ppl_to_tensorboard: Write the validation perplexity to TensorBoard.
         log_memory_to_tensorboard: Write memory use to TensorBoard.
         log_world_size_to_tensorboard: Write the world size to TensorBoard.
+        log_optimizer_states_to_tensorboard: Write L1 norms, L2 norms and largest magnitudes of the
+            weights, of Adam's momentum and variance and of the variance's square root.
         wandb_project: Weights & Biases project. Off by default.
         wandb_entity: Weights & Biases entity.
         wandb_name: Weights & Biases run name.
@@ -79,6 +81,7 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = flag(False, needs=_RECORDS)
     log_memory_to_tensorboard: bool = flag(False, needs=_RECORDS)
     log_world_size_to_tensorboard: bool = flag(False, needs=_RECORDS)
+    log_optimizer_states_to_tensorboard: bool = flag(False, needs=_RECORDS)
     wandb_project: str | None = None
     wandb_entity: str | None = flag(None, requires=_PROJECT)
     wandb_name: str | None = flag(None, names="--wandb-name --wandb-exp-name", requires=_PROJECT)

@@ -10,14 +10,15 @@ and the sums are added over these ranks too.
 If processes divide the experts, expert weights are replicated over different ranks from the rest.
 The first replica of each weight then counts it, and the sums are added over all processes.
 
-Everything stays on the device: only `parameters_norm` waits for it.
+Everything stays on the device: only `parameters_norm` and `state_sizes` wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.kernels.tensor_sums import sum_of_squares
@@ -87,3 +88,41 @@ def parameters_norm(
     ]
     square = sum_of_squares(counted, held[0].device)
     return sum_over_model(square, layout, over_replicas=shard is not None).sqrt().item()
+
+
+@torch.no_grad()
+def state_sizes(
+    tensors: Mapping[str, Iterable[Tensor]],
+    layout: Layout,
+    device: torch.device,
+    *,
+    over_replicas: bool,
+) -> dict[str, float]:
+    """Return norms of tensors over the whole model. Collective; waits for the device.
+
+    Args:
+        tensors: This process's tensors that it counts, by a name that is the same on all processes.
+        layout: This process's place among the others.
+        device: The device of the communication.
+        over_replicas: Whether to add over the replica axis too, because tensors are sharded.
+
+    Returns:
+        For each name the L1 norm, the L2 norm and the largest magnitude, as `name_l1`, `name_l2`
+        and `name_abs_max`.
+    """
+    sums = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
+    peaks = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    for i, parts in enumerate(tensors.values()):
+        for part in (part for part in parts if part.numel()):
+            one, two, peak = (
+                torch.linalg.vector_norm(part, order, dtype=torch.float64).to(device)
+                for order in (1, 2, torch.inf)
+            )
+            sums[i] += torch.stack((one, two.square()))
+            peaks[i] = torch.maximum(peaks[i], peak)
+    sum_over_model(sums, layout, over_replicas=over_replicas)
+    all_reduce(peaks, layout.world, dist.ReduceOp.MAX)
+    sizes: dict[str, float] = {}
+    for name, (one, square), peak in zip(tensors, sums.tolist(), peaks.tolist(), strict=True):
+        sizes |= {f"{name}_l1": one, f"{name}_l2": square**0.5, f"{name}_abs_max": peak}
+    return sizes

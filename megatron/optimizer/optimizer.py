@@ -13,7 +13,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +27,13 @@ from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.groups import ParameterGroup
 from megatron.optimizer.loss_scale import loss_scale_of
-from megatron.optimizer.norms import is_counted_here, sum_over_model
+from megatron.optimizer.norms import is_counted_here, state_sizes, sum_over_model
 from megatron.optimizer.rules import OffloadedUpdate, Step, Update, UpdateTensors, on_host
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.replicas import Gradients, SharedWeights
 
+_CURVES = {"exp_avg": "momentum", "exp_avg_sq": "variance"}  # Megatron-DeepSpeed's names
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
 
 
@@ -325,6 +326,27 @@ class Optimizer:
                 if own.formats[i] != torch.float32:
                     tensors[f"{name}.master"] = (own.weights[i], parameter)
         return tensors
+
+    def sizes(self) -> dict[str, float]:
+        """Return norms of the fp32 weights and of the states over the whole model. Collective.
+
+        The names are Megatron-DeepSpeed's: L1 norm (`weight_l1`), L2 norm and largest magnitude of
+        weight, momentum, variance and the square root of the variance.
+        """
+        kinds = dict.fromkeys(kind for own in self._owned for kind in own.group.rule.state_names)
+        counted: dict[str, list[Tensor]] = {_CURVES.get(kind, kind): [] for kind in kinds}
+        counted["weight"] = []
+        is_sharded = self.gradients.is_sharded
+        for own in self._owned:
+            for i, parameter in enumerate(own.parameters):
+                if is_counted_here(parameter, self._layout, is_sharded=is_sharded):
+                    counted["weight"].append(own.weights[i])
+                    for kind, state in own.state.items():
+                        counted[_CURVES.get(kind, kind)].append(state[i])
+        tensors: dict[str, Iterable[Tensor]] = dict(counted)
+        if "variance" in counted:  # one root at a time is in memory
+            tensors["variance_sqrt"] = (variance.sqrt() for variance in counted["variance"])
+        return state_sizes(tensors, self._layout, self._device, over_replicas=is_sharded)
 
     def scalars(self) -> dict[str, Any]:
         """Return the rest of the state as JSON values."""

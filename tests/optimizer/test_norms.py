@@ -82,3 +82,40 @@ def _stage(layout):
 
 def test_pipeline_stages_add_up():
     assert run_distributed(2, _stage, pipeline=2) == [10.0, 10.0]
+
+
+def _sizes(layout, stage):
+    """Of a column-split weight [8, 3] and a bias [3], after an update with gradients of 2."""
+    weight = new_parameter((8, 3), init=ZEROS, axis=layout.tensor, split_dim=0)
+    bias = new_parameter((3,), init=ZEROS)
+    named = [("weight", weight), ("bias", bias)]
+    for _, parameter in named:
+        parameter.data.zero_()
+    gradients = new_buffer(named, layout, accumulate_in_fp32=True, zero_stage=stage)
+    config = OptimizerConfig(clip_grad=0.0)
+    optimizer = new_optimizer(named, gradients, config, PrecisionConfig(), layout)
+    for _, parameter in named:
+        gradients.gradient(parameter).fill_(2.0)
+    step(optimizer, 0.5, 0.0)
+    return optimizer.sizes()
+
+
+def test_sizes_of_weights_and_states_count_every_element_once():
+    expected = {}
+    for name, value in {
+        "weight": 0.5,
+        "momentum": 0.2,
+        "variance": 0.004,
+        "variance_sqrt": sqrt(0.004),
+    }.items():
+        expected |= {f"{name}_l1": 27 * value, f"{name}_l2": sqrt(27) * value}
+        expected[f"{name}_abs_max"] = value
+    assert _sizes(Layout.single(), 0) == pytest.approx(expected, rel=1e-5)
+    for world, stage, axes in (
+        (2, 0, {"tensor": 2}),
+        (2, 0, {}),
+        (2, 1, {}),
+        (4, 2, {"tensor": 2}),
+    ):
+        for sizes in run_distributed(world, _sizes, stage, **axes):
+            assert sizes == pytest.approx(expected, rel=1e-5)

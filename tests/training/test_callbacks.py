@@ -43,6 +43,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
         "--log-num-zeros-in-grad", "--log-batch-size-to-tensorboard",
         "--log-world-size-to-tensorboard", "--log-validation-ppl-to-tensorboard",
         "--log-memory-to-tensorboard", "--timing-log-level", "1", "--log-interval", "4",
+        "--log-optimizer-states-to-tensorboard",
     )  # fmt: skip
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -54,6 +55,9 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
                 "mem-allocated-bytes", "forward-backward-time", "optimizer-time",
                 "tokens-per-second-per-gpu", "throughput"}  # fmt: skip
     assert expected <= tags
+    states = ("weight", "momentum", "variance", "variance_sqrt")
+    sizes = {f"optimizer/{name}_{of}" for name in states for of in ("l1", "l2", "abs_max")}
+    assert sizes == {tag for tag in tags if re.fullmatch(r"optimizer/\w+", tag)}
     assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16, 20, 24]
     whole, part = events.Scalars("iteration-time"), events.Scalars("forward-backward-time")

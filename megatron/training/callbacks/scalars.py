@@ -280,6 +280,9 @@ class Scalars(Callback):
         if run.progress.iteration % options.tensorboard_log_interval:
             return
         norm = run.parameters_norm() if options.log_params_norm else None
+        sizes = {}
+        if options.log_optimizer_states_to_tensorboard:
+            sizes = {f"optimizer/{name}": x for name, x in run.optimizer.sizes().items()}
         times = {}
         if options.log_timers_to_tensorboard and options.timing_log_level > 0:
             # The slowest rank's seconds per iteration since the last log line, with Megatron's tags
@@ -293,7 +296,7 @@ class Scalars(Callback):
                 "tokens-per-second-per-gpu": outcome.tokens / of_all,
                 "throughput": outcome.flops / of_all / 1e12,  # Megatron's: TFLOP/s per GPU
             }
-            self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times)
+            self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times | sizes)
 
     def after_skipped(self, run: Run) -> None:
         """Write that the iteration was skipped."""
