@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.errors import ConfigError
 from megatron.report.page import GENERATOR, render
 from megatron.report.sources import open_runs
 
@@ -14,6 +15,7 @@ _DOC = """Write a report of a run as one HTML page.
 
     megatron report runs/demo
     megatron report runs/a runs/b --output compared.html
+    megatron report runs/demo --live
 """
 
 
@@ -21,19 +23,47 @@ def build_parser() -> ToolParser:
     """Return the parser."""
     parser = ToolParser("megatron report", _DOC)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run, or its metrics file.")
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="Folder of a run or of runs, or a metrics file.",
+    )
     add(
         "--output",
         type=Path,
         metavar="FILE",
         help="Page to write (default: report.html in the folder of the first run).",
     )
+    add("--live", action="store_true", help="Serve the page on this machine while the run trains.")
+    add(
+        "--port",
+        type=int,
+        default=6010,
+        metavar="N",
+        help="Port of --live; 0 picks a free one (default: %(default)s).",
+    )
     add("--overwrite", action="store_true", help="Replace FILE even if it is not a report.")
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the page."""
+    """Write the page, or serve it.
+
+    Raises:
+        ConfigError: The output exists and is not a report, or the port cannot be used.
+        DataError: There are no metrics.
+    """
+    if options.live:
+        from megatron.report.live import serve
+
+        if options.output is not None:
+            raise ConfigError("--output with --live: give one of them, --live writes no file")
+        if not 0 <= options.port < 1 << 16:
+            raise ConfigError(f"--port {options.port}: use 0 to 65535")
+        serve(open_runs(options.runs, may_be_empty=True), options.port)
+        return
     first: Path = options.runs[0]
     output: Path = options.output or (first if first.is_dir() else first.parent) / "report.html"
     page = render([source.history for source in open_runs(options.runs)]).encode()

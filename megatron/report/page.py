@@ -47,6 +47,7 @@ def _run_data(history: History) -> dict[str, Any]:
         "expertLoad": history.expert_load,
         "summary": summarize(history),
         "clock": _clock(history),
+        "lastTime": history.curves["time"].values[-1] if "time" in history.curves else None,
         "tokensPerSample": history.tokens_per_sample,
     }
 

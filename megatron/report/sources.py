@@ -207,8 +207,12 @@ def _is_metrics(path: Path) -> bool:
     return True
 
 
-def open_runs(paths: list[Path]) -> list[RunRecords]:
+def open_runs(paths: list[Path], *, may_be_empty: bool = False) -> list[RunRecords]:
     """Return the sources of all runs, read once.
+
+    Args:
+        paths: The paths to give to `find_sources`.
+        may_be_empty: Whether a run may have no iteration yet.
 
     Raises:
         DataError: A folder has no metrics, or a run has none yet.
@@ -216,7 +220,7 @@ def open_runs(paths: list[Path]) -> list[RunRecords]:
     sources = [source for path in paths for source in find_sources(path)]
     for source in sources:
         source.read()
-        if not source.history.curves:
+        if not (source.history.curves or may_be_empty):
             raise DataError(
                 f"{', '.join(source.history.sources)}: no record of an iteration yet: try again "
                 "after the first one"

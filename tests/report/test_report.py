@@ -174,3 +174,116 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     assert (folder / "report.html").stat().st_size < 1e6
     charts, _ = make_charts([read_run(folder)])
     assert len(charts) == 42
+
+
+START = {
+    "iteration": 0, "time": 1e9, "event": "start", "program": "pretrain_gpt.py", "iterations": 20,
+    "tokens_per_sample": 16, "settings": {"--lr": 0.1, "--seed": 1}, "changed": ["--lr"],
+    "facts": {"layout": "TP 2"},
+}  # fmt: skip
+
+
+def event(kind: str, iteration: int, text: str = "") -> dict[str, object]:
+    return {"iteration": iteration, "time": 1e9 + iteration, "event": kind, "text": text}
+
+
+def test_events_and_settings_are_shown(tmp_path):
+    records = [
+        START,
+        *[record(i, **{"loss-scale": 64.0 if i < 8 else 32.0}) for i in range(1, 11)],
+        {"iteration": 10, "time": 1e9 + 10, "lm loss validation": 7.5},
+        event("checkpoint", 5, "saved in 1.00 s"),
+        {**START, "iteration": 5},
+        record(6),
+        event("end", 6, "training is complete"),
+    ]
+    folder = write_run(tmp_path / "run", records)
+    assert report(folder) == 0
+    (run,) = data_of(folder / "report.html")["runs"]
+    assert [(each["kind"], each["iteration"], each["text"]) for each in run["events"]] == [
+        ("start", 0, ""),
+        ("loss scale", 8, "64 to 32"),
+        ("evaluation", 10, "lm loss validation 7.5000"),
+        ("checkpoint", 5, "saved in 1.00 s"),
+        ("resumed", 5, "repeats 5 iterations"),
+        ("end", 6, "training is complete"),
+    ]
+    assert (run["settings"], run["changed"]) == ({"--lr": "0.1", "--seed": "1"}, ["--lr"])
+    assert run["facts"] == {"layout": "TP 2"}
+    assert dict(run["summary"])["iterations"] == "6 of 20"
+    assert run["state"] == "training is complete"
+    assert run["tokensPerSample"] == 16
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {**START, "settings": 7},
+        {**START, "iterations": "many"},
+        {"iteration": 1, "expert load": {"0": ["x"]}},
+        {"iteration": -1, "lm loss": 1.0},
+        {"iteration": 1 << 60, "lm loss": 1.0},
+        {"iteration": 1e400, "lm loss": 1.0},
+    ],
+)
+def test_records_that_are_none_are_counted_and_change_nothing(tmp_path, hostile):
+    history = read_run(write_run(tmp_path / "run", [record(1), hostile, record(2)]))
+    assert history.damaged == 1
+    assert list(history.curves["lm loss"].iterations) == [1, 2]
+    assert not history.events
+
+
+def test_an_odd_clock_or_loss_still_makes_a_page(tmp_path):
+    odd = [
+        record(i, time=value, **{"lm loss": value}) for i, value in enumerate((1e999, -1e308), 1)
+    ]
+    assert report(write_run(tmp_path / "run", [*odd, record(3, time="nan")])) == 0
+
+
+def test_a_folder_of_runs_is_all_of_them(tmp_path):
+    for name in ("b", "a"):
+        write_run(tmp_path / "runs" / name, [record(1)])
+    (tmp_path / "runs" / "a" / "samples.jsonl").write_text('{"iteration": 1, "ids": [3, 4]}\n')
+    names = [source.history.name for source in open_runs([tmp_path / "runs"])]
+    assert names == ["a", "b"]
+
+
+def write_events(folder: Path, count: int = 20) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text(
+            "settings", "| flag | value |\n| --- | --- |\n| **--lr** | a\\|b |\n| --seed | 1 |"
+        )
+        for iteration in range(1, count + 1):
+            writer.add_scalar("lm loss", 8 - iteration / 10, iteration)
+            writer.add_scalar("lm loss vs samples", 8 - iteration / 10, 4 * iteration)
+        writer.add_text("events", "checkpoint: saved in 1.00 s", count)
+    return folder
+
+
+def test_tensorboard_files_are_read_where_there_are_no_metrics(tmp_path):
+    history = read_run(write_events(tmp_path / "run" / "tensorboard").parent)
+    assert list(history.curves) == ["lm loss", "time"]
+    assert list(history.curves["lm loss"].iterations) == list(range(1, 21))
+    assert history.settings == {"--lr": "a|b", "--seed": "1"}
+    assert history.changed == {"--lr"}
+    assert [each.kind for each in history.events] == ["start", "checkpoint"]
+
+
+def test_a_torn_tensorboard_file_is_read_up_to_the_tear(tmp_path):
+    folder = write_events(tmp_path / "run")
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-300])
+    found = list(read_run(folder).curves["lm loss"].iterations)
+    assert found == list(range(1, len(found) + 1))
+    assert 5 < len(found) < 21
+
+
+def test_a_texts_settings_of_megatron_lm_are_settings(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("hidden_size", "1024", 0)
+        writer.add_scalar("lm loss", 1.0, 1)
+    assert read_run(tmp_path).settings == {"hidden_size": "1024"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import json
 import queue
 import signal
@@ -27,6 +25,7 @@ from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
+from megatron.inference.server.address import take_address, url_of
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
 from megatron.inference.server.settings import CHUNK, LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
@@ -36,7 +35,6 @@ from megatron.processes.process import processes, run_process, show_notices
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MIN_TOKEN = 16  # characters
-_BACKLOG = 2048  # number of connections that may wait to be accepted
 _LEAVE = 15.0  # seconds in which the web server may finish its last answers
 
 
@@ -166,43 +164,6 @@ def find_token(server: ServerConfig) -> str | None:
             "for example from: openssl rand -hex 32"
         )
     return token
-
-
-def take_address(server: ServerConfig) -> socket.socket:
-    """Return the socket that clients will connect to, bound and listening.
-
-    Args:
-        server: Flags of the server.
-
-    Raises:
-        ConfigError: The address is in use, or does not belong to this machine.
-    """
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((server.host, server.port))
-        # With SO_REUSEADDR two servers can bind the same address, but only one can listen.
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        address = f"--host {server.host} --port {server.port}"
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"{address} is already in use: give another port, or 0 for any free one"
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {address} ({error.strerror or error}): give another --host or --port"
-        ) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the URL at which a browser finds the server."""
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager

@@ -125,8 +125,9 @@ function faded(stroke, alpha) {
 }
 
 // Draw where values were not finite, and where the run was restarted.
-function drawMarks(chart) {
+function drawMarks(index) {
   return (plot) => {
+    const chart = state.data.charts[index];
     const { ctx, bbox } = plot;
     ctx.save();
     ctx.beginPath();
@@ -169,7 +170,7 @@ function describe(chart) {
   }).join(". ");
 }
 
-function drawChart(chart, figure) {
+function drawChart(chart, index, figure) {
   const { columns, series, bands } = columnsOf(chart);
   const log = byId("log").checked && columns.slice(1).some((ys) => ys.some((y) => y > 0));
   const axis = {
@@ -183,13 +184,15 @@ function drawChart(chart, figure) {
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
     axes: [axis, { ...axis, size: 62 }],
     cursor: { sync: { key: "report" }, drag: { x: true, y: false } },
-    hooks: { draw: [drawMarks(chart)] },
+    hooks: { draw: [drawMarks(index)] },
   };
   const holder = element("div");
   figure.append(holder);
   const plot = new uPlot(options, columns, holder);
   plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
-  state.plots.push({ plot, figure });
+  const words = element("p", { class: "note" }, describe(chart));
+  figure.append(element("details", {}, element("summary", {}, "In words"), words));
+  state.plots.push({ plot, figure, words });
 }
 
 function sizeOf(figure) {
@@ -206,11 +209,24 @@ function drawCharts() {
     const figure = element("figure", { role: "group", "aria-label": chart.title }, element("h2", {}, chart.title, unit));
     return figure;
   }));
-  state.data.charts.forEach((chart, index) => {
-    const figure = byId("charts").children[index];
-    drawChart(chart, figure);
-    const text = describe(chart);
-    figure.append(element("details", {}, element("summary", {}, "In words"), element("p", { class: "note" }, text)));
+  state.data.charts.forEach((chart, index) => drawChart(chart, index, byId("charts").children[index]));
+}
+
+// Show new data in the same charts, without a change of what the reader has zoomed in on. If there
+// are other curves than before, the charts are drawn anew.
+function updateCharts(before) {
+  const shape = (data) => JSON.stringify(data.charts.map(({ title, curves }) =>
+    [title, curves.map((curve) => [curve.run, curve.tag, Boolean(curve.low)])]));
+  const updates = state.data.charts.map(columnsOf);
+  const fits = shape(before) === shape(state.data) &&
+    updates.every(({ series }, i) => series.length === state.plots[i].plot.series.length);
+  if (!fits) return drawCharts();
+  updates.forEach(({ columns }, i) => {
+    const { plot, words } = state.plots[i];
+    const xs = plot.data[0], { min, max } = plot.scales.x;
+    plot.setData(columns, min <= xs[0] && max >= xs[xs.length - 1]);
+    if (!plot.scales.x.auto) plot.redraw();
+    words.textContent = describe(state.data.charts[i]);
   });
 }
 
@@ -340,8 +356,40 @@ function drawSections() {
   [...byId("sections").querySelectorAll("details")].forEach((details, i) => { details.open = open[i] || false; });
 }
 
+function drawStatus(problem) {
+  const times = state.data.runs.map((run) => run.lastTime).filter((time) => time != null);
+  const last = times.length
+    ? `last record: ${new Date(1000 * Math.max(...times)).toISOString().slice(0, 19).replace("T", " ")} UTC` : "no records yet";
+  byId("status").textContent = problem || (isLive ? `live, ${last}` : last);
+  byId("status").classList.toggle("bad", Boolean(problem));
+}
+
+const isLive = document.body.hasAttribute("data-live");
+
+async function poll() {
+  try {
+    const response = await fetch("data.json", { cache: "no-cache", headers: state.tag ? { "If-None-Match": state.tag } : {} });
+    if (response.status !== 304 && !response.ok) throw new Error(`status ${response.status}`);
+    const tag = response.headers.get("ETag");
+    if (tag !== state.tag && response.status !== 304) {
+      const before = state.data;
+      state.data = await response.json();
+      state.tag = tag;
+      offerAxes();
+      drawSummary();
+      updateCharts(before);
+      drawSections();
+    }
+    drawStatus();
+  } catch (error) {
+    drawStatus(`the server does not answer (${error.message}); this is what it sent last`);
+  }
+  setTimeout(poll, 2000);
+}
+
 function draw() {
   offerAxes();
+  drawStatus();
   drawSummary();
   drawCharts();
   drawSections();
@@ -352,3 +400,4 @@ byId("controls").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("resize", () => state.plots.forEach(({ plot, figure }) => plot.setSize(sizeOf(figure))));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
 draw();
+if (isLive) poll();

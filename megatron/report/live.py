@@ -1,0 +1,121 @@
+"""The local server behind `--live`: the page, and its data whenever the run has written more.
+
+It is bound to 127.0.0.1, answers only requests whose Host header names this machine, and only
+reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from megatron.command import say
+from megatron.config.generation import ServerConfig
+from megatron.inference.server.address import take_address, url_of
+from megatron.inference.server.front import protocol_with
+from megatron.inference.server.middleware import Guard
+from megatron.inference.server.settings import ServerLimits
+from megatron.report.page import as_json, page_data, render
+from megatron.report.sources import RunRecords
+
+_PAUSE = 1.0  # seconds between two looks at the files, however many pages are open
+_HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class LiveRuns:
+    """Runs that are read again when someone asks."""
+
+    def __init__(self, sources: Sequence[RunRecords]) -> None:
+        """Start with what has been read."""
+        self._sources = sources
+        self._lock = asyncio.Lock()
+        self._looked, self._version, self._data = 0.0, 0, ""
+        self._started = time.time_ns()  # another server at this address has other versions
+
+    async def current(self) -> tuple[str, str]:
+        """Return the page's data as JSON, and a tag that changes with it."""
+        async with self._lock:
+            if time.monotonic() - self._looked > _PAUSE:
+                if await run_in_threadpool(self._read) or not self._data:
+                    self._version += 1
+                    self._data = await run_in_threadpool(self._dump)
+                self._looked = time.monotonic()
+        return self._data, f'"{self._started}-{self._version}"'
+
+    def _read(self) -> bool:
+        news = False
+        for source in self._sources:
+            with suppress(OSError):  # the file is being replaced, or its disk is away for a while
+                news |= source.read()
+        return news
+
+    def _dump(self) -> str:
+        return as_json(page_data([source.history for source in self._sources]))
+
+    async def page(self) -> str:
+        """Return the page."""
+        async with self._lock:
+            return await run_in_threadpool(
+                lambda: render([source.history for source in self._sources], live=True)
+            )
+
+
+def build_app(sources: Sequence[RunRecords]) -> ASGIApp:
+    """Return the application, which serves only this machine."""
+    runs = LiveRuns(sources)
+
+    async def page(_: Request) -> Response:
+        return Response(await runs.page(), headers=_HEADERS, media_type="text/html")
+
+    async def data(request: Request) -> Response:
+        text, tag = await runs.current()
+        headers = {**_HEADERS, "ETag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(text, headers=headers, media_type="application/json")
+
+    app = Starlette(routes=[Route("/", page), Route("/data.json", data)])
+    return Guard(app, app, token=None)
+
+
+def serve(sources: Sequence[RunRecords], port: int) -> None:
+    """Serve the report until Ctrl-C.
+
+    Args:
+        sources: The records of the runs.
+        port: The port to listen on; 0 picks a free one.
+
+    Raises:
+        ConfigError: The port is in use.
+    """
+    listener = take_address(ServerConfig(port=port))
+    config = uvicorn.Config(
+        build_app(sources),
+        http=protocol_with(ServerLimits(connections=256)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    say(f"live report: {url_of(listener)}/ (this machine only; Ctrl-C ends it)")
+    with suppress(KeyboardInterrupt):
+        asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -1,0 +1,95 @@
+"""The local server of `--live`: who may ask it, and that it tells what is new."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.report.test_report import record, report, write_run
+from tests.repository import ROOT
+
+
+def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
+    """Return the status, the ETag and the body."""
+    request = urllib.request.Request(url, headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers.get("ETag", ""), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, "", ""
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The folder of a run, and the URL of its live report, which Ctrl-C ends."""
+    folder = write_run(tmp_path / "run", [record(1)], '{"iteration": 2, "lm')
+    server = subprocess.Popen(
+        [sys.executable, "-m", "megatron.report", str(folder), "--live", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert server.stdout
+    with server:
+        line = server.stdout.readline()
+        assert line.startswith("live report: http://127.0.0.1:"), line
+        yield folder, line.split()[2]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+
+
+def append(folder: Path, text: str) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(text)
+
+
+def test_what_the_run_writes_is_served(served):
+    folder, url = served
+    status, _, page = ask(url)
+    assert status == 200
+    assert "<body data-live>" in page
+    assert "connect-src &#39;self&#39;" in page
+    status, tag, text = ask(url + "data.json")
+    data = json.loads(text)
+    assert data["charts"][0]["curves"][0]["x"] == [1]
+    assert data["runs"][0]["damaged"] == 1
+    assert ask(url + "data.json", **{"If-None-Match": tag})[0] == 304
+    append(folder, ' loss": 7.5}\n')
+    deadline = time.monotonic() + 20
+    while (answer := ask(url + "data.json", **{"If-None-Match": tag}))[0] == 304:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    data = json.loads(answer[2])
+    assert data["charts"][0]["curves"][0]["y"] == [7.999, 7.5]
+    assert data["runs"][0]["damaged"] == 0
+
+
+def test_only_this_machine_may_ask_and_nothing_can_be_sent(served):
+    _, url = served
+    assert ask(url, Host="evil.example")[0] == 403
+    assert ask(url + "data.json", Host="evil.example")[0] == 403
+    assert ask(url + "data.json", method="POST")[0] == 405
+    assert ask(url + "metrics.jsonl")[0] == 404
+    assert ask(url + "..%2f..%2fetc/passwd")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "--port 70000: use 0 to 65535"),
+        (["--output", "x.html"], "--output with --live: give one of them"),
+    ],
+)
+def test_flags_that_cannot_be(tmp_path, capsys, words, message):
+    assert report(write_run(tmp_path / "run", [record(1)]), "--live", *words) == 9
+    assert message in capsys.readouterr().err
