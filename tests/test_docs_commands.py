@@ -32,7 +32,7 @@ _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
 _TASKS = "tasks/main.py"
 # Commands of the system, of which there is nothing to check here.
-_SYSTEM = {"mkdir", "source", "cd", "python3", "docker", "openssl"}
+_SYSTEM = {"apt-get", "mkdir", "source", "cd", "python3", "docker", "openssl"}
 # Python there is a client's, of a server that is not here.
 _CLIENTS = {ROOT / "docs" / "generation.md"}
 
