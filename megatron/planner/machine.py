@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.errors import ConfigError, DataError
 
 _GIB = 1024.0**3
+_OF_COPY = 0.87  # the rate of kernels without products, relative to a copy's
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ def read_machine(path: Path, start: Machine) -> Machine:
     if "attention_forward" in found:  # a file of ceilings, which count 2 products and 5
         seconds = 2 / found["attention_forward"] + 5 / found["attention_backward"]
         values |= {"attention": 6 / seconds, "peak": found["datasheet"]}
+        values["copy"] = _OF_COPY * found["copy"]
     for name in ("link", "network"):
         if name in found:
             try:

@@ -159,6 +159,8 @@ def test_measured_rates_replace_built_in_ones(tmp_path):
     machine = read_machine(path, MACHINES["H200"])
     assert (machine.name, machine.products) == ("NVIDIA H200", 660e12)
     assert machine.link == MACHINES["H200"].link
+    assert machine.copy == pytest.approx(MACHINES["H200"].copy, rel=0.02)
+    assert machine.attention == pytest.approx(MACHINES["H200"].attention, rel=0.1)
     for wrong in ("{}", "[1]", "no JSON", '{"products": -1}', '{"link": {"speed": 3}}'):
         path.write_text(wrong)
         with pytest.raises(DataError, match="--machine"):

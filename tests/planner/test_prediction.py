@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent
 MEASURED = json.loads((FOLDER / "measured.json").read_text())
 PUBLISHED = json.loads((FOLDER / "published.json").read_text())
 KINDS = {"BERT": "bert", "T5": "t5"}
+PAGE = ROOT / "docs" / "planner.md"
 TIME, MEMORY = 0.07, 0.08  # largest relative errors
 
 
@@ -50,19 +51,21 @@ def test_time_and_memory_of_what_was_measured(capsys):
         # A row that is predicted again is taken off the list of those that miss.
         if (abs(error) > TIME) != ("miss" in row):
             wrong.append((row["name"], f"{error:+.1%}"))
-        memory = ""
-        if "gib" in row:
-            gib = found.memory.total / 2**30
-            memory = f"{row['gib']:6.1f} GiB {gib / row['gib'] - 1:+.1%}"
-            if abs(gib / row["gib"] - 1) > MEMORY:
-                wrong.append((row["name"], memory))
+        gib = found.memory.total / 2**30
+        if "gib" in row and abs(gib / row["gib"] - 1) > MEMORY:
+            wrong.append((row["name"], f"{gib:.1f} GiB"))
+        shown = f"{row['gib']:.1f}, {gib / row['gib'] - 1:+.1%}" if "gib" in row else ""
         lines.append(
-            f"{row['name']:38} {1000 * seconds:8.1f} ms {1000 * found.seconds:8.1f} ms "
-            f"{error:+6.1%} {'fitted' if 'fitted' in row else 'held out':8} {memory}"
+            f"| {row['name']} | {row['gpus']} | {1000 * seconds:,.1f} | "
+            f"{1000 * found.seconds:,.1f} | {error:+.1%} | {shown} | "
+            f"{'fitted' if 'fitted' in row else ''} |"
         )
     with capsys.disabled():
         print("\n" + "\n".join(lines))
     assert not wrong
+    page = PAGE.read_text()
+    missing = [line for line in lines if line not in page]
+    assert not missing, "copy the lines that were printed into docs/planner.md"
 
 
 def _published(row):
@@ -100,10 +103,31 @@ def test_megatron_s_published_table(capsys):
         errors[row["name"]] = _published(row).tflops / row["tflops"] - 1
     with capsys.disabled():
         print("\n" + "  ".join(f"{name} {error:+.1%}" for name, error in errors.items()))
+    page = PAGE.read_text()
+    assert all(f"| {name} | {errors[name]:+.1%} |" in page for name in errors)
     assert max(map(abs, errors.values())) < 0.10
     assert median(map(abs, errors.values())) < 0.05
     held_out = [errors[row["name"]] for row in PUBLISHED["rows"] if not row["fitted"]]
     assert median(map(abs, held_out)) < 0.05
+
+
+def test_machines_scaled_by_datasheet_are_not_far_off():
+    """Nothing was fitted to A100s. The page shows the errors."""
+    page = PAGE.read_text()
+    for row in PUBLISHED["a100"]:
+        words = (
+            f"--num-layers {row['layers']} --hidden-size {row['hidden']} --bf16 --mock-data "
+            f"--num-attention-heads {row['heads']} --seq-length 2048 --tokenizer-type "
+            f"NullTokenizer --vocab-size 51199 --micro-batch-size {row['micro_batch']} --lr 1e-4 "
+            f"--global-batch-size {row['batch']} --tensor-model-parallel-size 8 "
+            f"--sequence-parallel --pipeline-model-parallel-size {row['pipeline']} "
+            "--max-position-embeddings 2048 --recompute-activations --train-iters 5"
+        ).split()
+        if row["chunks"] > 1:
+            words += ["--num-virtual-stages-per-pipeline-rank", str(row["chunks"])]
+        error = predicted(words, row["gpus"], "A100").seconds / row["seconds"] - 1
+        assert f"| {row['name']} | {error:+.1%} |" in page
+        assert abs(error) < 0.25
 
 
 def test_parts_add_up_to_the_whole():
