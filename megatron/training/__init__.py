@@ -9,6 +9,7 @@ The modules, in the order in which a run uses them:
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
     run_start      all settings and facts of a run, for the records that callbacks write
+    find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
 
 `recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.

@@ -1,0 +1,272 @@
+r"""Find a learning rate: train briefly while it grows, and look where the loss falls and rises.
+
+    python tools/find_lr.py --output runs/rates -- pretrain_gpt.py --config examples/gpt_tiny.yaml
+    python tools/find_lr.py --output runs/rates -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
+
+The words after `--` are any command that trains, with its flags. It runs from random weights (with
+--finetune: from those of --load) and saves nothing. The folder receives rates.json, rates.png and
+the run's metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.errors import ConfigError, DataError
+
+_LEAST_ITERATIONS = 30  # fewer points do not tell a trend from noise
+_CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
+_RISE = 0.1  # of the fall: so much above its lowest value, the loss has begun to rise
+_SHARE = 10.0  # a long run takes this fraction of the rate with the lowest loss
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """The loss of a range test over the learning rate.
+
+    Attributes:
+        rates: The learning rate of each update.
+        losses: The loss of the next batch, after that update; NaN or infinite once it diverged.
+    """
+
+    rates: list[float]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a curve shows.
+
+    Attributes:
+        suggestion: The peak learning rate to use, or `None` if the curve does not show one.
+        reason: Why, in a few sentences.
+        lowest: The rate with the lowest smoothed loss, or `None` if the loss does not fall.
+        rising: The first rate at which the loss has risen, or `None` if it does not.
+        smoothed: The smoothed losses, up to the first that is not finite.
+    """
+
+    suggestion: float | None
+    reason: str
+    lowest: float | None
+    rising: float | None
+    smoothed: list[float]
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("find_lr.py", __doc__)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="Folder for the results.")
+    add("--overwrite", action="store_true", help="Replace the results of an earlier test.")
+    add("--min-lr", type=float, default=1e-6, help="First learning rate (default: %(default)g).")
+    add("--max-lr", type=float, default=1.0, help="Last learning rate (default: %(default)g).")
+    add("--iterations", type=int, default=120, help="Length of the test (default: %(default)s).")
+    add("words", nargs="*", metavar="-- COMMAND", help="A command that trains, and its flags.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the test, write its results and print what they show.
+
+    Returns:
+        The exit code: 0 with a suggestion, 1 without one.
+
+    Raises:
+        ConfigError: A flag is out of range, or the command did not train to the end.
+        DataError: The command did not write the losses.
+    """
+    _check(options)
+    folder: Path = options.output
+    files = {name: folder / name for name in ("rates.json", "rates.png", "metrics.jsonl")}
+    expect_no_file("--output", files.values(), overwrite=options.overwrite)
+    with writing_to("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        files["metrics.jsonl"].unlink(missing_ok=True)
+    command = test_command(options, files["metrics.jsonl"])
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise ConfigError(
+            f"the command ended with exit code {code}: correct it as its last lines say "
+            f"({' '.join(command[:4])} ...)"
+        )
+    curve = read_curve(files["metrics.jsonl"], rates_of(options))
+    finding = look_at(curve)
+    content = {"command": command, **asdict(curve), **asdict(finding)}
+    with writing_to("--output", folder):
+        replace_file(files["rates.json"], json.dumps(content, indent=1).encode() + b"\n")
+    draw(curve, finding, files["rates.png"])
+    shown = "no suggestion" if finding.suggestion is None else f"--lr {finding.suggestion:.1e}"
+    print(f"{shown}: {finding.reason}\nwrote {files['rates.png']} and {files['rates.json']}")
+    return 0 if finding.suggestion is not None else 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if not options.words:
+        problems.append("the command is missing: give it after --, such as -- pretrain_gpt.py ...")
+    if not 0 < options.min_lr < options.max_lr < math.inf:
+        problems.append(
+            f"--min-lr {options.min_lr:g} and --max-lr {options.max_lr:g}: both must be above 0, "
+            "and the second above the first"
+        )
+    if options.iterations < _LEAST_ITERATIONS:
+        problems.append(f"--iterations {options.iterations}: use at least {_LEAST_ITERATIONS}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def rates_of(options: argparse.Namespace) -> list[float]:
+    """Return the learning rate of each update of the test."""
+    ratio, last = options.max_lr / options.min_lr, options.iterations - 1
+    return [options.min_lr * ratio ** (update / last) for update in range(options.iterations)]
+
+
+def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
+    """Return the command with the flags of the test, which win over those before them."""
+    words = list(options.words)
+    program = [sys.executable] if words[0].endswith(".py") else []
+    unset = (
+        *("--train-samples", "--train-tokens"),
+        *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--decoupled-lr", "--decoupled-min-lr"),
+        *("--exit-interval", "--exit-duration-in-mins", "--save-interval"),
+        *("--save-retain-interval", "--save-interval-in-mins"),
+    )
+    texts = ["--save", "--tensorboard-dir", "--wandb-project"]
+    if "--finetune" not in words:
+        texts.append("--load")
+    flags = {
+        "--lr-decay-style": "range-test",
+        "--lr-range-test-min-lr": repr(options.min_lr),
+        "--lr-range-test-step-size": str(options.iterations - 1),
+        "--lr-range-test-step-rate": repr(options.max_lr / options.min_lr - 1),
+        "--train-iters": str(options.iterations),
+        "--eval-iters": "0",
+        "--on-nonfinite": "skip",
+        "--max-nonfinite-skips": str(options.iterations),
+        "--tensorboard-log-interval": "1",
+        "--metrics-jsonl": str(metrics),
+    }
+    return [
+        *program,
+        *words,
+        *(word for name in unset for word in (name, "none")),
+        *(word for name in texts for word in (name, "")),
+        *(word for pair in flags.items() for word in pair),
+        "--lr-range-test-exponential",
+        "--check-for-nan-in-loss-and-grad",
+    ]
+
+
+def read_curve(metrics: Path, rates: Sequence[float]) -> RateCurve:
+    """Return the loss after each update, from the file that --metrics-jsonl wrote.
+
+    Raises:
+        DataError: The file lacks the loss of an iteration.
+    """
+    losses: dict[int, float] = {}
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if "lm loss" in record:
+                losses[record["iteration"]] = float(record["lm loss"])
+    missing = [str(number + 1) for number in range(len(rates)) if number + 1 not in losses]
+    if missing:
+        raise DataError(
+            f"{metrics} has no lm loss of iteration {missing[0]}: the command must train a "
+            "language model and use the flags that follow it"
+        )
+    # The loss of an iteration is computed before its update: it shows the effect of the last one.
+    return RateCurve(list(rates[:-1]), [losses[number + 1] for number in range(1, len(rates))])
+
+
+def look_at(curve: RateCurve) -> Finding:
+    """Suggest a learning rate from a curve, or say why none can be suggested.
+
+    The losses are smoothed by a moving average. The loss must fall clearly, that is by four times
+    the noise of the average, and rise again clearly before the end. The suggestion is a tenth of
+    the rate with the lowest loss: a short test bears larger rates than a long run.
+    """
+    finite = next(
+        (index for index, loss in enumerate(curve.losses) if not math.isfinite(loss)),
+        len(curve.losses),
+    )
+    losses, rates = curve.losses[:finite], curve.rates
+    reach = max(2, len(curve.losses) // 30)
+    if finite < 4 * reach:
+        return Finding(None, _DIVERGES.format(rates[0]), None, None, losses)
+    smooth = _smoothed(losses, reach)
+    differences = [b - a for a, b in zip(losses, losses[1:], strict=False)][: finite // 2]
+    # Neighboring losses differ by noise more than by trend: half their mean square is its variance.
+    noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
+    clear = _CLEAR * noise / math.sqrt(reach + 1)  # values at the ends average so many
+    place = min(range(finite), key=smooth.__getitem__)
+    fall = smooth[0] - smooth[place]
+    if fall <= clear:
+        return Finding(None, _NO_FALL.format(max(fall, 0.0), clear), None, None, smooth)
+    above = smooth[place] + max(_RISE * fall, clear)
+    risen = [index for index in range(place, finite) if smooth[index] > above]
+    if not risen and finite == len(curve.losses):
+        return Finding(None, _NO_RISE.format(rates[-1]), rates[place], None, smooth)
+    rising = rates[risen[0] if risen else finite]
+    reason = _FOUND.format(smooth[0], smooth[place], rates[place], rising)
+    return Finding(rates[place] / _SHARE, reason, rates[place], rising, smooth)
+
+
+_DIVERGES = "the loss is not finite soon after the first rate {:.1e}: lower --min-lr"
+_NO_FALL = (
+    "the loss falls by {:.3g}, and only more than {:.3g} would stand out from its noise: give more "
+    "--iterations, a larger batch, or a larger --max-lr"
+)
+_NO_RISE = "the loss does not rise up to {:.1e}, so the limit is not in sight: raise --max-lr"
+_FOUND = (
+    "the loss falls from {:.3f} to {:.3f} at the rate {:.1e}, and has risen at {:.1e}; a tenth of "
+    "the rate with the lowest loss leaves a long run room"
+)
+
+
+def _smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Return the average of each value and up to `reach` neighbors on both sides."""
+    near = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in near]
+
+
+def draw(curve: RateCurve, finding: Finding, output: Path) -> None:
+    """Write a picture of the curve."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    count = len(finding.smoothed)
+    axes.plot(curve.rates[:count], curve.losses[:count], color="tab:blue", alpha=0.3, lw=1)
+    axes.plot(curve.rates[:count], finding.smoothed, color="tab:blue", label="loss, smoothed")
+    for rate, color, text in (
+        (finding.suggestion, "tab:green", "suggestion"),
+        (finding.lowest, "dimgray", "lowest loss"),
+        (finding.rising, "tab:red", "loss has risen"),
+    ):
+        if rate is not None:
+            axes.axvline(rate, color=color, linestyle="--", label=f"{text}: {rate:.1e}")
+    low, high = min(finding.smoothed, default=0.0), max(finding.smoothed[:1], default=1.0)
+    axes.set_ylim(low - 0.15 * (high - low) - 0.01, high + 0.5 * (high - low) + 0.01)
+    axes.set(
+        xscale="log",
+        xlim=(curve.rates[0], curve.rates[-1]),
+        xlabel="Learning rate",
+        ylabel="Loss after the update",
+    )
+    axes.set_title("Range test of the learning rate")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with writing_to("--output", output):
+        figure.savefig(output)

@@ -1,0 +1,171 @@
+"""Finding a learning rate: what curves show, and a test of a real command."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.config.parser import parse_config
+from megatron.errors import ConfigError, DataError
+from megatron.optimizer.schedule import Schedules
+from megatron.training.find_lr import (
+    RateCurve,
+    build_parser,
+    draw,
+    look_at,
+    rates_of,
+    read_curve,
+    run,
+)
+from megatron.training.find_lr import (
+    test_command as command_of,
+)
+from tests.config.command import command
+from tests.repository import ROOT
+
+_RATES = [10 ** (-6 + 6 * step / 119) for step in range(120)]
+_TOY = """pretrain_gpt.py --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+    --micro-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0
+    --lr 1e-3 --train-samples 64 --lr-warmup-samples 8 --lr-decay-samples 32 --save /nowhere
+    --save-interval 1""".split()
+
+
+def _curve(loss: Callable[[float], float], noise: float = 0.02, seed: int = 0) -> RateCurve:
+    """A loss over the power of ten of the rate, with noise."""
+    draws = random.Random(seed)
+    return RateCurve(_RATES, [loss(math.log10(rate)) + draws.gauss(0, noise) for rate in _RATES])
+
+
+def _learns(power: float) -> float:
+    return 6.0 - 3.0 / (1.0 + math.exp(-4 * (power + 3.0))) + max(0.0, power + 1.5) * 8
+
+
+def test_a_tenth_of_the_rate_with_the_lowest_loss() -> None:
+    finding = look_at(_curve(_learns))
+    assert finding.lowest is not None
+    assert finding.rising is not None
+    # The loss rises from 10 ** -1.5 on, and the average looks 4 points (0.2) ahead.
+    assert 10**-2.0 < finding.lowest < 10**-1.5
+    assert finding.lowest < finding.rising < 10**-1.3
+    assert finding.suggestion == pytest.approx(finding.lowest / 10)
+    assert finding.reason.startswith("the loss falls from 5.99")
+
+
+def test_noise_does_not_move_the_suggestion_far() -> None:
+    calm, loud = (look_at(_curve(_learns, noise)).suggestion for noise in (0.0, 0.3))
+    assert calm is not None
+    assert loud is not None
+    assert calm / 3 < loud < calm * 3
+
+
+def test_a_curve_that_ends_in_nan_has_risen_there() -> None:
+    curve = _curve(lambda power: 4.0 - 0.5 * max(0.0, power + 4))
+    curve.losses[90:] = [math.nan] * 30
+    finding = look_at(curve)
+    assert finding.rising == _RATES[90]
+    assert finding.suggestion == pytest.approx(_RATES[89] / 10, rel=0.5)
+    assert len(finding.smoothed) == 90
+
+
+@pytest.mark.parametrize(
+    ("curve", "reason"),
+    [
+        *[(_curve(lambda power: 6.0, seed=seed), "the loss falls by 0") for seed in range(20)],
+        (_curve(lambda power: 6.0), "the loss falls by 0"),
+        (_curve(lambda power: 6.0 + power), "the loss falls by 0"),
+        (_curve(lambda power: 6.0 - 0.1 * (power > -3), noise=0.5), "the loss falls by 0."),
+        (_curve(lambda power: 6.0 - 0.5 * power), "the loss does not rise up to 1.0e+00"),
+        (
+            RateCurve(_RATES, [5.0, 5.0, *[math.inf] * 118]),
+            "the loss is not finite soon",
+        ),
+    ],
+)
+def test_nothing_is_suggested_where_nothing_is_seen(curve: RateCurve, reason: str) -> None:
+    finding = look_at(curve)
+    assert finding.suggestion is None
+    assert finding.reason.startswith(reason)
+
+
+def test_a_picture_of_every_finding(tmp_path: Path) -> None:
+    for number, loss in enumerate((_learns, lambda power: 6.0)):
+        curve = _curve(loss)
+        draw(curve, look_at(curve), tmp_path / f"{number}.png")
+    nothing = RateCurve(_RATES, [math.nan] * 120)
+    draw(nothing, look_at(nothing), tmp_path / "nothing.png")
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rates_are_those_of_the_run(tmp_path: Path) -> None:
+    words = ["--output", "x", "--min-lr", "1e-5", "--max-lr", "0.3", "--iterations", "40", "--"]
+    options = build_parser().read([*words, *command("--lr-decay-style WSD --lr-wsd-decay-iters 3")])
+    flags = command_of(options, tmp_path / "metrics")
+    config = parse_config(flags, world_size=1).config
+    schedule = Schedules.from_config(
+        config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
+    ).learning_rate
+    rates = rates_of(options)
+    assert len(rates) == config.training.train_iters == 40
+    assert [schedule.at(4 * update) for update in range(40)] == pytest.approx(rates)
+    assert (rates[0], rates[-1]) == pytest.approx((1e-5, 0.3))
+    assert config.evaluation.eval_iters == 0
+    assert "--load" in flags
+    options.words += ["--finetune", "--load", "weights"]
+    assert command_of(options, tmp_path).count("--load") == 1
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    words = ["--output", str(tmp_path), "--min-lr", "1", "--max-lr", "1", "--iterations", "9"]
+    with pytest.raises(ConfigError) as error:
+        run(build_parser().read(words))
+    assert [line.partition(":")[0] for line in error.value.problems] == [
+        "the command is missing",
+        "--min-lr 1 and --max-lr 1",
+        "--iterations 9",
+    ]
+    (tmp_path / "metrics").write_text('{"iteration": 1, "lm loss": 3.0}\n')
+    with pytest.raises(DataError, match="has no lm loss of iteration 2: the command must train"):
+        read_curve(tmp_path / "metrics", [1.0, 2.0])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_command_is_tested(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    processes: int,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    launch = []
+    if processes > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(processes)]
+    options = build_parser().read(
+        ["--output", str(tmp_path), "--max-lr", "10", "--iterations", "45", "--", *launch, *_TOY]
+    )
+    assert run(options) == 0
+    said = capfd.readouterr().out
+    assert "--lr " in said.splitlines()[-2]
+    result = json.loads((tmp_path / "rates.json").read_text())
+    assert len(result["rates"]) == len(result["losses"]) == 44
+    assert 1e-5 < result["suggestion"] < 1.0
+    assert (tmp_path / "rates.png").stat().st_size > 10_000
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run(options)
+
+
+def test_a_command_that_fails_says_so(tmp_path: Path) -> None:
+    words = [sys.executable, "tools/find_lr.py", "--output", str(tmp_path), "--"]
+    done = subprocess.run(
+        [*words, *_TOY, "--hidden-size", "x"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ConfigError.exit_code
+    assert "the command ended with exit code 9: correct it as its last lines say" in done.stderr

@@ -1,0 +1,16 @@
+"""Find a learning rate by a short range test of a training command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.command import run_command
+from megatron.training.find_lr import build_parser, run
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: run(build_parser().read())))
