@@ -30,10 +30,27 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "plan": Command("find the fastest layouts on a cluster", "megatron.planner.command"),
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
-    "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
-    "report": Command("write or serve a page about runs", "megatron.report.command"),
-    "serve": Command("serve a model: REST and OpenAI's API, a page", "megatron.cli.serve:serve"),
+    "finetune": Command("train a model further, or for a task", "megatron.cli.pretrain:finetune"),
+    "evaluate": Command("evaluate a model on a task", "megatron.cli.programs:evaluate"),
+    "chat": Command("talk to a checkpoint or a server", "megatron.cli.chat:chat"),
+    "generate": Command("write text, or continue prompts", "megatron.cli.programs:generate"),
+    "fill-in": Command("fill in the masked words of a text", "megatron.tools.fill_in"),
+    "serve": Command("serve a model: REST, OpenAI's API, a page", "megatron.cli.programs:serve"),
+    "convert": Command("convert checkpoints", "megatron.cli.programs:convert"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
+    "report": Command("write or serve a page about runs", "megatron.report.command"),
+    "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
+    "data": Command("make datasets, and look at them", "megatron.cli.programs:data"),
+    "demo": Command("go from text to a model that writes", "megatron.tools.demo"),
+    "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
+}
+DATA: Mapping[str, Command] = {
+    "tokenizer": Command("train a tokenizer on text", "megatron.tools.train_tokenizer"),
+    "preprocess": Command("turn text into token ids", "megatron.tools.preprocess_data"),
+    "show": Command("show documents, samples, statistics", "megatron.tools.show_data"),
+    "merge": Command("join datasets", "megatron.tools.merge_datasets"),
+    "split": Command("split text for training and tests", "megatron.tools.split_json"),
+    "build-corpus": Command("clean and deduplicate crawl files", "megatron.tools.build_corpus"),
 }
 _HELP = ("-h", "--help")
 

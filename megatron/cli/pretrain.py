@@ -14,29 +14,76 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli.programs import with_task
 from megatron.command import run_command, say
 from megatron.config.arguments import Given, split
 from megatron.config.parser import show_help
 from megatron.environment import module_command
-from megatron.errors import ConfigError
+from megatron.errors import EXIT_OK, ConfigError
 from megatron.kernels.build import detect_architectures
 from megatron.processes.launch import hide_gpus, is_launched
 from megatron.recipes import catalog
-
-_PROGRAM = "megatron pretrain"
+from megatron.recipes.catalog import is_huggingface
+from megatron.tasks.table import TASKS
 
 
 def pretrain(words: Sequence[str]) -> int:
-    """Train a recipe, and return the exit code if that cannot begin."""
-    names = {flag.name for flag in split(words)}
+    """Train a recipe. This process becomes the training, so it returns only if that cannot begin.
+
+    Returns:
+        The exit code.
+    """
+    given = split(words)
+    names = {flag.name for flag in given}
+    if "--small" in names:
+        return run_command(lambda: _pretrain_small(given))
     if names & {"-h", "--help", "--help-all"}:
-        show_help(f"{_PROGRAM} RECIPE [--gpus N]", everything="--help-all" in names)
-        print(
-            f"\nRECIPE is one of these, or a YAML file: {', '.join(catalog.names())}\n"
-            "--gpus N starts N processes on this machine (default: one for each GPU)."
-        )
-        return 0
+        _help("megatron pretrain", "--help-all" in names)
+        return EXIT_OK
     return run_command(lambda: _become(words))
+
+
+def finetune(words: Sequence[str]) -> int:
+    """Train a classifier for a task, or a model further on other data, and return the exit code."""
+    names = {flag.name for flag in split(words)}
+    if "--task" in names or (words and words[0] in TASKS):
+        from megatron.tasks.main import main
+
+        return main(with_task(words), "megatron finetune")
+    if names & {"-h", "--help", "--help-all"}:
+        _help("megatron finetune", "--help-all" in names)
+        tasks = [name for name, task in TASKS.items() if task.kind == "finetuning"]
+        print(
+            f"--load names the model to start from. Instead of a recipe, a task trains a "
+            f"classifier: {', '.join(tasks)}."
+        )
+        return EXIT_OK
+    return run_command(lambda: _become([*words, "--finetune"]))
+
+
+def _help(program: str, everything: bool) -> None:
+    show_help(f"{program} RECIPE [--gpus N] [--small]", everything=everything)
+    print(
+        "\nRECIPE is a name (`megatron recipes` lists them), a YAML file, or a Hugging Face folder "
+        "or config.json.\n"
+        "--gpus N starts N processes on this machine, 0 one on its CPU (default: one for each GPU)."
+        "\n--small trains a small model of the same kind on text of Python's library, in minutes."
+    )
+
+
+def _pretrain_small(given: Sequence[Given]) -> None:
+    from megatron.tools import demo
+    from megatron.tools.demo_kinds import small_kind
+
+    recipe = catalog.find(_only_name(given) or "")
+    parser = demo.build_parser()
+    parser.prog = "megatron pretrain RECIPE --small"
+    parser.set_defaults(out=Path("runs") / f"{recipe.name}-small")
+    rest = [word for flag in given if flag.name not in ("", "--small") for word in _words(flag)]
+    options = parser.read(rest)
+    options.model = recipe.name
+    model = {path.removeprefix("model."): value for path, value in recipe.values.items()}
+    demo.run(options, small_kind(recipe.architecture, model))
 
 
 def _become(words: Sequence[str]) -> None:
@@ -59,24 +106,38 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
         `python`, or `torchrun` with its flags; the script; the script's flags.
 
     Raises:
-        ConfigError: The recipe or --gpus is wrong.
+        UserError: The recipe or --gpus is wrong.
     """
     given = split(words)
     flags = [word for flag in given if flag.name not in ("", "--gpus") for word in _words(flag)]
     counts = [flag for flag in given if flag.name == "--gpus"]
-    named = [value for flag in given if not flag.name for value in flag.values]
-    script = "pretrain_gpt"
-    if len(named) > 1:
-        raise ConfigError(f"{' '.join(named)}: give one recipe: `megatron recipes` lists them")
-    if named:
-        if "--config" in {flag.name for flag in given}:
-            raise ConfigError(f"{named[0]} and --config: both name a YAML file: give one of them")
-        recipe = catalog.find(named[0])
-        script = f"pretrain_{recipe.architecture}"
+    name, architecture = _only_name(given), "gpt"
+    if name is not None and "--config" in {flag.name for flag in given}:
+        raise ConfigError(f"{name} and --config: both name a YAML file: give one of them")
+    if name is not None and is_huggingface(Path(name)):
+        from megatron.recipes.derive import derive_flags
+
+        architecture, derived = derive_flags(Path(name))
+        flags = [*derived, *flags]
+    elif name is not None:
+        recipe = catalog.find(name)
+        architecture = recipe.architecture
         flags = ["--config", str(recipe.path), *flags]
     count = _processes(counts[-1] if counts else None)
     launcher = f"torchrun --standalone --nproc-per-node {count}" if count > 1 else "python"
-    return launcher.split(), _path_of(script), flags
+    return launcher.split(), _path_of(f"pretrain_{architecture}"), flags
+
+
+def _only_name(given: Sequence[Given]) -> str | None:
+    """Return the word before all flags, or `None` if there is none.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    named = [value for flag in given if not flag.name for value in flag.values]
+    if len(named) > 1:
+        raise ConfigError(f"{' '.join(named)}: give one recipe: `megatron recipes` lists them")
+    return named[0] if named else None
 
 
 def _words(flag: Given) -> list[str]:

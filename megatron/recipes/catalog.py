@@ -39,6 +39,11 @@ class NamedRun:
         return str(self.values.get("model.architecture", "gpt"))
 
 
+def is_huggingface(path: Path) -> bool:
+    """Return whether a path is a Hugging Face config.json, or a folder with one."""
+    return path.suffix == ".json" or (path / "config.json").is_file()
+
+
 def names() -> list[str]:
     """Return the names of all recipes of the package, in alphabetical order."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -15,11 +15,11 @@ from megatron.processes.launch import Launch
 from megatron.tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run one process of a task, and return its exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help", "--help-all"} & set(arguments):
-        return run_command(lambda: _help("--help-all" in arguments))
+        return run_command(lambda: _help(program, "--help-all" in arguments))
     from megatron.processes.process import run_process
 
     def work(launch: Launch) -> int:
@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_process(arguments, work)
 
 
-def _help(everything: bool) -> None:
+def _help(program: str, everything: bool) -> None:
     from megatron.config.parser import show_help
 
-    show_help(PROGRAM, OPTIONS, trains=False, everything=everything)
+    show_help(program, OPTIONS, trains=False, everything=everything)
     print("\ntasks:")
     for name, task in TASKS.items():
         print(f"  {name.ljust(12)} {task.help}")

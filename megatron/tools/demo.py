@@ -367,13 +367,17 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     """Check the flags, the input and the folder, then run the demo.
+
+    Args:
+        options: The command line.
+        kind: The demo, if it is not the one that --model names.
 
     Raises:
         UserError: The flags, the input or the folder need to be changed.
     """
-    kind = KINDS[options.model]
+    kind = kind or KINDS[options.model]
     iterations = kind.iterations if options.iters is None else options.iters
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file: give the path of a text file")

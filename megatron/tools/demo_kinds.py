@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from megatron.config.fields import fields_of
+from megatron.config.model import ModelOptions
 
 DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
 # Small enough for 2 CPU cores to process millions of tokens in a few minutes.
-_NETWORK = (
-    "--hidden-size 128 --num-attention-heads 4 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--attention-dropout 0 --hidden-dropout 0"
+_NETWORK = "--hidden-size 128 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0"
+_BLOCKS = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+_LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
+# Two of eight experts of half the MLP's width: as many multiplications for a token as the GPT.
+_EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
+# What a small model keeps of a recipe's network. Sizes become the demo's.
+_KEPT = (
+    *("position_embedding_type", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
+    *("untie_embeddings_and_output_weights", "qk_layernorm", "squared_relu"),
 )
 _OPTIMIZER = (
     "--lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
@@ -31,13 +40,14 @@ class Kind:
         vocabulary: The kind of tokenizer, for a title.
         vocabulary_flags: The flags for training the tokenizer.
         tokenizer: A function that returns the flags that read the tokenizer in a folder.
-        network: The flags for the size of the model and its samples.
+        network: The flags for the number of layers and the length of samples.
         global_batch: The number of samples per update.
         iterations: The default number of updates.
         title: The title of the last step, which shows what the model can do.
         show: A function that returns the command and the flags of that step. It takes texts of
             validation documents, or `None` if the text is source code.
         go_on: A function that returns instructions for using the model, from the demo's folder.
+        blocks: The flags for the form of its layers.
     """
 
     name: str
@@ -52,6 +62,7 @@ class Kind:
     title: str
     show: Callable[[Sequence[str] | None], list[str]]
     go_on: Callable[[Path], str]
+    blocks: str = _BLOCKS
 
     @property
     def choice(self) -> str:
@@ -61,7 +72,7 @@ class Kind:
     @property
     def training_flags(self) -> list[str]:
         """The flags for the network and the optimizer."""
-        return [*self.network.split(), *_NETWORK.split(), *_OPTIMIZER.split()]
+        return [*self.network.split(), *_NETWORK.split(), *self.blocks.split(), *_OPTIMIZER.split()]
 
 
 def _bpe(folder: Path) -> list[str]:
@@ -86,8 +97,8 @@ def _talk(out: Path) -> str:
     where = "" if out == DEFAULT_OUT else f" OUT={out}"
     return f"""Talk to the model: run
     make serve{where}
-and open http://127.0.0.1:5000/ in a browser, or in another terminal run
-    .venv/bin/megatron chat localhost:5000"""
+and open http://127.0.0.1:5000/ in a browser, or without a browser run
+    .venv/bin/megatron chat {out / "checkpoints"}"""
 
 
 _HOLES = (
@@ -129,14 +140,13 @@ KINDS = {
         vocabulary="byte-level BPE",
         vocabulary_flags=(),
         tokenizer=_bpe,
-        network="--num-layers 4 --seq-length 128 --max-position-embeddings 128",
+        network=_LAYERS,
         global_batch=8,
         iterations=1000,
         title="Let it write",
         show=_write,
         go_on=_talk,
     ),
-    # As many multiplications for a token as the GPT: two of eight experts of half its MLP's width.
     "moe": Kind(
         name="MoE",
         script="pretrain_gpt.py",
@@ -144,8 +154,7 @@ KINDS = {
         vocabulary="byte-level BPE",
         vocabulary_flags=(),
         tokenizer=_bpe,
-        network="--num-layers 4 --seq-length 128 --max-position-embeddings 128 --num-experts 8 "
-        "--moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2",
+        network=f"{_LAYERS} {_EXPERTS}",
         global_batch=8,
         iterations=1000,
         title="Let it write",
@@ -182,3 +191,18 @@ KINDS = {
         go_on=_ask,
     ),
 }
+
+
+def small_kind(architecture: str, model: Mapping[str, Any]) -> Kind:
+    """Return the demo of a recipe: its kind of network and layers, in the demo's sizes.
+
+    Args:
+        architecture: The kind of network: gpt, bert or t5.
+        model: The values of the recipe's section `model`, by field name.
+    """
+    kind = KINDS["moe" if model.get("num_experts") else architecture]
+    fields = {field.name: field for field in fields_of(ModelOptions)}
+    flags = [fields[name].spell(model[name]) for name in _KEPT if name in model]
+    if model.get("num_query_groups"):
+        flags.append("--group-query-attention --num-query-groups 2")
+    return replace(kind, blocks=" ".join(flags), iterations=kind.iterations // 3)

@@ -17,7 +17,7 @@ try:
     code = main({words!r})
 except SystemExit as leaving:
     code = leaving.code or 0
-heavy = sorted({{"torch", "numpy", "tokenizers", "matplotlib", "pyarrow"}} & set(sys.modules))
+heavy = sorted({{"torch", "tokenizers", "matplotlib", "pyarrow"}} & set(sys.modules))
 assert not heavy, heavy
 raise SystemExit(code)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,61 @@ def test_mistakes_in_any_layout_are_found(layouts: str, message: str, tmp_path: 
     with pytest.raises(ConfigError) as caught:
         parse_config(["--config", str(path)], world_size=1)
     assert message in str(caught.value)
+
+
+def test_a_huggingface_folder_becomes_flags_of_the_same_network(tmp_path: Path) -> None:
+    from megatron.checkpoint.huggingface.families import family_named
+    from megatron.checkpoint.huggingface.settings import Settings
+    from megatron.config.model import NETWORK_FIELDS
+
+    values = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for word in (str(tmp_path), str(tmp_path / "config.json")):
+        _, script, flags = training_command([word])
+        assert script.name == "pretrain_gpt.py"
+    rest = "--mock-data --tokenizer-type NullTokenizer --vocab-size 999 --lr 1 --train-iters 1"
+    rest += " --seq-length 32 --micro-batch-size 1"
+    parsed = parse_config([*flags, *rest.split()], world_size=1)
+    asked = family_named("qwen3", "").read(Settings(values, "")).model
+    for name in NETWORK_FIELDS:
+        assert getattr(parsed.config.model, name) == getattr(asked, name), name
+
+
+def test_finetune_begins_from_weights_and_a_task_is_the_task_s_command(monkeypatch) -> None:
+    from megatron.tasks import main
+
+    started: list[object] = []
+    monkeypatch.setattr(pretrain, "_become", started.append)
+    monkeypatch.setattr(main, "main", lambda *given: started.append(given) or 0)
+    assert pretrain.finetune(["gpt-tiny", "--load", "x"]) == 0
+    assert pretrain.finetune(["MNLI", "--load", "x"]) == 0
+    assert started == [
+        ["gpt-tiny", "--load", "x", "--finetune"],
+        (["--task", "MNLI", "--load", "x"], "megatron finetune"),
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert", "t5"])
+def test_a_recipe_in_small_keeps_the_form_of_its_layers(architecture: str) -> None:
+    from megatron.tools.demo_kinds import KINDS, small_kind
+
+    model = {"normalization": "RMSNorm", "swiglu": True, "num_layers": 80, "num_query_groups": 8}
+    kind = small_kind(architecture, model)
+    blocks = "--normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2"
+    assert kind.blocks == blocks
+    assert kind.network == KINDS[architecture].network
+    assert small_kind("gpt", {"num_experts": 64}).network == KINDS["moe"].network

@@ -196,9 +196,11 @@ def _verify(source: formats.SourceModel, options: argparse.Namespace, written: P
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = "util.py") -> int:
     """Convert as the command line says and return the exit code: 0, or the error's."""
-    options = build_parser().read(argv)
+    parser = build_parser()
+    parser.prog = program
+    options = parser.read(argv)
 
     def work() -> None:
         for line in run(options):
