@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError
-from megatron.report.page import GENERATOR, render
 from megatron.report.sources import open_runs
 
 _DOC = """Write a report of a run as one HTML page.
@@ -64,10 +63,12 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--port {options.port}: use 0 to 65535")
         serve(open_runs(options.runs, may_be_empty=True), options.port)
         return
+    from megatron.report.page import GENERATOR, render  # imports numpy, which --help need not
+
     first: Path = options.runs[0]
     output: Path = options.output or (first if first.is_dir() else first.parent) / "report.html"
     page = render([source.history for source in open_runs(options.runs)]).encode()
-    if not _is_report(output):
+    if not _begins_as_report(output, GENERATOR):
         expect_no_file("--output", [output], overwrite=options.overwrite)
     with writing_to("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +76,10 @@ def run(options: argparse.Namespace) -> None:
     print(f"wrote {output} ({len(page) / 1e6:.2f} MB)")
 
 
-def _is_report(path: Path) -> bool:
+def _begins_as_report(path: Path, generator: str) -> bool:
     """Return whether a file is an earlier report, which may be replaced."""
     try:
         with path.open("rb") as file:
-            return GENERATOR.encode() in file.read(1024)
+            return generator.encode() in file.read(1024)
     except OSError:
         return False
