@@ -70,6 +70,7 @@ class History:
         tokens_per_sample: The number of tokens of a sample; 0 if unknown.
         expert_load: Each expert's tokens divided by an even share, by layer, at the last log line.
         sources: The files that were read.
+        timelines: The timeline of an iteration on each profiled rank (`find_timelines`).
         damaged: The number of damaged records that were skipped.
         incomplete: Whether the last record is incomplete, because it is being written, or because
             the run was interrupted while it wrote it.
@@ -85,6 +86,7 @@ class History:
     tokens_per_sample: int = 0
     expert_load: dict[str, list[float]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
     damaged: int = 0
     incomplete: bool = False
 
@@ -121,6 +123,9 @@ class History:
             self.point(tag, iteration, value)
         if load:
             self.expert_load = load
+            shares = [share for shares in load.values() for share in shares]
+            self.point("expert-load/busiest", iteration, max(shares, default=math.nan))
+            self.point("expert-load/idlest", iteration, min(shares, default=math.nan))
 
     def _note(self, points: Mapping[str, float], iteration: int, time: float | None) -> None:
         """Add the events that show in scalars: evaluations, and changes of the loss scale."""

@@ -45,6 +45,7 @@ def _run_data(history: History) -> dict[str, Any]:
         "changed": changed,
         "facts": history.facts,
         "expertLoad": history.expert_load,
+        "timelines": history.timelines,
         "summary": summarize(history),
         "clock": _clock(history),
         "lastTime": history.curves["time"].values[-1] if "time" in history.curves else None,
@@ -98,17 +99,15 @@ def render(histories: Sequence[History], *, live: bool = False) -> str:
     """
     from jinja2 import Environment
 
-    folder = files("megatron.report").joinpath("page")
     texts = {
-        name.replace(".", "_"): folder.joinpath(name).read_text(encoding="utf-8")
+        name.replace(".", "_"): _file(name)
         for name in ("report.css", "report.js", "uplot.css", "uplot.js")
     }
     server = "'self'" if live else "'none'"
     hashes = " ".join(_hash(texts[name]) for name in ("uplot_js", "report_js"))
-    template = folder.joinpath("report.html").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True)
-        .from_string(template)
+        .from_string(_file("report.html"))
         .render(
             texts,
             title=" and ".join(history.name for history in histories),
@@ -119,6 +118,10 @@ def render(histories: Sequence[History], *, live: bool = False) -> str:
             live=live,
         )
     )
+
+
+def _file(name: str) -> str:
+    return files("megatron.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megatron.errors import DataError
 from megatron.report.history import Event, History
+from megatron.report.timeline import find_timelines
 
 _MALFORMED = (
     ValueError,
@@ -22,9 +23,15 @@ _EVENT_FILES = "events.out.tfevents.*"
 
 
 class RunRecords(Protocol):
-    """Files with the records of a run."""
+    """Files with the records of a run.
+
+    Attributes:
+        history: The history of the run.
+        folder: The folder of the run, which may hold traces too.
+    """
 
     history: History
+    folder: Path
 
     def read(self) -> bool:
         """Add what was written since the last call to the history.
@@ -39,6 +46,7 @@ class MetricsFile:
 
     Attributes:
         history: The history of the run.
+        folder: The folder of the file.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -48,7 +56,7 @@ class MetricsFile:
             name: The name of the run.
             path: The file.
         """
-        self._path, self._offset, self._file_id = path, 0, 0
+        self._path, self._offset, self.folder = path, 0, path.parent
         self.history = History(name)
 
     def read(self) -> bool:
@@ -59,7 +67,8 @@ class MetricsFile:
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
             if size < self._offset:  # another run has replaced the file
-                self._offset, self.history = 0, History(self.history.name)
+                self._offset = 0
+                self.history = History(self.history.name, timelines=self.history.timelines)
             file.seek(self._offset)
             start, self.history.incomplete = self._offset, False
             for line in file:
@@ -80,6 +89,7 @@ class EventFiles:
 
     Attributes:
         history: The history of the run.
+        folder: The folder of the files.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -91,7 +101,7 @@ class EventFiles:
         """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        self._name, self._folder = name, folder
+        self._name, self.folder = name, folder
         sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1}
         self._events = EventAccumulator(str(folder), size_guidance=sizes)
         self._counts: dict[str, int] = {}
@@ -105,7 +115,9 @@ class EventFiles:
         if counts == self._counts:
             return False
         self._counts = counts
-        self.history = history = History(self._name, sources=[str(self._folder)])
+        self.history = history = History(
+            self._name, sources=[str(self.folder)], timelines=self.history.timelines
+        )
         times: dict[int, float] = {}
         for tag in tags["scalars"]:
             if tag.endswith(" vs samples"):
@@ -220,6 +232,7 @@ def open_runs(paths: list[Path], *, may_be_empty: bool = False) -> list[RunRecor
     sources = [source for path in paths for source in find_sources(path)]
     for source in sources:
         source.read()
+        source.history.timelines = find_timelines(source.folder)
         if not (source.history.curves or may_be_empty):
             raise DataError(
                 f"{', '.join(source.history.sources)}: no record of an iteration yet: try again "

@@ -287,3 +287,45 @@ def test_a_texts_settings_of_megatron_lm_are_settings(tmp_path):
         writer.add_text("hidden_size", "1024", 0)
         writer.add_scalar("lm loss", 1.0, 1)
     assert read_run(tmp_path).settings == {"hidden_size": "1024"}
+
+
+def write_trace(folder: Path, rank: int, last: int, events: list[tuple], text: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = {
+        "baseTimeNanoseconds": 0,
+        "traceEvents": [
+            {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * start, "dur": 1e3 * length}
+            for cat, name, start, length in events
+        ],
+    }
+    path = folder / f"rank{rank}.{last}.pt.trace.json"
+    path.write_text(text or json.dumps(trace))
+
+
+def test_the_timeline_of_the_last_profiled_iteration(tmp_path):
+    run = write_run(tmp_path / "run", [record(1)])
+    host, folder = "user_annotation", run / "tensorboard" / "profile"
+    write_trace(folder, 0, 2, [(host, "iteration 2", 0, 5), (host, "old", 1, 1)])
+    events = [
+        (host, "iteration 8", 80, 10), (host, "iteration 9", 100, 50), (host, "forward", 105, 20),
+        (host, "batch", 106, 2), (host, "gloo:send", 107, 30), (host, "optimizer", 130, 5),
+        ("kernel", "gemm", 110, 4), ("kernel", "add", 112, 4), ("kernel", "early", 90, 1),
+        ("cpu_op", "aten::mm", 110, 1),
+    ]  # fmt: skip
+    write_trace(folder, 0, 9, events)
+    write_trace(
+        folder, 1, 9, [(kind, name, start + 3, length) for kind, name, start, length in events]
+    )
+    write_trace(folder, 2, 9, [], text="{")
+    write_trace(folder, 3, 4, events)  # of an earlier window
+    first, second = read_run(run).timelines
+    assert (first["rank"], first["iteration"], first["total"]) == (0, 9, 50.0)
+    assert first["rows"] == [
+        {"name": "host", "spans": [(5.0, 20.0, "forward"), (30.0, 5.0, "optimizer")]},
+        {"name": "", "spans": [(6.0, 2.0, "batch")]},
+        {"name": "messages", "spans": [(7.0, 30.0, "gloo:send")]},
+        {"name": "GPU", "spans": [(10.0, 6.0, "kernels")]},
+    ]
+    assert second["rows"][0]["spans"][0] == (8.0, 20.0, "forward")
+    assert report(run) == 0
+    assert len(data_of(run / "report.html")["runs"][0]["timelines"]) == 2

@@ -6,6 +6,7 @@ const state = { data: JSON.parse(document.getElementById("data").textContent), p
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const COLORS = 8;
+const WHOLE = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // distances of ticks
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -182,7 +183,7 @@ function drawChart(chart, index, figure) {
   const options = {
     ...sizeOf(figure), series, bands,
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
-    axes: [axis, { ...axis, size: 62 }],
+    axes: [byId("axis").value === "hours" ? axis : { ...axis, incrs: WHOLE }, { ...axis, size: 62 }],
     cursor: { sync: { key: "report" }, drag: { x: true, y: false } },
     hooks: { draw: [drawMarks(index)] },
   };
@@ -234,8 +235,13 @@ function updateCharts(before) {
 
 function table(head, rows) {
   const header = element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)));
-  const body = rows.map(({ cells, kind }) => element("tr", kind ? { class: kind } : {},
-    element("th", { scope: "row" }, String(cells[0])),
+  const mark = (paint) => {
+    const square = element("span", { class: "swatch" });
+    square.style.background = paint;
+    return square;
+  };
+  const body = rows.map(({ cells, kind, swatch }) => element("tr", kind ? { class: kind } : {},
+    element("th", { scope: "row" }, ...(swatch ? [mark(swatch)] : []), String(cells[0])),
     ...cells.slice(1).map((text) => element("td", {}, text == null ? "–" : String(text)))));
   return element("div", { class: "table" }, element("table", {}, element("thead", {}, header), element("tbody", {}, ...body)));
 }
@@ -247,6 +253,12 @@ function drawSummary() {
     return { cells: [run.name, ...names.map((name) => values.get(name))] };
   });
   byId("summary").replaceChildren(table(["Run", ...names], rows));
+}
+
+function svg(name, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
 }
 
 function section(title, ...children) {
@@ -287,11 +299,6 @@ function warmth(load) {
 function expertSection(run) {
   const layers = Object.entries(run.expertLoad);
   if (!layers.length) return [];
-  const svg = (name, attributes) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    return made;
-  };
   const size = 16, left = 60, widest = Math.max(...layers.map(([, loads]) => loads.length));
   const width = left + widest * size, height = layers.length * size;
   const low = Math.min(...layers.map(([, loads]) => Math.min(...loads)));
@@ -313,6 +320,47 @@ function expertSection(run) {
   });
   return [section(ofRun("Load of the experts at the last log line", run), element("p", { class: "note" }, text),
     element("div", { class: "table", tabindex: 0 }, map))];
+}
+
+function timelineSection(run) {
+  if (!run.timelines.length) return [];
+  const left = 70, right = 1100, bar = 15;
+  const end = Math.max(...run.timelines.flatMap(({ total, rows }) =>
+    [total, ...rows.flatMap(({ spans }) => spans.map(([start, length]) => start + length))]));
+  const names = [...new Set(run.timelines.flatMap(({ rows }) => rows.flatMap(({ spans }) => spans.map((span) => span[2]))))];
+  const height = run.timelines.reduce((sum, { rows }) => sum + bar * rows.length + 8, 0);
+  const { iteration } = run.timelines[0];
+  const text = `Iteration ${iteration.toLocaleString("en")}, ${short(end)} ms, as --profile recorded it. ` +
+    "Rows of the host are timers and named ranges, which may only queue work for the GPU.";
+  const picture = svg("svg", { viewBox: `0 0 ${right} ${height}`, width: right, height, role: "img", "aria-label": text });
+  const totals = new Map();
+  let top = 0;
+  for (const { rank, rows } of run.timelines) {
+    rows.forEach(({ name, spans }, row) => {
+      if (name) {
+        const title = svg("text", { x: 0, y: top + 12, "font-size": 11, fill: "currentColor" });
+        title.append(row ? name : `rank ${rank}`);
+        picture.append(title);
+      }
+      for (const [start, length, what] of spans) {
+        const x = left + (right - left) * start / end, width = Math.max(0.5, (right - left) * length / end);
+        const box = svg("rect", { x, y: top, width, height: bar - 2, fill: color(`--c${names.indexOf(what) % COLORS}`) });
+        const title = svg("title", {});
+        title.append(`rank ${rank}: ${what}, ${short(length)} ms from ${short(start)} ms`);
+        box.append(title);
+        picture.append(box);
+        const sum = totals.get(what) || [0, 0];
+        totals.set(what, [sum[0] + 1, sum[1] + length]);
+      }
+      top += bar;
+    });
+    top += 8;
+  }
+  const rows = [...totals].sort((a, b) => b[1][1] - a[1][1]).map(([name, [count, sum]]) => ({
+    cells: [name, count.toLocaleString("en"), short(sum)], swatch: color(`--c${names.indexOf(name) % COLORS}`),
+  }));
+  return [section(ofRun("Timeline of an iteration", run), element("p", { class: "note" }, text),
+    element("div", { class: "table", tabindex: 0 }, picture), table(["Range", "Count", "ms in all"], rows))];
 }
 
 // One table of all runs. What differs between them comes first, and is marked; so does what
@@ -345,6 +393,7 @@ function drawSections() {
   const constants = Object.entries(state.data.constants).map(([tag, value]) => `${tag} ${short(value)}`);
   const open = [...byId("sections").querySelectorAll("details")].map((details) => details.open);
   byId("sections").replaceChildren(
+    ...runs.flatMap(timelineSection),
     ...runs.flatMap(expertSection),
     ...runs.flatMap(eventSection),
     ...comparison("Facts", "Fact", (run) => run.facts, () => true),
@@ -398,6 +447,6 @@ function draw() {
 for (const id of ["axis", "smoothing", "log"]) byId(id).addEventListener("input", drawCharts);
 byId("controls").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("resize", () => state.plots.forEach(({ plot, figure }) => plot.setSize(sizeOf(figure))));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
 if (isLive) poll();

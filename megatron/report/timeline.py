@@ -1,0 +1,116 @@
+"""The timeline of one iteration, from the traces of `--profile`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_PATTERNS = tuple("*/" * depth + "*.pt.trace.json" for depth in range(4))
+_NAME = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json")
+_LARGEST = 256 << 20  # bytes of a trace that is read
+_MOST_RANKS = 16
+_MOST_SPANS = 1500  # of the page; the shortest are left out
+_ITERATION = re.compile(r"iteration (\d+)")
+_MESSAGES = ("gloo:", "nccl:")
+
+Span = tuple[float, float, str]  # start and duration in ms, and name
+
+
+def find_timelines(folder: Path) -> list[dict[str, Any]]:
+    """Return the timelines of the ranks of a run, from their latest traces.
+
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        For each rank: `rank`, `iteration`, the last one in the trace; `total`, its duration in ms;
+        and `rows`, each with a name and spans. Times count from the first rank's start.
+    """
+    latest: dict[int, tuple[int, Path]] = {}
+    for pattern in _PATTERNS:
+        for path in folder.glob(pattern):
+            found = _NAME.fullmatch(path.name)
+            if found:
+                rank, last = int(found[1]), int(found[2])
+                latest[rank] = max(latest.get(rank, (-1, path)), (last, path))
+    newest = max((last for last, _ in latest.values()), default=0)
+    read = [
+        timeline
+        for rank, (last, path) in sorted(latest.items())[:_MOST_RANKS]
+        if last == newest and (timeline := _read(rank, path)) is not None
+    ]
+    origin = min((timeline["start"] for timeline in read), default=0.0)
+    for timeline in read:
+        shift = timeline.pop("start") - origin
+        for row in timeline["rows"]:
+            spans = sorted(row["spans"], key=lambda span: -span[1])
+            kept = spans[: _MOST_SPANS // (len(read) * len(timeline["rows"]))]
+            row["spans"] = sorted(
+                (round(start + shift, 3), round(length, 3), name) for start, length, name in kept
+            )
+    return read
+
+
+def _read(rank: int, path: Path) -> dict[str, Any] | None:
+    """Return the timeline of a trace's last iteration, or `None` if it has none or is damaged."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            return None
+        trace = json.loads(path.read_bytes())
+        base = float(trace.get("baseTimeNanoseconds", 0)) / 1e6
+        ranges: dict[str, list[Span]] = {}
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "X" and event.get("cat") in ("user_annotation", "kernel"):
+                span = (float(event["ts"]) / 1e3, float(event["dur"]) / 1e3, str(event["name"]))
+                ranges.setdefault(event["cat"], []).append(span)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    host = sorted(ranges.get("user_annotation", []), key=lambda span: (span[0], -span[1]))
+    whole = [span for span in host if _ITERATION.fullmatch(span[2])]
+    if not whole:
+        return None
+    start, length, name = whole[-1]
+    rows: list[dict[str, Any]] = []
+    messages: list[Span] = []  # they overlap other work, and each other
+    open_until: list[float] = []
+    for begin, duration, title in host:
+        if title == name or not start <= begin < start + length:
+            continue
+        if title.startswith(_MESSAGES):
+            messages.append((begin - start, duration, title))
+            continue
+        while open_until and open_until[-1] <= begin:
+            open_until.pop()
+        while len(rows) <= len(open_until):
+            rows.append({"name": "host" if not rows else "", "spans": []})
+        rows[len(open_until)]["spans"].append((begin - start, duration, title))
+        open_until.append(begin + duration)
+    if messages:
+        rows.append({"name": "messages", "spans": messages})
+    busy = _merged([span for span in ranges.get("kernel", []) if start <= span[0] < start + length])
+    if busy:
+        spans = [(begin - start, duration, "kernels") for begin, duration in busy]
+        rows.append({"name": "GPU", "spans": spans})
+    number = _ITERATION.fullmatch(name)
+    assert number
+    return {
+        "rank": rank,
+        "iteration": int(number[1]),
+        "start": base + start,
+        "total": round(length, 3),
+        "rows": rows,
+    }
+
+
+def _merged(spans: list[Span]) -> list[tuple[float, float]]:
+    """Return the intervals in which at least one of the spans runs."""
+    merged: list[tuple[float, float]] = []
+    for begin, duration, _ in sorted(spans):
+        if merged and begin <= merged[-1][0] + merged[-1][1]:
+            first = merged[-1][0]
+            merged[-1] = (first, max(merged[-1][1], begin + duration - first))
+        else:
+            merged.append((begin, duration))
+    return merged
