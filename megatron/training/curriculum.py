@@ -23,6 +23,9 @@ class Lengths(Protocol):
     def at(self, update: int) -> int:
         """Return the sequence length of an update."""
 
+    def describe(self) -> str:
+        """Return the lengths in a few words."""
+
 
 @dataclass(frozen=True)
 class Growing:
@@ -56,6 +59,14 @@ class Growing:
         least = -(-self.shortest // self.multiple) * self.multiple
         return min(max(length - length % self.multiple, least), self.longest)
 
+    def describe(self) -> str:
+        """Return the lengths in a few words."""
+        how = "linearly" if self.degree == 1 else f"by the root of degree {self.degree:g}"
+        return (
+            f"{self.at(1):,} to {self.longest:,} tokens in {self.steps:,} iterations, {how}, in "
+            f"multiples of {self.multiple}"
+        )
+
 
 @dataclass(frozen=True)
 class Discrete:
@@ -72,6 +83,12 @@ class Discrete:
     def at(self, update: int) -> int:
         """Return the sequence length of an update."""
         return self.lengths[bisect.bisect_left(self.until, update)]
+
+    def describe(self) -> str:
+        """Return the lengths in a few words."""
+        ends = zip(self.lengths, self.until, strict=False)
+        parts = [f"{length:,} tokens up to iteration {end:,}" for length, end in ends]
+        return ", ".join([*parts, f"then {self.lengths[-1]:,}"])
 
 
 def lengths_of(config: RunConfig) -> Lengths | None:

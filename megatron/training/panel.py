@@ -17,6 +17,7 @@ from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import largest_process
 from megatron.planner.pipeline_balance import pipeline_rows
+from megatron.training.curriculum import lengths_of
 from megatron.training.expert_plan import expert_rows
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ def size_rows(
     micro_batches = batch // (micro * layout.data.size)
     tokens = batch * plan.head_spec.sequences * config.data.sample_tokens
     flops = flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length)
+    lengths, growth = lengths_of(config), []
+    if lengths is not None:
+        growth = [("curriculum", f"{lengths.describe()}; the rest of a sample is not read")]
     causal = {layer.mixer.causal for layer in plan.layers}
     attention = "causal attention counted half" if True in causal else "attention counted whole"
     attention = "the decoder's " * (len(causal) > 1) + attention
@@ -119,7 +123,8 @@ def size_rows(
             f"{batch} samples = micro-batch size {micro} x DP {layout.data.size} x micro-batches "
             f"{micro_batches}",
         ),
-        ("tokens per iteration", f"{tokens:,}"),
+        ("tokens per iteration", f"{tokens:,}{' of whole samples' * (lengths is not None)}"),
+        *growth,
         (
             "parameters",
             f"{parameters:,}{used} (vocabulary padded to {plan.embedding.vocabulary:,})",

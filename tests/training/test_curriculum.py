@@ -181,6 +181,16 @@ def test_a_run_resumed_in_the_middle_is_the_same_to_the_bit(tmp_path: Path) -> N
         assert fingerprint(resumed) == fingerprint(whole)
 
 
+@pytest.mark.parametrize("kind", ["legacy", "torch_dist"])
+def test_the_formats_of_megatron_hold_the_tokens(tmp_path: Path, kind: str) -> None:
+    save = ["--save", str(tmp_path), "--save-interval", "9", "--ckpt-format", kind]
+    flags = [*_WORDS, *save, "--train-iters", "6"]
+    stopped = train_toy(Layout.single(), [*flags, "--exit-interval", "3"])[1]
+    resumed = build_toy(Layout.single(), [*flags, "--load", str(tmp_path)])
+    assert stopped.progress.consumed_tokens == resumed.progress.consumed_tokens == 80
+    assert resumed.next_length == 12
+
+
 def test_speed_counts_the_tokens_that_were_read(capsys: pytest.CaptureFixture[str]) -> None:
     recorder, run = train_toy(Layout.single(), _WORDS)
     for record, length in zip(
@@ -256,6 +266,27 @@ def test_only_gpt_has_a_curriculum() -> None:
     assert said[0] == (
         "--curriculum-schedule fixed_linear is only for GPT, and this model is a BERT: drop it"
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        (
+            Growing(10, 64, 5000, 8, 1),
+            "16 to 64 tokens in 5,000 iterations, linearly, in",
+        ),
+        (
+            Growing(8, 64, 9, 8, 2),
+            "24 to 64 tokens in 9 iterations, by the root of degree 2",
+        ),
+        (
+            Discrete((8, 24, 64), (2, 5)),
+            "8 tokens up to iteration 2, 24 tokens up to iteration 5, then 64",
+        ),
+    ],
+)
+def test_the_panel_says_what_is_read(lengths: Lengths, said: str) -> None:
+    assert lengths.describe().startswith(said)
 
 
 def test_odd_lengths_are_slow() -> None:

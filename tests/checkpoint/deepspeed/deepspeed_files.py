@@ -153,6 +153,7 @@ def arguments(reader: Reader, form: Form) -> Namespace:
         "moe_loss_coeff": 0.0,
         "moe_train_capacity_factor": values.pop("moe_expert_capacity_factor", None),
         "consumed_train_samples": reader.meta["consumed_train_samples"],
+        "consumed_train_tokens": reader.meta["consumed_train_tokens"],
         "padded_vocab_size": reader.meta["padded_vocab_size"],
         "params_dtype": reader.dtype("model.embedding.word.weight"),
         "tensor_model_parallel_size": form.tensor,

@@ -90,7 +90,8 @@ def test_it_holds_the_same_tensors_and_position(natives, tmp_path, network, form
     for name in ours.names():
         assert theirs.dtype(name) == ours.dtype(name), name
         assert torch.equal(read_whole(theirs, name), read_whole(ours, name)), name
-    for key in ("iteration", "consumed_train_samples", "padded_vocab_size", "optimizer"):
+    counts = ("iteration", "consumed_train_samples", "consumed_train_tokens")
+    for key in (*counts, "padded_vocab_size", "optimizer"):
         assert theirs.meta[key] == ours.meta[key], key
     notices = theirs.meta["notices"]
     assert notices[0] == "random states are not loaded: dropout follows from --seed"
