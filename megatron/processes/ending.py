@@ -105,8 +105,18 @@ class ExitRequest:
         self._is_unread = False
         self._minutes = duration_minutes
         self._deadline = time.monotonic() + 60.0 * (duration_minutes or 0)
+        self._handles_signals = handle_signals
         for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
             signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        """Ignore SIGTERM from here on, because all ranks have agreed to exit.
+
+        A scheduler's signal reaches some ranks later than others. Python removes handlers while it
+        shuts down, so a late signal would kill the process and change its exit code.
+        """
+        if self._handles_signals:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name

@@ -44,6 +44,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
             say_on_stderr(str(error))  # the table of all ranks, which torchrun prints too
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
     return 0
 
 

@@ -193,4 +193,7 @@ def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Seque
         extras.end(run)
     elif run.layout.world.rank == 0:
         say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
-    return EXIT_OK if leave is None else leave.code
+    if leave is None or leave.code == EXIT_OK:
+        return EXIT_OK
+    run.exit.close()
+    return leave.code

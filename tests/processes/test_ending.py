@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from megatron.processes.ending import ExitRequest
+from tests.repository import ROOT
 
 
 @pytest.fixture
@@ -34,6 +37,32 @@ def test_impatient_interrupts_end_the_process():
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+# Python calls exit functions before it removes signal handlers, and this object after it.
+_LATE = """
+import os, signal, sys
+from megatron.processes.ending import ExitRequest
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+sys.modules["late"] = Late()
+request = ExitRequest(handle_signals=True, duration_minutes=None)
+if sys.argv[1:]:
+    request.close()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["close"], 3), ([], -signal.SIGTERM)])
+def test_a_signal_during_the_exit_does_not_change_its_code(words, code):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE, *words], env=environment, timeout=60, check=False
+    )
+    assert done.returncode == code
 
 
 def test_time_is_up():
