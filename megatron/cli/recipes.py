@@ -26,8 +26,10 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None:
         print(_details(catalog.find(options.recipe)))
         return
-    rows = [_row(catalog.find(name)) for name in catalog.names()]
-    print(_table([("recipe", "parameters", "layers", "GPUs", "model"), *rows]))
+    found = map(catalog.find, catalog.names())
+    by_family = sorted(found, key=lambda one: (one.name.partition("-")[0], one.size))
+    rows = [_row(recipe) for recipe in by_family]
+    print(_table([("recipe", "parameters", "layers", "tokens", "GPUs", "model"), *rows]))
     print("\n`megatron recipes NAME` shows the flags, `megatron pretrain NAME` trains it.")
 
 
@@ -37,6 +39,7 @@ def _row(recipe: catalog.NamedRun) -> tuple[str, ...]:
         recipe.name,
         catalog.short(about.get("parameters")),
         str(recipe.values.get("model.num_layers", "")),
+        catalog.short(about.get("tokens")),
         " ".join(f"{count:,}" for count in recipe.layouts),
         str(about.get("title", "")),
     )

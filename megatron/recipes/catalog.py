@@ -34,6 +34,11 @@ class NamedRun:
     layouts: tuple[int, ...]
 
     @property
+    def size(self) -> int:
+        """The number of parameters, or 0 if the file does not say it."""
+        return int(self.about.get("parameters", 0))
+
+    @property
     def architecture(self) -> str:
         """The kind of network: gpt, bert or t5."""
         return str(self.values.get("model.architecture", "gpt"))

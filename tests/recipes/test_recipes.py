@@ -1,0 +1,134 @@
+"""Every recipe is the model that it names, and fits where it says it does."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.config import RunConfig, parse_config
+from megatron.models.arithmetic import count_active_parameters, count_parameters
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, ModelPlan
+from megatron.models.plans import model_plan
+from megatron.planner.memory import largest_process
+from megatron.recipes import catalog
+from tests.repository import ROOT
+
+# As the checkpoints that their authors published count them, without padding of the vocabulary;
+# for BERT with the heads of pretraining, whose output weight is that of the word embedding.
+EXACT = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "bert-base": 110_106_428,
+    "bert-large": 336_226_108,
+    "t5-base": 222_903_552,
+}
+# As the papers round them.
+ROUNDED = {
+    "gpt-125m": 125e6,
+    "gpt-350m": 350e6,
+    "gpt-1.3b": 1.3e9,
+    "gpt-13b": 13e9,
+    "gpt-175b": 175e9,
+    "yuan-13b": 13e9,
+}
+ACTIVE = {"qwen3-30b-a3b": 3.3e9, "mixtral-8x7b": 12.9e9}  # for each token
+LIMIT = 0.92 * 80e9  # bytes of a GPU of 80 GB: the estimate has no CUDA context and fragmentation
+OURS = {"gpt-small", "gpt-tiny"}  # models that nobody published
+
+
+@cache
+def _run(name: str, processes: int) -> tuple[RunConfig, ModelPlan]:
+    recipe = catalog.find(name)
+    vocabulary = int(recipe.about["vocabulary"])
+    words = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary - 1} "
+    words += f"--vocab-extra-ids 0 --dry-run --dry-run-world-size {processes}"
+    config = parse_config(
+        ["--config", str(recipe.path), *words.split()],
+        world_size=1,
+        architecture=recipe.architecture,
+    ).config
+    return config, model_plan(config.model, vocabulary, LANGUAGE_MODEL_HEAD)
+
+
+def test_every_recipe_is_held_against_a_published_number() -> None:
+    assert EXACT.keys() | ROUNDED.keys() | OURS == set(catalog.names())
+
+
+@pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
+def test_a_recipe_has_the_parameters_of_the_published_model(name: str) -> None:
+    recipe = catalog.find(name)
+    _, plan = _run(name, recipe.layouts[0])
+    count = count_parameters(plan)
+    assert recipe.about["parameters"] == count
+    if name in EXACT:
+        assert count == EXACT[name]
+    else:
+        assert count == pytest.approx(ROUNDED[name], rel=0.02)
+    active = ACTIVE.get(name, count)
+    assert count_active_parameters(plan) == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [(name, count) for name in catalog.names() for count in catalog.find(name).layouts],
+)
+def test_a_recipe_fits_80_gb_in_each_of_its_layouts(name: str, processes: int) -> None:
+    config, plan = _run(name, processes)
+    estimate = largest_process(config, plan, processes)
+    assert 0 < estimate.total < LIMIT, f"{estimate.total / 1e9:.1f} GB"
+
+
+@pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
+def test_a_recipe_trains_on_as_many_tokens_as_it_says(name: str) -> None:
+    recipe = catalog.find(name)
+    if "tokens" not in recipe.about:
+        return
+    config, _ = _run(name, recipe.layouts[0])
+    length = config.data.seq_length + (config.data.decoder_seq_length or 0)
+    assert config.training.train_iters is not None
+    tokens = length * config.training.global_batch_size * config.training.train_iters
+    assert tokens == pytest.approx(recipe.about["tokens"], rel=0.25 if name == "t5-base" else 1e-3)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_measured_speeds_are_those_of_the_benchmarks(name: str) -> None:
+    about = catalog.find(name).about
+    assert ("measured" in about) == ("measured_in" in about)
+    if "measured" in about:
+        figure = about["measured"].partition(" tokens/s")[0]
+        assert figure in (ROOT / about["measured_in"]).read_text(encoding="utf-8")
+
+
+def test_examples_in_yaml_are_recipes() -> None:
+    for file in (ROOT / "examples").glob("gpt_*.yaml"):
+        assert file.is_symlink()
+        assert file.resolve().parent == catalog.FOLDER
+
+
+def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("recipe: {title: mine}\nmodel: {num_layers: 3}\n")
+    recipe = catalog.find(str(tmp_path / "mine.yaml"))
+    assert (recipe.name, recipe.about, recipe.layouts) == ("mine", {"title": "mine"}, ())
+    assert recipe.values == {"model.num_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(125_226_240, "125M"), (6_738_415_616, "6.74B"), (15 * 10**12, "15T"), (12, "12"), (None, "")],
+)
+def test_numbers_of_the_table(number: object, text: str) -> None:
+    assert catalog.short(number) == text
