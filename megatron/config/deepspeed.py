@@ -314,10 +314,16 @@ def _scheduler(
     if kind is None:
         if params:
             found.problems.append(f"{where['scheduler.params']}: scheduler.type is missing: add it")
+    elif kind == "LRRangeTest":
+        yield key, "schedule.lr_decay_style", "range-test"
+        for name in ("min_lr", "step_size", "step_rate", "staircase"):
+            if f"lr_range_test_{name}" in params:
+                long = f"lr_range_test_{name}"
+                yield f"scheduler.params.{long}", f"schedule.{long}", params[long]
     elif kind not in ("WarmupLR", "WarmupDecayLR"):
         found.problems.append(
-            f"{where[key]}: {kind!r} is not supported: use WarmupLR or WarmupDecayLR, or remove "
-            "scheduler and use --lr-decay-style and --lr-warmup-iters"
+            f"{where[key]}: {kind!r} is not supported: use WarmupLR, WarmupDecayLR or LRRangeTest, "
+            "or remove scheduler and use --lr-decay-style and --lr-warmup-iters"
         )
     elif params.get("warmup_type") != "linear":
         found.problems.append(

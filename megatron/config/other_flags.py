@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.arguments import Given
-from megatron.config.fields import Field, FlagInfo, nearest
+from megatron.config.experts import ExpertOptions
+from megatron.config.fields import Field, FlagInfo, by_spelling, nearest
 from megatron.config.run import Findings
 
 _FILE = Path(__file__).with_suffix(".json")
@@ -215,12 +216,27 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
             kind = f"a flag of {entry.era}" if is_theirs else f"an old flag ({entry.era})"
             found.notices.append(f"{given} is {kind}, read as {meaning}")
             eras.add(entry.era)
+    if "Megatron-DeepSpeed" in eras:
+        result = _without_single_expert(result, found)
     for era in sorted(eras & table.implied.keys()):
-        if any(flag.name == table.implied[era]["with"] for flag in flags):
+        if any(flag.name == table.implied[era]["with"] for flag in result):
             implied = _read(table.implied[era]["flags"], (), flags)
             result += implied
             found.notices.append(f"defaults of {era}: {' '.join(map(str, implied))}")
     return result
+
+
+def _without_single_expert(flags: list[Given], found: Findings) -> list[Given]:
+    """Return a line of Megatron-DeepSpeed, where a single expert means a dense network."""
+    experts = [flag for flag in flags if flag.name == "--num-experts"]
+    if not experts or set(experts[-1].values) != {"1"}:
+        return flags
+    names = {*by_spelling([ExpertOptions]), "--expert-model-parallel-size"}
+    dropped = " ".join(str(flag) for flag in flags if flag.name in names)
+    found.notices.append(
+        f"--num-experts 1 is a dense network in Megatron-DeepSpeed, read as nothing: {dropped}"
+    )
+    return [flag for flag in flags if flag.name not in names]
 
 
 def explain(name: str, known: Mapping[str, Field]) -> tuple[str, str]:

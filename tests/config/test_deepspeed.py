@@ -103,6 +103,22 @@ _READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {
             "scheduler": {
+                "type": "LRRangeTest",
+                "params": {
+                    "lr_range_test_min_lr": 1e-4,
+                    "lr_range_test_step_size": 20,
+                    "lr_range_test_step_rate": 5,
+                    "lr_range_test_staircase": True,
+                },
+            }
+        },
+        {"schedule.lr_decay_style": "range-test", "schedule.lr_range_test_min_lr": 1e-4}
+        | {"schedule.lr_range_test_step_size": 20, "schedule.lr_range_test_step_rate": 5}
+        | {"schedule.lr_range_test_staircase": True},
+    ),
+    (
+        {
+            "scheduler": {
                 "type": "WarmupLR",
                 "params": {"warmup_type": "linear", "warmup_num_steps": 3},
             }

@@ -184,6 +184,19 @@ def test_a_mixture_of_megatron_deepspeed() -> None:
     ) in run.notices
 
 
+def test_a_single_expert_of_megatron_deepspeed_is_a_dense_network() -> None:
+    words = (
+        "--num-experts 1 --moe-expert-parallel-size 4 --moe-loss-coeff 0.01 "
+        "--moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 --moe-min-capacity 4"
+    )
+    run = parse("--deepspeed", words)
+    assert run.config == parse().config
+    assert len(run.notices) == 5  # four flags of Megatron-DeepSpeed, and what they lead to
+    assert "--num-experts 1 is a dense network in Megatron-DeepSpeed" in run.notices[-1]
+    core = parse("--num-experts 1 --moe-router-topk 1").config
+    assert core.model.num_experts == 1  # a mixture in Megatron Core
+
+
 def test_a_line_of_megatron_deepspeed_has_its_defaults() -> None:
     words = "--num-experts 4 --moe-expert-parallel-size 1 --num-layers 6"
     model = parse(words, without=["--num-layers"]).config.model
