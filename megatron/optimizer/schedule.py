@@ -170,32 +170,31 @@ class Schedules:
             global_batch: Full global batch size, which converts iterations to samples.
             seq_length: Tokens of a whole sample, which convert samples to tokens.
         """
-        is_test = schedule.lr_decay_style == "range-test"
-        assert schedule.lr is not None or is_test or training.skip_train, "a rule requires a rate"
         run = _samples(training.train_iters, training.train_samples, global_batch)
-        decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
-        warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
         in_tokens = schedule.in_tokens(training)
-        if in_tokens:
-            run = training.train_tokens or run and run * seq_length
-            decay, warmup = schedule.lr_decay_tokens, schedule.lr_warmup_tokens
-        if run is None and training.train_tokens is not None:
+        if in_tokens and training.train_tokens is not None:
+            run = training.train_tokens
+        elif in_tokens and run is not None:
+            run *= seq_length
+        elif run is None and training.train_tokens is not None:
             run = -(-training.train_tokens // seq_length)
         assert run is not None, "the checks require a length"
+        if schedule.lr_decay_style == "range-test":
+            return cls(_range_test(schedule, global_batch), _weight_decay(optimizer, run))
+        assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
+        decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
+        warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
+        if in_tokens:
+            decay, warmup = schedule.lr_decay_tokens, schedule.lr_warmup_tokens
         decay = run if decay is None else decay
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
-        assert warmup <= decay or is_test or training.skip_train, "the checks refuse it"
+        assert warmup <= decay or training.skip_train, "the checks refuse a longer warm-up"
         anneal = None
         if schedule.lr_decay_style == "WSD" and not training.skip_train:
             lengths = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
             anneal = _samples(*lengths, global_batch)
             assert anneal is not None, "the checks require a length"
-        if is_test:
-            return cls(
-                _range_test(schedule, global_batch),
-                _weight_decay(optimizer, run),
-            )
         learning_rate = LearningRateSchedule(
             peak=schedule.lr or 0.0,
             minimum=schedule.min_lr,
