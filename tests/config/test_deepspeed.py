@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed import key_table
+from megatron.config.deepspeed import NAMES, key_table
+from megatron.config.fields import by_spelling
+from megatron.config.other_flags import other_flags
 from megatron.config.parser import ParsedRun, asks_for_mpi
-from megatron.config.run import flatten
+from megatron.config.run import flatten, sections
 from megatron.errors import ConfigError
 from tests.config.command import parse, problems
 
@@ -567,6 +569,16 @@ def test_flags_of_megatron_deepspeed_have_one_notice(words: str) -> None:
     assert {path: values[path] for path in FLAGS[words]} == FLAGS[words]
     assert len(run.notices) == 1
     assert run.notices[0].startswith(words.partition(" --")[0])
+
+
+def test_every_flag_of_megatron_deepspeed_is_known() -> None:
+    """Of Microsoft's and of BigScience's, as their parsers listed them."""
+    path = Path(__file__).with_name("megatron_deepspeed_flags.json")
+    table = other_flags()
+    known = {*by_spelling(sections().values()), *NAMES}
+    known |= {flag.name for flag in (*table.answered, *table.translated, *table.gone)}
+    for source, flags in json.loads(path.read_text()).items():
+        assert set(flags) - known == set(), source
 
 
 def test_ulysses() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,21 +72,41 @@ def test_a_run_as_the_launcher_starts_it(expected: list[str]) -> None:
     assert losses(text + other) == expected
 
 
-@pytest.mark.skipif(
+_INSTALLED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install deepspeed",
 )
-def test_a_run_under_the_launcher_itself(expected: list[str]) -> None:
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    launcher += ["--master_port", str(free_port())]
-    done = subprocess.run(
-        [*launcher, "pretrain_gpt.py", *_FLAGS],
+
+
+def launch(*options: str) -> subprocess.Popen[str]:
+    """Start DeepSpeed's launcher."""
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", *options]
+    return subprocess.Popen(
+        [*runner, "pretrain_gpt.py", *_FLAGS],
         cwd=ROOT,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(done.stdout) == expected
+
+
+@_INSTALLED
+def test_a_run_under_the_launcher_itself(expected: list[str]) -> None:
+    launcher = launch("--num_gpus", "2", "--master_port", str(free_port()))
+    text, _ = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, text
+    assert losses(text) == expected
+
+
+@_INSTALLED
+def test_two_machines_of_a_hostfile(tmp_path: Path, expected: list[str]) -> None:
+    """Both are this one, without ssh: a launcher is started for each."""
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    common = ["--hostfile", str(hosts), "--no_ssh", "--master_addr", "127.0.0.1"]
+    common += ["--master_port", str(free_port())]
+    launchers = [launch(*common, "--node_rank", str(number)) for number in range(2)]
+    texts = [launcher.communicate(timeout=240)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "".join(texts)
+    assert losses("".join(texts)) == expected
