@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -194,6 +195,26 @@ def _check_deepspeed(words: list[str]) -> None:
     _check_pretrain(words[script:], int(nodes) * int(gpus))
 
 
+def _check_megatron(words: list[str]) -> None:
+    """Each command by the flags of the script that does the same."""
+    from megatron.cli.main import COMMANDS, DATA
+    from megatron.cli.pretrain import training_command
+
+    command, *rest = words
+    if command in ("pretrain", "finetune") and not {"--help", "--small"} & set(rest):
+        if Path(rest[0]).name == rest[0] and rest[0][:1].isupper():
+            rest = ["gpt-tiny", *rest[1:]]  # a Hugging Face folder, which is not there
+        program, script, flags = training_command(rest)
+        _check_pretrain([name(script), *flags], int(program[-1]) if len(program) > 1 else 1)
+        return
+    if command == "evaluate":
+        _check_task(["--task", *rest], world_size=1)
+        return
+    entry = DATA[rest.pop(0)] if command == "data" and rest else COMMANDS[command]
+    if ":" not in entry.module and rest:
+        importlib.import_module(entry.module).build_parser().read(rest)
+
+
 def _check_tensorboard(words: list[str]) -> None:
     assert words[0] == "--logdir"
     assert shutil.which("tensorboard", path=_environment()["PATH"])
@@ -203,6 +224,7 @@ _CHECKS = {
     "curl": _check_curl,
     "deepspeed": _check_deepspeed,
     "make": _check_make,
+    "megatron": _check_megatron,
     "pip": _check_pip,
     "python": _check_python,
     "torchrun": _check_torchrun,

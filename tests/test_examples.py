@@ -197,6 +197,7 @@ def test_script_is_valid_at_full_size(script: Path, toy: Toy, tmp_path: Path) ->
     if script.parent.name == "llama2":
         environment["CHECKPOINT"] = str(_llama2_shape(tmp_path / "llama2", script))
         gpus = "32" if "70b" in script.name else gpus
+    gpus = {"pretrain_gpt3_175B": "1024", "pretrain_gpt_multi_node": "16"}.get(script.stem, gpus)
     done = run_script([str(script), "--dry-run", "--dry-run-world-size", gpus], environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "configuration is valid" in done.stdout
@@ -207,6 +208,8 @@ def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> No
     environment = {**toy.environment_of(script), "OUT": str(tmp_path), "PRECISION": ""}
     environment |= {"TENSOR_PARALLEL": "2", "PIPELINE_PARALLEL": "1"}
     own = script.read_text()
+    for recipe in re.findall(r"megatron/recipes/\S+\.yaml", own):
+        own += (ROOT / recipe).read_text().replace("_", "-")
     sizes = TOY
     if "--encoder-seq-length" in own:
         sizes = TOY.replace("--seq-length", "--decoder-seq-length 12 --encoder-seq-length")
