@@ -203,7 +203,9 @@ def _check_megatron(words: list[str]) -> None:
     command, *rest = words
     if command in ("pretrain", "finetune") and not {"--help", "--small"} & set(rest):
         if Path(rest[0]).name == rest[0] and rest[0][:1].isupper():
-            rest = ["gpt-tiny", *rest[1:]]  # a Hugging Face folder, which is not there
+            network = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 100"
+            of_folder = f"{network} --max-position-embeddings 4096 --tokenizer-type NullTokenizer"
+            rest = [*of_folder.split(), *rest[1:]]  # for a Hugging Face folder, which is not there
         program, script, flags = training_command(rest)
         _check_pretrain([name(script), *flags], int(program[-1]) if len(program) > 1 else 1)
         return

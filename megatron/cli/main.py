@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Command] = {
     "fill-in": Command("fill in the masked words of a text", "megatron.tools.fill_in"),
     "serve": Command("serve a model: REST, OpenAI's API, a page", "megatron.cli.programs:serve"),
     "convert": Command("convert checkpoints", "megatron.cli.programs:convert"),
+    "find-lr": Command("plot the loss over learning rates", "megatron.training.find_lr"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
     "report": Command("write or serve a page about runs", "megatron.report.command"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
