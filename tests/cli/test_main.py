@@ -17,15 +17,20 @@ try:
     code = main({words!r})
 except SystemExit as leaving:
     code = leaving.code or 0
-heavy = sorted({{"torch", "tokenizers", "matplotlib", "pyarrow"}} & set(sys.modules))
+heavy = sorted({heavy} & set(sys.modules))
 assert not heavy, heavy
 raise SystemExit(code)
 """
 
 
+_HEAVY = {"torch", "tokenizers", "matplotlib", "pyarrow"}
+_ALLOWED = {"plan": {"torch"}}  # its flags have the planner's own tables as defaults
+
+
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    heavy = _HEAVY - _ALLOWED.get(words[0] if words else "", set())
     return subprocess.run(
-        [sys.executable, "-c", _PROBE.format(words=list(words))],
+        [sys.executable, "-c", _PROBE.format(words=list(words), heavy=heavy)],
         cwd=ROOT,
         capture_output=True,
         text=True,
