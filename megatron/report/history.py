@@ -71,6 +71,7 @@ class History:
         expert_load: Each expert's tokens divided by an even share, by layer, at the last log line.
         sources: The files that were read.
         timelines: The timeline of an iteration on each profiled rank (`find_timelines`).
+        notes: What a reader of the report should know about the files.
         damaged: The number of damaged records that were skipped.
         incomplete: Whether the last record is incomplete, because it is being written, or because
             the run was interrupted while it wrote it.
@@ -87,8 +88,13 @@ class History:
     expert_load: dict[str, list[float]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     damaged: int = 0
     incomplete: bool = False
+
+    def renewed(self) -> History:
+        """Return an empty history of the same run, whose records are read from the beginning."""
+        return History(self.name, timelines=self.timelines, notes=self.notes)
 
     def point(self, tag: str, iteration: int, value: float) -> None:
         """Add a point to the curve of `tag`."""
@@ -172,7 +178,7 @@ class History:
         ]
         if not ends or ends[-1].kind in ("start", "resumed"):
             return "running, or interrupted"
-        return ends[-1].text if ends[-1].kind == "end" else f"failed: {ends[-1].text}"
+        return f"{'ended' if ends[-1].kind == 'end' else 'failed'}: {ends[-1].text}"
 
 
 def _shown(value: Any) -> str:

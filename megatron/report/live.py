@@ -28,7 +28,8 @@ from megatron.inference.server.settings import ServerLimits
 from megatron.report.page import as_json, page_data, render
 from megatron.report.sources import RunRecords
 
-_PAUSE = 1.0  # seconds between two looks at the files, however many pages are open
+_PAUSE = 1.0  # seconds between two looks at the files, however many pages are open...
+_REST = 5.0  # ...or, if that is more, so many times as long as the last look took
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,17 +45,19 @@ class LiveRuns:
         """Start with what has been read."""
         self._sources = sources
         self._lock = asyncio.Lock()
-        self._looked, self._version, self._data = 0.0, 0, ""
+        self._next_look, self._version, self._data = 0.0, 0, ""
         self._started = time.time_ns()  # another server at this address has other versions
 
     async def current(self) -> tuple[str, str]:
         """Return the page's data as JSON, and a tag that changes with it."""
         async with self._lock:
-            if time.monotonic() - self._looked > _PAUSE:
+            begun = time.monotonic()
+            if begun >= self._next_look:
                 if await run_in_threadpool(self._read) or not self._data:
                     self._version += 1
                     self._data = await run_in_threadpool(self._dump)
-                self._looked = time.monotonic()
+                ended = time.monotonic()
+                self._next_look = ended + max(_PAUSE, _REST * (ended - begun))
         return self._data, f'"{self._started}-{self._version}"'
 
     def _read(self) -> bool:

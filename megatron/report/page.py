@@ -38,6 +38,7 @@ def _run_data(history: History) -> dict[str, Any]:
         "name": history.name,
         "state": history.state,
         "sources": history.sources,
+        "notes": history.notes,
         "damaged": history.damaged + history.incomplete,
         "events": [vars(event) for event in history.events[-_MOST_EVENTS:]],
         "eventCounts": Counter(event.kind for event in history.events),

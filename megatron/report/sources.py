@@ -68,7 +68,7 @@ class MetricsFile:
             size = file.seek(0, 2)
             if size < self._offset:  # another run has replaced the file
                 self._offset = 0
-                self.history = History(self.history.name, timelines=self.history.timelines)
+                self.history = self.history.renewed()
             file.seek(self._offset)
             start, self.history.incomplete = self._offset, False
             for line in file:
@@ -101,7 +101,7 @@ class EventFiles:
         """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        self._name, self.folder = name, folder
+        self.folder = folder
         sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1}
         self._events = EventAccumulator(str(folder), size_guidance=sizes)
         self._counts: dict[str, int] = {}
@@ -115,9 +115,8 @@ class EventFiles:
         if counts == self._counts:
             return False
         self._counts = counts
-        self.history = history = History(
-            self._name, sources=[str(self.folder)], timelines=self.history.timelines
-        )
+        self.history = history = self.history.renewed()
+        history.sources = [str(self.folder)]
         times: dict[int, float] = {}
         for tag in tags["scalars"]:
             if tag.endswith(" vs samples"):
@@ -232,7 +231,7 @@ def open_runs(paths: list[Path], *, may_be_empty: bool = False) -> list[RunRecor
     sources = [source for path in paths for source in find_sources(path)]
     for source in sources:
         source.read()
-        source.history.timelines = find_timelines(source.folder)
+        source.history.timelines, source.history.notes = find_timelines(source.folder)
         if not (source.history.curves or may_be_empty):
             raise DataError(
                 f"{', '.join(source.history.sources)}: no record of an iteration yet: try again "

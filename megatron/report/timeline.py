@@ -9,7 +9,7 @@ from typing import Any
 
 _PATTERNS = tuple("*/" * depth + "*.pt.trace.json" for depth in range(4))
 _NAME = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json")
-_LARGEST = 256 << 20  # bytes of a trace that is read
+_MOST_BYTES = 256 << 20  # of all traces that are read; parsing takes about ten times as much memory
 _MOST_RANKS = 16
 _MOST_SPANS = 1500  # of the page; the shortest are left out
 _ITERATION = re.compile(r"iteration (\d+)")
@@ -18,7 +18,7 @@ _MESSAGES = ("gloo:", "nccl:")
 Span = tuple[float, float, str]  # start and duration in ms, and name
 
 
-def find_timelines(folder: Path) -> list[dict[str, Any]]:
+def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the timelines of the ranks of a run, from their latest traces.
 
     Args:
@@ -26,7 +26,8 @@ def find_timelines(folder: Path) -> list[dict[str, Any]]:
 
     Returns:
         For each rank: `rank`, `iteration`, the last one in the trace; `total`, its duration in ms;
-        and `rows`, each with a name and spans. Times count from the first rank's start.
+        and `rows`, each with a name and spans. Times count from the first rank's start. Also a line
+        for each trace that was not read.
     """
     latest: dict[int, tuple[int, Path]] = {}
     for pattern in _PATTERNS:
@@ -36,11 +37,20 @@ def find_timelines(folder: Path) -> list[dict[str, Any]]:
                 rank, last = int(found[1]), int(found[2])
                 latest[rank] = max(latest.get(rank, (-1, path)), (last, path))
     newest = max((last for last, _ in latest.values()), default=0)
-    read = [
-        timeline
-        for rank, (last, path) in sorted(latest.items())[:_MOST_RANKS]
-        if last == newest and (timeline := _read(rank, path)) is not None
-    ]
+    read: list[dict[str, Any]] = []
+    notes, size = [], 0
+    for rank, (last, path) in sorted(latest.items()):
+        if last != newest:
+            continue
+        size += path.stat().st_size
+        if size > _MOST_BYTES:
+            notes.append(f"{path}: not read, only the first {_MOST_BYTES >> 20} MiB of traces are")
+            continue
+        timeline = _read(rank, path)
+        if timeline is None:
+            notes.append(f"{path}: damaged, or without an iteration")
+        elif len(read) < _MOST_RANKS:
+            read.append(timeline)
     origin = min((timeline["start"] for timeline in read), default=0.0)
     for timeline in read:
         shift = timeline.pop("start") - origin
@@ -50,14 +60,12 @@ def find_timelines(folder: Path) -> list[dict[str, Any]]:
             row["spans"] = sorted(
                 (round(start + shift, 3), round(length, 3), name) for start, length, name in kept
             )
-    return read
+    return read, notes
 
 
 def _read(rank: int, path: Path) -> dict[str, Any] | None:
     """Return the timeline of a trace's last iteration, or `None` if it has none or is damaged."""
     try:
-        if path.stat().st_size > _LARGEST:
-            return None
         trace = json.loads(path.read_bytes())
         base = float(trace.get("baseTimeNanoseconds", 0)) / 1e6
         ranges: dict[str, list[Span]] = {}

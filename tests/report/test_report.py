@@ -211,7 +211,7 @@ def test_events_and_settings_are_shown(tmp_path):
     assert (run["settings"], run["changed"]) == ({"--lr": "0.1", "--seed": "1"}, ["--lr"])
     assert run["facts"] == {"layout": "TP 2"}
     assert dict(run["summary"])["iterations"] == "6 of 20"
-    assert run["state"] == "training is complete"
+    assert run["state"] == "ended: training is complete"
     assert run["tokensPerSample"] == 16
 
 
@@ -318,7 +318,11 @@ def test_the_timeline_of_the_last_profiled_iteration(tmp_path):
     )
     write_trace(folder, 2, 9, [], text="{")
     write_trace(folder, 3, 4, events)  # of an earlier window
-    first, second = read_run(run).timelines
+    history = read_run(run)
+    first, second = history.timelines
+    assert history.notes == [
+        f"{folder / 'rank2.9.pt.trace.json'}: damaged, or without an iteration"
+    ]
     assert (first["rank"], first["iteration"], first["total"]) == (0, 9, 50.0)
     assert first["rows"] == [
         {"name": "host", "spans": [(5.0, 20.0, "forward"), (30.0, 5.0, "optimizer")]},

@@ -89,8 +89,9 @@ function label(curve) {
   return runs.length > 1 ? `${runs[curve.run].name}: ${curve.tag}` : curve.tag;
 }
 
-// The columns of a chart for uPlot, and its series. A curve has its smoothed values, its values,
-// and, if it has been reduced, the band between its extremes.
+// The columns of a chart for uPlot, and its series. A curve has its values or, if it is smoothed, its
+// smoothed values in front of them; and the band between its extremes, if it has been reduced. The
+// legend has one entry for all of a curve, which shows its value and its extremes.
 function columnsOf(chart) {
   const percent = Number(byId("smoothing").value);
   const log = byId("log").checked;
@@ -101,24 +102,40 @@ function columnsOf(chart) {
     const xs = curve.x.map(place);
     const positive = (ys) => log ? ys.map((y) => y > 0 ? y : null) : ys;
     const smooth = curve.smooth ? smoothed(xs, curve.y, percent) : null;
-    const points = { show: xs.length < 2 || curve.sparse === true, size: 6 };
-    const value = (_, number) => short(number);
     const columns = [xs, positive(curve.y)];
-    const pale = smooth || curve.low ? 0.35 : 1;
-    series.push({ label: label(curve), stroke: faded(stroke, smooth ? pale : 1), width: smooth ? 1 : 2, points, value });
+    const values = series.length;
+    const aside = { class: "aside", curve: index, points: { show: false } };
+    const main = {
+      label: label(curve), curve: index, stroke, width: 2,
+      value: (plot, _, __, at) => {
+        if (at == null) return "–";
+        const [value, high, low] = [values, values + columns.length - 3, values + columns.length - 2].map((i) => plot.data[i][at]);
+        return curve.low && low != null ? `${short(value)} (${short(low)} to ${short(high)})` : short(value);
+      },
+    };
     if (smooth) {
       columns.push(positive(smooth));
-      series.push({ label: `${label(curve)}, smoothed`, stroke, width: 2, points: { show: false }, value });
+      series.push({ ...aside, stroke: faded(stroke, 0.35), width: 1 }, { ...main, points: { show: false } });
+    } else {
+      series.push({ ...main, points: { show: xs.length < 2, size: 6 } });
     }
     if (curve.low) {
       columns.push(positive(curve.high), positive(curve.low));
-      const edge = { stroke: faded(stroke, 0.25), width: 1, points: { show: false }, value };
-      series.push({ ...edge, label: `${label(curve)}, highest` }, { ...edge, label: `${label(curve)}, lowest` });
+      const edge = { ...aside, stroke: faded(stroke, 0.25), width: 1 };
+      series.push(edge, { ...edge });
       bands.push({ series: [series.length - 2, series.length - 1], fill: faded(stroke, 0.15) });
     }
     tables.push(columns);
   });
   return { columns: tables.length > 1 ? uPlot.join(tables) : tables[0], series, bands };
+}
+
+// A click on the legend shows or hides all of a curve.
+function toggleCurve(plot, index, { show }) {
+  if (show == null || index == null) return;
+  plot.series.forEach((other, i) => {
+    if (i && other.curve === plot.series[index].curve && other.show !== show) plot.setSeries(i, { show }, false);
+  });
 }
 
 function faded(stroke, alpha) {
@@ -185,7 +202,7 @@ function drawChart(chart, index, figure) {
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
     axes: [byId("axis").value === "hours" ? axis : { ...axis, incrs: WHOLE }, { ...axis, size: 62 }],
     cursor: { sync: { key: "report" }, drag: { x: true, y: false } },
-    hooks: { draw: [drawMarks(index)] },
+    hooks: { draw: [drawMarks(index)], setSeries: [toggleCurve] },
   };
   const holder = element("div");
   figure.append(holder);
@@ -386,10 +403,10 @@ function comparison(title, name, tablesOf, isFirst, note) {
 function drawSections() {
   const runs = state.data.runs;
   const changed = new Set(runs.flatMap((run) => run.changed));
-  const files = runs.map((run) => ({
+  const files = runs.flatMap((run) => [{
     cells: [run.sources.join(", "), run.damaged ? `${run.damaged} damaged or unfinished records were skipped` : "no damage"],
     kind: run.damaged ? "bad" : "",
-  }));
+  }, ...run.notes.map((note) => ({ cells: [...note.split(/: (.*)/s).slice(0, 2)], kind: "bad" }))]);
   const constants = Object.entries(state.data.constants).map(([tag, value]) => `${tag} ${short(value)}`);
   const open = [...byId("sections").querySelectorAll("details")].map((details) => details.open);
   byId("sections").replaceChildren(
