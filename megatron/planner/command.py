@@ -286,7 +286,7 @@ def describe(config: RunConfig, gpus: int) -> str:
     """Return a layout in words, such as "TP 2, PP 4 x 2, DP 8, ZeRO 1, micro-batch 1"."""
     parallel, training, grid = config.parallel, config.training, Grid.of(config, gpus)
     words = [f"TP {grid.tensor}"] if grid.tensor > 1 else []
-    words += [f"CP {grid.context}"] if grid.context > 1 else []
+    words += [f"CP {grid.context} {parallel.cp_comm_type}"] if grid.context > 1 else []
     if grid.pipeline > 1:
         text = parallel.pipeline_model_parallel_layout
         chunks = chunks_of(config.model.num_layers, parallel)

@@ -45,8 +45,9 @@ OPTIMIZER_BYTES = 34
 _OVERLAPPED = 0.25
 IN_BUCKETS = 0.8  # the same for gradients and weights that travel in buckets
 _KERNELS = 4  # kernels without products of a sublayer, in each direction
-# Kernels of a sublayer that the host launches, forward and backward; and those around messages.
-_LAUNCHES, _MESSAGE_LAUNCHES = 34, 12
+# Kernels of a sublayer that the host launches, forward and backward; those around its messages, and
+# around the gathering of its weights in ZeRO stage 3.
+_LAUNCHES, _MESSAGE_LAUNCHES, _GATHER_LAUNCHES = 34, 12, 40
 _ACCUMULATED = 8  # bytes per element of a weight whose gradient is added to in fp32
 
 
@@ -114,6 +115,7 @@ class Setting:
         fp8: Whether layers multiply in 8 bits.
         overlaps: Whether tensor-parallel messages overlap with products.
         ring: Whether context-parallel processes pass keys and values around a ring.
+        gathers: Whether every layer's weights are gathered when it is used (ZeRO stage 3).
         graphs: Whether passes are recorded, so that the host launches almost nothing.
     """
 
@@ -126,6 +128,7 @@ class Setting:
     fp8: bool = False
     overlaps: bool = False
     ring: bool = True
+    gathers: bool = False
     graphs: bool = False
 
     @classmethod
@@ -149,6 +152,7 @@ class Setting:
             fp8=config.precision.fp8_format is not None,
             overlaps=config.parallel.tp_comm_overlap,
             ring=config.parallel.cp_comm_type == "p2p",
+            gathers=config.parallel.zero_stage == 3,
             graphs=config.training.cuda_graph_impl != "none",
         )
 
@@ -182,7 +186,7 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
     forward = forward.plus(Seconds(memory=_FORWARD_PASSES * kept + kernels))
     inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * kept + kernels))
     device = forward.total + inputs.total + weights.total
-    launches = len(layer.sublayers) * _LAUNCHES
+    launches = len(layer.sublayers) * (_LAUNCHES + _GATHER_LAUNCHES * setting.gathers)
     for size in (batch.tensor, batch.context, setting.expert):
         launches += _MESSAGE_LAUNCHES * len(layer.sublayers) * (size > 1)
     late = 0.0 if setting.graphs else max(0.0, launches * machine.launch - device)

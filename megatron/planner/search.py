@@ -12,18 +12,19 @@ from typing import Any
 
 from megatron.config import RunConfig
 from megatron.config.checks import find_problems
+from megatron.config.model import ModelOptions
 from megatron.config.resolve import resolve
 from megatron.config.run import RunOptions, field_at, flatten, narrow, with_values
+from megatron.config.stages import plan_model
 from megatron.errors import ConfigError
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.planner.cost import model_passes
 from megatron.planner.machine import Machine
 from megatron.planner.memory import largest_process
-from megatron.planner.pipeline_balance import Pipeline, layout_text
+from megatron.planner.pipeline_balance import Costs, Pipeline, layout_text
 from megatron.planner.prediction import (
     Prediction,
-    busiest_stage,
     micro_batches_of,
     pipeline_of,
     predict,
@@ -33,6 +34,7 @@ from megatron.tokenizer.build import padded_vocab_size
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES = 64
 _LEAST_TOKENS = 4096  # of a sequence on a context-parallel process
+_MOST_BALANCED = 0.2  # the largest share of the time that an uneven distribution saves
 _WORTH_A_LAYOUT = 0.005  # the least share of the time that an uneven distribution must save
 # What the backward pass recomputes, cheapest first.
 _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
@@ -49,6 +51,7 @@ _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
 )
 # What every layout sets, whatever the run's own flags say.
 _UNSET: Mapping[str, Any] = {
+    "parallel.cp_comm_type": "p2p",
     "parallel.pipeline_schedule": None,
     "parallel.num_virtual_stages_per_pipeline_rank": None,
     "parallel.num_layers_per_virtual_pipeline_stage": None,
@@ -77,6 +80,14 @@ PLANNED = frozenset(_UNSET) | {
     "parallel.zero_stage",
     "training.micro_batch_size",
     "training.recompute_modules",
+}
+# Values on which the time of a stage's computation does not depend, ZeRO stage 3 apart.
+_NOT_IN_BOUND = {
+    "parallel.pipeline_schedule",
+    "parallel.zero_stage",
+    "parallel.use_distributed_optimizer",
+    "parallel.overlap_grad_reduce",
+    "parallel.overlap_param_gather",
 }
 _MIXTURE_MODULES = ("layernorm", "moe_act")
 
@@ -134,6 +145,7 @@ class Search:
     memory: float
     seconds: float = math.inf
     dropped: Counter[str] = field(default_factory=Counter)
+    _fits: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def best(self, count: int) -> list[Plan]:
         """Return the fastest layouts that fit, fastest first.
@@ -148,7 +160,7 @@ class Search:
             if candidate.bound > limit:
                 self.dropped["slower than those shown"] += 1
                 continue
-            plan = self._examine(candidate, pipelines)
+            plan = self._examine(candidate, limit, pipelines)
             if plan is None:
                 continue
             found.append(plan)
@@ -159,17 +171,36 @@ class Search:
         """Yield the layouts whose sizes divide the model and the GPUs."""
         base = self._resolved({})
         plan_for = lru_cache(maxsize=None)(self.plan_for)
+        bounds: dict[tuple[Any, ...], float] = {}
         for values in layouts(self.start, self.gpus, self.machine.node):
-            config = with_values(base, values)
-            try:
-                plan = plan_for(config.parallel.tensor_model_parallel_size)
-                layers, head = model_passes(config, plan, self.machine)
-                slowest = busiest_stage(config, plan, layers, head)
-                bound = slowest.total * micro_batches_of(config, self.gpus)
-            except ConfigError:
+            plan = plan_for(values["parallel.tensor_model_parallel_size"])
+            key = tuple(value for path, value in values.items() if path not in _NOT_IN_BOUND)
+            key += (values["parallel.zero_stage"] == 3,)
+            if key not in bounds:
+                bounds[key] = self._bound(with_values(base, values), plan)
+            if bounds[key] == math.inf:
                 self.dropped["refused by the rules"] += 1
-                continue
-            yield Candidate(values, plan, bound)
+            else:
+                yield Candidate(values, plan, bounds[key])
+
+    def _bound(self, config: RunConfig, plan: ModelPlan) -> float:
+        """Return a time below which no update falls, infinite if the sizes do not fit.
+
+        A stage computes all its passes; before, the first micro-batch comes through the earlier
+        stages, and after, the last one goes back through them.
+        """
+        try:
+            counts = tuple(len(part.layers) for part in plan_model(config.model, config.parallel))
+            micro_batches = micro_batches_of(config, self.gpus)
+        except ConfigError:
+            return math.inf
+        parts = Costs.from_passes(*model_passes(config, plan, self.machine)).part_times(counts)
+        stages, around, bound = config.parallel.pipeline_model_parallel_size, 0.0, 0.0
+        for stage in range(stages):
+            busy = micro_batches * sum(map(sum, parts[stage::stages]))
+            bound = max(bound, busy + around)
+            around += parts[stage].forward + parts[stage].inputs
+        return bound
 
     def plan_for(self, tensor: int) -> ModelPlan:
         """Return the plan of the network, with a vocabulary padded for a tensor-parallel size."""
@@ -180,20 +211,37 @@ class Search:
     def _resolved(self, values: Values) -> RunConfig:
         return narrow(resolve(with_values(self.start, values), self.gpus), RunConfig)
 
-    def _examine(self, candidate: Candidate, pipelines: Callable[..., Pipeline]) -> Plan | None:
+    def _examine(
+        self, candidate: Candidate, limit: float, pipelines: Callable[..., Pipeline]
+    ) -> Plan | None:
         """Return the prediction for a layout, or `None` if it is refused or does not fit."""
         config, plan = self._resolved(candidate.values), candidate.plan
+        if not self._may_fit(candidate) or (
+            largest_process(config, plan, self.gpus).total > self.memory
+        ):
+            self.dropped["too large"] += 1
+            return None
         if find_problems(config, self.gpus):
             self.dropped["refused by the rules"] += 1
-            return None
-        if largest_process(config, plan, self.gpus).total > self.memory:
-            self.dropped["too large"] += 1
             return None
         found = predict(config, plan, self.gpus, self.machine, pipelines=pipelines)
         if found.seconds > self.seconds:
             self.dropped["slower than --time"] += 1
             return None
-        return self._balanced(Plan(candidate.values, config, found), plan, pipelines)
+        known = Plan(candidate.values, config, found)
+        is_near = found.seconds * (1 - _MOST_BALANCED) <= limit
+        return self._balanced(known, plan, pipelines) if is_near else known
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Return whether the layout fits with micro-batches of 1 and full recomputation."""
+        least = {**candidate.values, **_RECOMPUTATION[-1], "training.micro_batch_size": 1}
+        key = tuple(least.values())
+        if key not in self._fits:
+            config = self._resolved(least)
+            self._fits[key] = (
+                largest_process(config, candidate.plan, self.gpus).total <= self.memory
+            )
+        return self._fits[key]
 
     def _balanced(self, plan: Plan, network: ModelPlan, pipelines: Callable[..., Pipeline]) -> Plan:
         """Return the same layout with its layers distributed better, if that is faster and fits."""
@@ -243,7 +291,8 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 "parallel.pipeline_model_parallel_size": stages,
             }
             for more in product(
-                _schedules(layers, stages),
+                [{}, {"parallel.cp_comm_type": "a2a"}] if context > 1 else [{}],
+                _schedules(model, stages),
                 _experts(experts, tensor, tensor * context * data),
                 _sharding(data * context, stages),
                 _RECOMPUTATION,
@@ -258,18 +307,27 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 yield values
 
 
-def _schedules(layers: int, stages: int) -> list[Values]:
+def _schedules(model: ModelOptions, stages: int) -> list[Values]:
     """Return the schedules of a pipeline: 1F1B, zero-bubble, and interleaved with some chunks."""
+    layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
     if stages == 1:
         return [{}]
-    each = layers // stages
-    whole = [n for n in _divisors(each) if n > 1 and layers % stages == 0]
+    bubble = {"parallel.pipeline_schedule": "zero-bubble"}
+    if layers % stages and not model.decoder_num_layers:
+        uneven = [
+            {"parallel.pipeline_model_parallel_layout": layout_text(_spread(layers, stages * n))}
+            for n in _powers(layers // stages)
+        ]
+        return [uneven[0], {**uneven[0], **bubble}, *uneven[1:]]
+    whole = [n for n in _divisors(layers // stages) if n > 1]
     picked = sorted({*whole[:2], *whole[-1:]})
-    return [
-        {},
-        {"parallel.pipeline_schedule": "zero-bubble"},
-        *({"parallel.num_virtual_stages_per_pipeline_rank": n} for n in picked),
-    ]
+    return [{}, bubble, *({"parallel.num_virtual_stages_per_pipeline_rank": n} for n in picked)]
+
+
+def _spread(layers: int, parts: int) -> tuple[int, ...]:
+    """Return the layers of each part. Those with one more come last, but before the head."""
+    each, left = divmod(layers, parts)
+    return tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
 
 
 def _experts(experts: int | None, tensor: int, ranks: int) -> list[Values]:

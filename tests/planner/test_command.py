@@ -94,6 +94,13 @@ def test_a_thousand_gpus_are_planned_in_ten_seconds():
     assert best.config.parallel.pipeline_model_parallel_size > 1
 
 
+def test_layers_that_stages_do_not_divide_are_distributed():
+    words = SMALL.replace("--num-layers 8", "--num-layers 7")
+    plans = _search("--gpus 4xH200 --global-batch 32 --", words)[1].best(60)
+    stages = {plan.config.parallel.pipeline_model_parallel_size for plan in plans}
+    assert {1, 2, 4} <= stages
+
+
 def test_memory_decides_what_is_shown():
     words = ("--gpus 8xH200 --global-batch 64 --", GPT3.replace("12288", "3072"))
     wide = _search(*words)[1].best(1)[0]
