@@ -99,6 +99,14 @@ class Device:
         return _properties(self.torch_device).multi_processor_count if self.is_gpu else 1
 
     @property
+    def block_memory(self) -> int:
+        """The bytes of shared memory that a block of a kernel may have (on a CPU: emulated)."""
+        if not self.is_gpu:
+            return 227 * 1024
+        found: Any = _properties(self.torch_device)  # whose stub lacks this property
+        return int(found.shared_memory_per_block_optin)
+
+    @property
     def has_flash(self) -> bool:
         """Whether PyTorch's flash attention kernels run here, as they do on GPUs since Ampere."""
         return self.capability >= (8, 0)

@@ -24,11 +24,84 @@ from megatron.kernels.library import (
     operator,
     takes,
 )
+from megatron.kernels.plans import (
+    KernelLaunch,
+    Pointer,
+    column_shape,
+    column_sums,
+    summing_blocks,
+    vector_size,
+)
+from megatron.kernels.sources import FLOATS, constant, instance
 
-ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii")
-ACTIVATION_BACKWARD = Kernel("activation_backward", "pppppppiiiiii")
 KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # the same as in activation.cu
 PARTIALS = 4  # rows of partial sums, for each multiprocessor
+
+
+def _plan_forward(
+    x: Pointer,
+    bias: Pointer | None,
+    out: Pointer,
+    amax: Pointer | None,
+    rows: int,
+    columns: int,
+    kind: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan out [rows, columns] from x [rows, columns (SwiGLU: 2 columns)] and a bias like its rows.
+
+    amax, zero before, rises to the largest magnitude of out.
+    """
+    name = FLOATS[dtype]
+    at_once = 2 if kind == KINDS["swiglu"] else 4  # rows_at_once in activation.cu
+    shape = column_shape(rows, columns // vector_size(name), at_once)
+    kernel = instance("activation_forward_kernel", name, kind)
+    return [KernelLaunch(kernel, shape.grid, (shape.threads,), (x, bias, out, amax, rows, columns))]
+
+
+def _plan_backward(
+    x: Pointer,
+    bias: Pointer | None,
+    grad: Pointer,
+    grad_x: Pointer,
+    grad_bias: Pointer | None,
+    partials: Pointer | None,
+    amax: Pointer | None,
+    capacity: int,
+    multiprocessors: int,
+    rows: int,
+    columns: int,
+    kind: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan the gradients of x and of the bias.
+
+    The bias's goes through partials, fp32 [capacity, width of x]. amax, zero before, rises to the
+    largest magnitude of grad_x.
+    """
+    name, sums = FLOATS[dtype], grad_bias is not None
+    vectors = columns // vector_size(name)
+    residency = 2 if kind == KINDS["swiglu"] else 3  # as in activation.cu, with sums
+    blocks = summing_blocks(vectors, multiprocessors * residency, capacity) if sums else 0
+    shape = column_shape(rows, vectors, constant("activation.cu", "kRowsAtOnceBackward"), blocks)
+    launches = [
+        KernelLaunch(
+            instance("activation_backward_kernel", name, kind, sums),
+            shape.grid,
+            (shape.threads,),
+            (x, bias, grad, grad_x, partials, amax, rows, columns),
+        )
+    ]
+    if sums:
+        width = columns * (2 if kind == KINDS["swiglu"] else 1)
+        launches.append(
+            column_sums(name, (partials, None), (grad_bias, None), shape.grid[0], width)
+        )
+    return launches
+
+
+ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii", _plan_forward)
+ACTIVATION_BACKWARD = Kernel("activation_backward", "pppppppiiiiii", _plan_backward)
 
 
 # A form of an activation. It takes x [..., f] (gated: [..., 2 f]) and an optional bias of the size

@@ -11,9 +11,44 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+from megatron.kernels.plans import KernelLaunch, Number, Pointer
+from megatron.kernels.sources import FLOATS, constant, instance
 from megatron.kernels.tensor_sums import CHUNK, TensorTable
 
-ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd")
+
+def _plan_update(
+    tensors: Pointer,
+    pieces: Pointer,
+    step: Pointer,
+    gradient_scale: Pointer,
+    found_nonfinite: Pointer,
+    count: int,
+    chunk: int,
+    gradient: int,
+    copy: int,
+    beta1: Number,
+    beta2: Number,
+    epsilon: Number,
+    rate: Number,
+    decay: Number,
+) -> list[KernelLaunch]:
+    """Plan one step for all pieces (tensor, first element), each of up to `chunk` elements.
+
+    Nothing changes if found_nonfinite is not 0. Gradients are divided by gradient_scale.
+    """
+    if count == 0:
+        return []
+    kernel = instance("adam_kernel", FLOATS[gradient], FLOATS[copy])
+    given = (tensors, pieces, step, gradient_scale, found_nonfinite)
+    threads = constant("adam.cu", "kThreads")
+    return [
+        KernelLaunch(
+            kernel, (count,), (threads,), (*given, chunk, beta1, beta2, epsilon, rate, decay)
+        )
+    ]
+
+
+ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd", _plan_update)
 
 
 class AdamTensors(NamedTuple):

@@ -1,18 +1,20 @@
-"""Compilation of the CUDA sources next to this file into a cached shared library.
+"""Compilation of the CUDA sources next to this file into a cached library of kernels.
 
-It needs nvcc but no GPU, and does not import torch, so that `pip install` can use it. A library
-serves one GPU architecture. Its file name identifies its sources and its content, so a stale or
-damaged one is never used:
+It needs NVRTC, which PyTorch brings along, but neither a GPU nor a CUDA toolkit nor a C++ compiler,
+and does not import torch, so that `pip install` can use it. A library serves one GPU architecture.
+Its file name identifies its sources and its content, so a stale or damaged one is never used:
 
-    kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>-<digest of the file>.so
+    kernels-<architecture>-<digest of sources and flags>-cuda<NVRTC version>-<digest of file>.bin
 
-A library runs as this user, so it is only loaded if nobody else can have written it (`open_built`).
+The file has a line of JSON and then the compiled code of each source (`join`). It is only loaded if
+nobody else can have written it (`read_built`).
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,28 +22,25 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 
 from megatron.durable import open_trusted, replace_file
-from megatron.environment import cuda_home
+from megatron.environment import module_command, usable_cores
+from megatron.kernels import sources
+from megatron.kernels.nvrtc import FLAGS, find_libraries
 
-HERE = Path(__file__).parent
-PREBUILT = HERE / "built"  # filled by `pip install`
-FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
-# Time limit in seconds for the whole compilation, which usually takes 10 to 16, or 60 on two cores
-# that others use too. It is well below --distributed-timeout-minutes, because processes on other
-# machines may be waiting already.
+PREBUILT = sources.HERE / "built"  # filled by `pip install`
+# Time limit in seconds for the whole compilation, which usually takes 5, or 40 on a single core. It
+# is well below --distributed-timeout-minutes, because processes on other machines may be waiting.
 BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that builds
 LOCK_PATIENCE = 20.0  # seconds until a line says that this process waits
 LEFT_AFTER = 3600.0  # seconds without a change after which a scratch folder is a killed build's
 _SCRATCH = "compiling-"
-_LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 
 Say = Callable[[str], None]
 
@@ -52,52 +51,58 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """An installed nvcc."""
+    """An installed NVRTC."""
 
     path: Path
     version: str  # "13.0"
     architectures: frozenset[int]  # 80, 90, ...: what it can compile for
 
-    def gencode(self, architecture: str) -> str:
-        """Return nvcc's flag for "sm_90a" and the like.
+    def target(self, architecture: str) -> str:
+        """Return what to compile for so that it runs on "sm_90a" and the like.
 
-        If this nvcc is too old for the GPU, it compiles to PTX for the newest architecture that it
+        If this NVRTC is too old for the GPU, it compiles to PTX for the newest architecture that it
         knows, and the driver compiles that further.
         """
         major, minor = _capability(architecture)
         number = 10 * major + minor
         if number in self.architectures:
-            virtual = architecture.replace("sm_", "compute_")
-            return f"-gencode=arch={virtual},code={architecture}"
+            return architecture
         older = [known for known in self.architectures if known < number]
         if not older:
-            raise BuildError(f"nvcc {self.version} cannot compile for {architecture}: update CUDA")
-        newest = f"compute_{max(older)}"
-        return f"-gencode=arch={newest},code={newest}"
+            raise BuildError(f"NVRTC {self.version} cannot compile for {architecture}: update CUDA")
+        return f"compute_{max(older)}"
 
 
-def find_compiler() -> Compiler:
-    """Return the nvcc in CUDA_HOME, on the PATH, or in /usr/local/cuda.
+def find_compiler(release: str = "") -> Compiler:
+    """Return the NVRTC of CUDA_HOME, of the packages beside PyTorch, or of /usr/local/cuda.
+
+    Args:
+        release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
     Raises:
-        BuildError: There is no nvcc, or it does not run.
+        BuildError: There is no NVRTC, or it cannot be loaded.
     """
-    home = cuda_home()
-    found = shutil.which("nvcc", path=str(home / "bin")) if home else shutil.which("nvcc")
-    found = found or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if found is None:
-        where = f"in CUDA_HOME={home}" if home else "on the PATH"
-        raise BuildError(f"no nvcc {where}: install the CUDA toolkit or set CUDA_HOME")
+    found = find_libraries(release)
+    if not found:
+        package = "nvidia-cuda-nvrtc-cu12" if release == "12" else "nvidia-cuda-nvrtc"
+        raise BuildError(
+            f"no NVRTC (libnvrtc.so), which PyTorch for CUDA brings along: pip install {package}, "
+            "or set CUDA_HOME to a CUDA toolkit"
+        )
     try:
-        said = _output(found, "--version")
-        listed = _output(found, "--list-gpu-arch")
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{found} does not run ({error}): reinstall the CUDA toolkit") from None
-    version = re.search(r"release (\d+\.\d+)", said)
-    if version is None:
-        raise BuildError(f"{found} --version names no release: reinstall the CUDA toolkit")
-    known = frozenset(int(number) for number in re.findall(r"compute_(\d+)", listed))
-    return Compiler(Path(found), version[1], known)
+        said = json.loads(_output(*_command("describe", str(found[0]))))
+        return Compiler(found[0], said["version"], frozenset(said["architectures"]))
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        text = str(getattr(error, "stderr", "") or error).strip()
+        raise BuildError(
+            f"{found[0]} does not work ({text}): reinstall its package, or set CUDA_HOME to a CUDA "
+            "toolkit"
+        ) from None
+
+
+def _command(*words: str) -> list[str]:
+    """Return the command of a process that uses NVRTC (`nvrtc.main`)."""
+    return [*module_command("megatron.kernels.nvrtc"), *words]
 
 
 def _output(*command: str) -> str:
@@ -119,17 +124,9 @@ def looked_up_as(architecture: str) -> str:
     return name_of(*_capability(architecture))
 
 
-def source_files() -> list[Path]:
-    """Return every .cu file."""
-    return sorted(HERE.glob("cuda/*.cu"))
-
-
 def digest() -> str:
     """Return a digest of all sources, headers and flags."""
-    state = hashlib.sha256(repr((FLAGS, _LINK_FLAGS)).encode())
-    for file in sorted(HERE.glob("cuda/*.cu*")):
-        state.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return state.hexdigest()[:16]
+    return sources.digest(FLAGS)
 
 
 def find_built(architecture: str, folder: Path, say: Say, version: str = "*") -> Path | None:
@@ -139,12 +136,12 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
         say: Prints one line about each library that is not used.
-        version: The version of nvcc that made the library. By default any version will do.
+        version: The version of NVRTC that made the library. By default any version will do.
     """
     reasons = []
-    for path in sorted(folder.glob(f"kernels-{architecture}-{digest()}-cuda{version}-*.so")):
+    for path in sorted(folder.glob(f"kernels-{architecture}-{digest()}-cuda{version}-*.bin")):
         try:
-            os.close(open_built(path))
+            read_built(path)
         except OSError as error:
             reasons.append(f"fused kernels: {path} is not used: {error.strerror}")
         else:
@@ -154,8 +151,8 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
     return None
 
 
-def open_built(path: Path) -> int:
-    """Return a descriptor of a library that is safe to load.
+def read_built(path: Path) -> bytes:
+    """Return the content of a library that is safe to load.
 
     Nobody but this user, root or the owner of this package, who may run code here anyway, can have
     written the file, and its bytes match the digest in its name.
@@ -163,17 +160,18 @@ def open_built(path: Path) -> int:
     Raises:
         OSError: The file is missing, foreign or damaged.
     """
-    with open_trusted(path, HERE.stat().st_uid) as file:
-        if not path.stem.endswith(f"-{_digest_of(file)}"):
-            raise OSError(errno.EBADMSG, "it is damaged: delete it", str(path))
-        return os.dup(file.fileno())
+    with open_trusted(path, sources.HERE.stat().st_uid) as file:
+        content = file.read()
+    if not path.stem.endswith(f"-{_digest_of(content)}"):
+        raise OSError(errno.EBADMSG, "it is damaged: delete it", str(path))
+    return content
 
 
-def _digest_of(file: BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
-def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
+def build(architecture: str, folder: Path, say: Say, say_waiting: Say, release: str = "") -> Path:
     """Find or build the library in `folder`. One process builds it while the others wait.
 
     Args:
@@ -181,11 +179,12 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
         folder: The folder in which libraries are cached.
         say: A function that prints one line.
         say_waiting: A function that prints one line if another process takes long to build.
+        release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
     Raises:
         BuildError: There is no compiler or no place to write, or the compiler fails.
     """
-    compiler = find_compiler()
+    compiler = find_compiler(release)
     stem = f"kernels-{architecture}-{digest()}-cuda{compiler.version}"
     started = time.time()
     try:
@@ -212,9 +211,9 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
 
 def _make(compiler: Compiler, architecture: str, stem: Path, say: Say) -> Path:
     """Compile a library, and keep it as `stem` with its digest appended."""
-    sources = source_files()
+    count = len(sources.source_files())
     say(
-        f"fused kernels: compiling {len(sources)} CUDA files for {architecture} with nvcc "
+        f"fused kernels: compiling {count} CUDA files for {architecture} with NVRTC "
         f"{compiler.version}, once; less than a minute"
     )
     started = time.monotonic()
@@ -234,7 +233,7 @@ def keep(made: Path, stem: Path) -> Path:
     Nobody ever sees a partial library, even if the machine crashes.
     """
     with made.open("rb") as file:
-        kept = stem.with_name(f"{stem.name}-{_digest_of(file)}.so")
+        kept = stem.with_name(f"{stem.name}-{_digest_of(file.read())}.bin")
         os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
     return made.replace(kept)
@@ -243,28 +242,56 @@ def keep(made: Path, stem: Path) -> Path:
 def compile_sources(
     compiler: Compiler, architecture: str, scratch: Path, *more_flags: str, say: Say | None = None
 ) -> Path:
-    """Compile all sources in parallel, and link them.
+    """Compile all sources in parallel, and join them.
 
     Args:
-        compiler: The nvcc.
+        compiler: The NVRTC.
         architecture: The name of the GPU architecture, such as "sm_90a".
-        scratch: The folder for object files and the library.
-        more_flags: Further flags for nvcc.
+        scratch: The folder for compiled sources and the library.
+        more_flags: Further flags for NVRTC.
         say: A function that prints a line every half minute; `None` prints nothing.
 
     Returns:
         The library.
 
     Raises:
-        BuildError: nvcc fails (the message has its first error) or takes too long.
+        BuildError: NVRTC fails (the message has its first error) or takes too long.
     """
-    command = [str(compiler.path), *FLAGS, *more_flags, compiler.gencode(architecture), "-c"]
-    made = {source: str(scratch / (source.stem + ".o")) for source in source_files()}
-    clock = _Clock(say or say_nothing)
-    _run([[*command, str(source), "-o", target] for source, target in made.items()], clock)
-    library = scratch / "library.so"
-    _run([[str(compiler.path), *_LINK_FLAGS, *made.values(), "-o", str(library)]], clock)
+    target = compiler.target(architecture)
+    made = {source: scratch / f"{source.stem}.bin" for source in sources.source_files()}
+    commands = [
+        _command("compile", str(compiler.path), str(source), target, str(output), *more_flags)
+        for source, output in made.items()
+    ]
+    _run(commands, [path.name for path in made.values()], _Clock(say or say_nothing))
+    for path in made.values():
+        if not path.is_file():
+            raise BuildError(f"NVRTC ended without an error but did not produce {path}")
+    library = scratch / "library"
+    replace_file(library, join([path.read_bytes() for path in made.values()]))
     return library
+
+
+def join(compiled: Sequence[bytes]) -> bytes:
+    """Return the content of a library, from what `nvrtc.main` writes for each source."""
+    kernels, codes = {}, []
+    for place, content in enumerate(compiled):
+        names, _, code = content.partition(b"\n")
+        kernels.update({kernel: (place, name) for kernel, name in json.loads(names).items()})
+        codes.append(code)
+    head = {"sizes": [len(code) for code in codes], "kernels": kernels}
+    return json.dumps(head).encode() + b"\n" + b"".join(codes)
+
+
+def split(content: bytes) -> tuple[list[bytes], Mapping[str, tuple[int, str]]]:
+    """Return the codes in a library, and the place and the compiled name of each kernel."""
+    head, _, rest = content.partition(b"\n")
+    index = json.loads(head)
+    codes, start = [], 0
+    for size in index["sizes"]:
+        codes.append(rest[start : start + size])
+        start += size
+    return codes, {kernel: (place, name) for kernel, (place, name) in index["kernels"].items()}
 
 
 class _Clock:
@@ -283,7 +310,7 @@ class _Clock:
         seconds = now - self._started
         if seconds > BUILD_LIMIT:
             raise BuildError(
-                f"nvcc did not produce {' '.join(unfinished)} in {BUILD_LIMIT} s: see why it "
+                f"NVRTC did not produce {' '.join(unfinished)} in {BUILD_LIMIT} s: see why it "
                 "hangs, or compile on a machine with more free cores (docs/kernels.md, Compiling)"
             )
         if now >= self._next_line:
@@ -294,12 +321,15 @@ class _Clock:
             )
 
 
-def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
-    """Run nvcc commands in parallel, and return what each of them printed.
+def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> list[str]:
+    """Run commands, one on each core, and return what each of them printed.
 
-    The last argument of a command is the file that it creates.
+    Args:
+        commands: The commands.
+        makes: The name of the file that each command makes, for messages.
+        clock: It ends them if they take too long.
     """
-    running: dict[int, subprocess.Popen[str]] = {}
+    waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[str]]()
     said = [""] * len(commands)
     with ExitStack() as files:
         outputs = [
@@ -307,18 +337,18 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
             for _ in commands
         ]
         try:
-            for i, command in enumerate(commands):
-                # Use a separate process group, which includes the processes that nvcc itself
-                # starts.
-                running[i] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=outputs[i],
-                    text=True,
-                    process_group=0,
-                )
-            while running:
+            while waiting or running:
+                while waiting and len(running) < usable_cores():
+                    i = waiting.pop(0)
+                    # Use a separate process group, which includes the processes that it starts.
+                    running[i] = subprocess.Popen(
+                        commands[i],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=outputs[i],
+                        text=True,
+                        process_group=0,
+                    )
                 for i in [i for i, process in running.items() if process.poll() is not None]:
                     outputs[i].seek(0)
                     said[i] = outputs[i].read()
@@ -326,11 +356,8 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
                         lines = said[i].splitlines()
                         errors = [line for line in lines if "error" in line.lower()]
                         reason = next(iter(errors + lines), f"exit code {code}")
-                        raise BuildError(f"nvcc failed: {reason.strip()}")
-                    if not Path(commands[i][-1]).is_file():
-                        made = commands[i][-1]
-                        raise BuildError(f"nvcc ended without an error but did not produce {made}")
-                clock.check([Path(commands[i][-1]).name for i in running])
+                        raise BuildError(f"NVRTC failed: {reason.strip()}")
+                clock.check([makes[i] for i in (*running, *waiting)])
                 time.sleep(0.02)
         except OSError as error:
             raise BuildError(f"{commands[0][0]} does not run ({error.strerror})") from None

@@ -15,10 +15,54 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator
+from megatron.kernels.plans import KernelLaunch, Pointer
+from megatron.kernels.sources import FLOATS, constant, instance
 
-STATISTICS = Kernel("cross_entropy_statistics", "pppppiii")
-GRADIENT = Kernel("cross_entropy_gradient", "ppppppiii")
 CHUNK = 2**24  # logits held in fp32 at a time by the plain form: 64 MiB
+
+
+def _plan_statistics(
+    logits: Pointer,
+    labels: Pointer,
+    maxima: Pointer,
+    sums: Pointer,
+    targets: Pointer,
+    rows: int,
+    size: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan the `Statistics` of each row of logits [rows, size]."""
+    if rows == 0:
+        return []
+    threads = constant("cross_entropy.cu", "kThreads")
+    kernel = instance("statistics_kernel", FLOATS[dtype])
+    return [
+        KernelLaunch(kernel, (rows,), (threads,), (logits, labels, size, maxima, sums, targets))
+    ]
+
+
+def _plan_gradient(
+    logits: Pointer,
+    result: Pointer,
+    labels: Pointer,
+    maxima: Pointer,
+    sums: Pointer,
+    upstream: Pointer,
+    rows: int,
+    size: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan result = upstream * (exp(logit - maximum) / sum - [is the label]), perhaps in place."""
+    if rows == 0:
+        return []
+    threads = constant("cross_entropy.cu", "kGradientThreads")
+    kernel = instance("gradient_kernel", FLOATS[dtype])
+    given = (logits, result, labels, size, maxima, sums, upstream)
+    return [KernelLaunch(kernel, (rows,), (threads,), given)]
+
+
+STATISTICS = Kernel("cross_entropy_statistics", "pppppiii", _plan_statistics)
+GRADIENT = Kernel("cross_entropy_gradient", "ppppppiii", _plan_gradient)
 
 
 class Statistics(NamedTuple):

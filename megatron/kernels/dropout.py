@@ -13,10 +13,84 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.device import Device
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator, takes
+from megatron.kernels.plans import (
+    KernelLaunch,
+    Pointer,
+    column_shape,
+    column_sums,
+    stream_types,
+    summing_blocks,
+)
+from megatron.kernels.sources import constant, instance
 
-FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii")
-BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii")
 GROUP = 8  # elements that share a block of random words; dropout.cu has the same
+
+
+def _plan_forward(
+    x: Pointer,
+    bias: Pointer | None,
+    residual: Pointer,
+    seed: Pointer,
+    out: Pointer,
+    rows: int,
+    columns: int,
+    drop: int,
+    x_dtype: int,
+    w_dtype: int,
+) -> list[KernelLaunch]:
+    """Plan out = residual + dropout(x + bias).
+
+    x [rows, columns] and bias [columns] are of w_dtype, residual and out of x_dtype; seed is one
+    int64. `drop` of 65536 random values drop an element; the rest is multiplied by 65536 / (65536 -
+    drop).
+    """
+    stream, weights = stream_types(x_dtype, w_dtype)
+    shape = column_shape(rows, columns // GROUP, constant("dropout.cu", "kRowsAtOnce"))
+    given = (x, bias, residual, seed, out, rows, columns, drop, 65536 / (65536 - drop))
+    kernel = instance("bias_dropout_add_forward_kernel", stream, weights)
+    return [KernelLaunch(kernel, shape.grid, (shape.threads,), given)]
+
+
+def _plan_backward(
+    grad: Pointer,
+    seed: Pointer,
+    grad_x: Pointer,
+    grad_bias: Pointer | None,
+    partials: Pointer | None,
+    multiprocessors: int,
+    rows: int,
+    columns: int,
+    drop: int,
+    x_dtype: int,
+    w_dtype: int,
+) -> list[KernelLaunch]:
+    """Plan grad_x of w_dtype, and grad_bias through partials fp32 [multiprocessors, columns].
+
+    With sums, the threads of a multiprocessor form one block.
+    """
+    stream, weights = stream_types(x_dtype, w_dtype)
+    vectors, sums = columns // GROUP, grad_bias is not None
+    rows_of_block = constant("dropout.cu", "kResidency") if sums else 1
+    blocks = summing_blocks(vectors, multiprocessors, multiprocessors) if sums else 0
+    at_once = rows_of_block * constant("dropout.cu", "kRowsAtOnceBackward")
+    shape = column_shape(rows, vectors, at_once, blocks)
+    launches = [
+        KernelLaunch(
+            instance("bias_dropout_add_backward_kernel", stream, weights, sums),
+            shape.grid,
+            (shape.threads, rows_of_block),
+            (grad, seed, grad_x, partials, rows, columns, drop, 65536 / (65536 - drop)),
+            shared=shape.threads * rows_of_block * GROUP * 4 if sums else 0,
+        )
+    ]
+    if sums:
+        out = (grad_bias, None)
+        launches.append(column_sums(weights, (partials, None), out, shape.grid[0], columns))
+    return launches
+
+
+FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii", _plan_forward)
+BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii", _plan_backward)
 
 
 # (x, bias, residual, probability): see `bias_dropout_add`

@@ -17,13 +17,132 @@ from torch import Tensor
 
 from megatron.kernels.amax import Zeros
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, is_traced, operator
+from megatron.kernels.plans import SIZES, WARP, KernelLaunch, Pointer, divide_up, vector_size
+from megatron.kernels.sources import FLOATS, constant, instance
 
-AMAX = Kernel("fp8_amax", "ppii")
-AMAX_BOTH = Kernel("fp8_amax_both", "pppiii")
-CAST = Kernel("fp8_cast", "pppppiii")
-CAST_ROWS = Kernel("fp8_cast_rows", "pppiiii")
-CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiii")
-TRANSPOSE = Kernel("fp8_transpose", "ppii")
+_THREADS = 256  # of most blocks; fp8.cuh has the same
+_ROWS_OF_WARPS = 4  # of a block if a warp has a whole row
+
+
+def _plan_amax(x: Pointer, amax: Pointer, size: int, dtype: int) -> list[KernelLaunch]:
+    """Plan amax, zero before, as the largest magnitude of x [size]."""
+    if size == 0:
+        return []
+    name = FLOATS[dtype]
+    at_once = vector_size(name) * constant("fp8.cu", "kInFlight") * _THREADS
+    grid = (divide_up(size, at_once),)
+    return [KernelLaunch(instance("amax_kernel", name), grid, (_THREADS,), (x, size, amax))]
+
+
+def _plan_amax_both(
+    x: Pointer, of_rows: Pointer, of_columns: Pointer, rows: int, columns: int, dtype: int
+) -> list[KernelLaunch]:
+    """Plan the largest magnitudes, zero before, of x [rows, columns] by row and by column."""
+    if rows == 0 or columns == 0:
+        return []
+    warps = constant("fp8_transpose.cu", "kStripWarps")
+    strip = _THREADS // WARP // warps * constant("fp8_transpose.cu", "kStripRows")
+    grid = (divide_up(columns, warps * WARP * 8), divide_up(rows, strip))
+    kernel = instance("amax_both_kernel", FLOATS[dtype])
+    return [
+        KernelLaunch(kernel, grid, (_THREADS,), (x, rows, columns, of_rows, of_columns), early=True)
+    ]
+
+
+def _plan_cast(
+    x: Pointer,
+    y: Pointer,
+    amax: Pointer,
+    inverse: Pointer,
+    found: Pointer | None,
+    size: int,
+    dtype: int,
+    fp8: int,
+) -> list[KernelLaunch]:
+    """Plan y = x [size] in fp8, and inverse, which brings it back.
+
+    If there is `found`, it rises to the largest magnitude of x.
+    """
+    if size == 0:
+        return []
+    kernel = instance("cast_kernel", FLOATS[dtype], fp8, found is not None)
+    grid = (divide_up(size, 8 * constant("fp8.cu", "kCastInFlight") * _THREADS),)
+    return [KernelLaunch(kernel, grid, (_THREADS,), (x, y, size, amax, inverse, found), early=True)]
+
+
+def _plan_cast_rows(
+    x: Pointer, y: Pointer, inverse: Pointer, rows: int, columns: int, dtype: int, fp8: int
+) -> list[KernelLaunch]:
+    """Plan y = x in fp8 with a scale for each row of x [rows, columns]."""
+    if rows == 0:
+        return []
+    vectors, name = divide_up(columns, 8), FLOATS[dtype]
+    held = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
+    most = constant("fp8.cu", "kMostRowThreads") // WARP
+    warps = min(divide_up(vectors, WARP * held), most)
+    turns = divide_up(vectors, warps * WARP)  # then as few warps as take them
+    block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
+    kernel = instance("cast_rows_kernel", name, fp8)
+    return [
+        KernelLaunch(kernel, (divide_up(rows, block[1]),), block, (x, y, rows, columns, inverse))
+    ]
+
+
+def _tiles(rows: int, columns: int) -> tuple[int, int]:
+    tile = constant("fp8_transpose.cu", "kTile")
+    return divide_up(columns, tile), divide_up(rows, tile)
+
+
+def _plan_cast_transpose(
+    x: Pointer,
+    y: Pointer,
+    transposed: Pointer,
+    amax: Pointer,
+    amax_columns: Pointer | None,
+    inverse: Pointer,
+    inverse_columns: Pointer | None,
+    found: Pointer | None,
+    rows: int,
+    columns: int,
+    dtype: int,
+    fp8: int,
+) -> list[KernelLaunch]:
+    """Plan y [rows, columns] and its transpose in fp8.
+
+    Without amax_columns one scale serves both; if there is `found`, it then rises to the largest
+    magnitude of x. Otherwise y has one scale per row, and transposed one per column.
+    """
+    if rows == 0 or columns == 0:
+        return []
+    name = FLOATS[dtype]
+    scales = (amax, amax_columns, inverse, inverse_columns)
+    return [
+        KernelLaunch(
+            instance("cast_transpose_kernel", name, fp8, found is not None),
+            _tiles(rows, columns),
+            (_THREADS,),
+            (x, y, transposed, rows, columns, *scales, found),
+            shared=constant("fp8_transpose.cu", "kTile") ** 2 * SIZES[name],
+            early=True,
+        )
+    ]
+
+
+def _plan_transpose(x: Pointer, y: Pointer, rows: int, columns: int) -> list[KernelLaunch]:
+    """Plan y [columns, rows] = x^T, in bytes."""
+    if rows == 0 or columns == 0:
+        return []
+    return [
+        KernelLaunch("transpose_kernel", _tiles(rows, columns), (_THREADS,), (x, y, rows, columns))
+    ]
+
+
+AMAX = Kernel("fp8_amax", "ppii", _plan_amax)
+AMAX_BOTH = Kernel("fp8_amax_both", "pppiii", _plan_amax_both)
+CAST = Kernel("fp8_cast", "pppppiii", _plan_cast)
+CAST_ROWS = Kernel("fp8_cast_rows", "pppiiii", _plan_cast_rows)
+CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiii", _plan_cast_transpose)
+TRANSPOSE = Kernel("fp8_transpose", "ppii", _plan_transpose)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_CODES = {E4M3: 0, E5M2: 1}  # the same as in fp8.cu

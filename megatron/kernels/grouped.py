@@ -24,10 +24,73 @@ from megatron.kernels.library import (
     operator,
     takes,
 )
+from megatron.kernels.plans import WARP, KernelLaunch, Pointer, divide_up, vector_size
+from megatron.kernels.sources import FLOATS, constant, instance
 
-COMBINE_ROWS = Kernel("combine_rows", "ppppiiii")
-COMBINE_ROWS_BACKWARD = Kernel("combine_rows_backward", "pppppppiiii")
-TAKE_GRADIENT = Kernel("take_gradient", "ppiii")
+
+def _threads_of(columns: int, name: str) -> int:
+    """Return the number of threads of a block that share a row."""
+    warps = divide_up(divide_up(columns, vector_size(name)), WARP)
+    return min(warps * WARP, constant("experts.cu", "kMostThreads"))
+
+
+def _plan_combine(
+    rows: Pointer,
+    place: Pointer,
+    weights: Pointer | None,
+    out: Pointer,
+    tokens: int,
+    chosen: int,
+    columns: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan out [tokens, columns] from rows [n, columns] of one type.
+
+    place is int64 [tokens, chosen], weights fp32 [tokens, chosen].
+    """
+    name = FLOATS[dtype]
+    kernel, threads = instance("combine_rows_kernel", name), _threads_of(columns, name)
+    return [
+        KernelLaunch(kernel, (tokens,), (threads,), (rows, place, weights, out, chosen, columns))
+    ]
+
+
+def _plan_combine_backward(
+    grad: Pointer,
+    rows: Pointer,
+    order: Pointer,
+    place: Pointer,
+    weights: Pointer,
+    rows_grad: Pointer,
+    weights_grad: Pointer,
+    count: int,
+    chosen: int,
+    columns: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan the gradients of rows [count, columns] and of weights fp32 [tokens, chosen].
+
+    order is int64 [count]. weights_grad is written only where a choice has a row.
+    """
+    name = FLOATS[dtype]
+    kernel = instance("combine_rows_backward_kernel", name)
+    given = (grad, rows, order, place, weights, rows_grad, weights_grad, chosen, columns)
+    return [KernelLaunch(kernel, (count,), (_threads_of(columns, name),), given)]
+
+
+def _plan_take_gradient(
+    value: Pointer, into: Pointer, count: int, accumulate: int, dtype: int
+) -> list[KernelLaunch]:
+    """Plan into fp32 [count] = value, or into + value."""
+    name, threads = FLOATS[dtype], constant("experts.cu", "kMostThreads")
+    kernel = instance("take_gradient_kernel", name, bool(accumulate))
+    grid = (divide_up(count, threads * vector_size(name)),)
+    return [KernelLaunch(kernel, grid, (threads,), (value, into, count))]
+
+
+COMBINE_ROWS = Kernel("combine_rows", "ppppiiii", _plan_combine)
+COMBINE_ROWS_BACKWARD = Kernel("combine_rows_backward", "pppppppiiii", _plan_combine_backward)
+TAKE_GRADIENT = Kernel("take_gradient", "ppiii", _plan_take_gradient)
 
 
 class Grouping(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels, loaded through ctypes, and their registration as PyTorch operators.
+"""Compiled CUDA kernels, loaded by the CUDA driver, and their registration as PyTorch operators.
 
 The library is found or built once, when a model is built, and then passed to the functions that
 launch its kernels:
@@ -7,8 +7,9 @@ launch its kernels:
     norm = choose_add_norm(choice.library)  # without a library: plain PyTorch
     print(choice)
 
-An operation's module declares the C functions that it calls as `Kernel` constants, and registers
-each function that launches them as an `operator`, so that compilers and exporters trace it.
+An operation's module declares its kernels and how they are launched as `Kernel` constants, and
+registers each function that launches them as an `operator`, so that compilers and exporters trace
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.device import Device, current_gpu, stream_handle
+from megatron.device import Device, cuda_release, current_gpu, stream_handle
 from megatron.environment import local_rank, private_cache
 from megatron.errors import say_on_stderr
 from megatron.kernels.build import (
@@ -33,21 +34,22 @@ from megatron.kernels.build import (
     build,
     find_built,
     name_of,
-    open_built,
+    read_built,
     say_nothing,
+    split,
 )
+from megatron.kernels.driver import Driver, DriverError, LaunchTarget, PreparedLaunches, prepare
+from megatron.kernels.plans import Number, Plan, PlanError, Pointer
+from megatron.kernels.sources import parameters
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # the same as in common.cuh
 VECTOR_BYTES = 16  # kernels read and write this much at once
 
+MOST_PLANS = 4096  # that a thread keeps; their number grows with every new size
+EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
+
 Argument = Tensor | int | float | None
-_KINDS: dict[str, type[ctypes._SimpleCData]] = {
-    "p": ctypes.c_void_p,
-    "v": ctypes.c_void_p,
-    "i": ctypes.c_int64,
-    "d": ctypes.c_double,
-}
 
 
 class KernelError(RuntimeError):
@@ -56,56 +58,60 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A C function of the library.
+    """An operation of the library: one kernel, or several in a row.
 
     Attributes:
-        name: The name of the function.
+        name: The name of the operation.
         kinds: One letter per argument: p for a contiguous tensor or `None`, v for a tensor of any
-            strides (which are arguments too), i for an integer or a dtype code, d for a float. The
-            stream follows as the last argument.
+            strides (which are arguments too), i for an integer or a dtype code, d for a float.
+        plan: A function of the arguments that says what to launch.
     """
 
     name: str
     kinds: str
+    plan: Plan
 
 
 class _Thread(threading.local):
-    """The library's current GPU in each thread: its CUDA runtime is not the one PyTorch uses."""
+    """What belongs to a thread: the GPU whose context is current, and its plans."""
 
     gpu = -1
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[Any, ...], PreparedLaunches] = {}
 
 
 class KernelLibrary:
     """Compiled kernels for one GPU architecture."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Load the library.
+    def __init__(self, path: Path | str, driver: Driver | None = None) -> None:
+        """Read the library.
 
         Args:
-            path: The shared library's file, as `build` names it.
+            path: The library's file, as `build` names it.
+            driver: The driver that loads it. By default this machine's.
 
         Raises:
-            OSError: The file is foreign or damaged (`open_built`), or cannot be loaded.
+            OSError: The file is foreign or damaged (`read_built`), or there is no driver.
+            DriverError: The driver rejects the code. One for an older CUDA may.
         """
         self.path = str(path)
-        # Load exactly the file that was checked, whatever has its name by now. The descriptor stays
-        # open: the dynamic linker would take a later library with the same descriptor number for
-        # this one.
-        self._loaded = ctypes.CDLL(f"/proc/self/fd/{open_built(Path(path))}")
+        codes, self._kernels = split(read_built(Path(path)))
+        self._driver = driver or Driver(system_library("libcuda.so.1"))
+        self._loaded = [self._driver.load(code) for code in codes]
+        self._launch = self._driver.launch
         self._thread = _Thread()
-        self._functions: dict[str, ctypes._NamedFuncPointer] = {}
-        for name in ("error_name", "error_text"):
-            function = getattr(self._loaded, name)  # which the object keeps, unlike self[name]
-            function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_char_p
-        self._loaded.set_device.argtypes = [ctypes.c_int64]
+        self._handles: dict[str, int] = {}
 
     def check(self, gpu: int) -> None:
-        """Check that the GPU's driver accepts the library. A driver for an older CUDA may not.
+        """Check that the kernels run on a GPU: that it has a context and the driver finds them.
 
         Raises:
-            KernelError: The driver rejects it.
+            DriverError: The driver reports an error.
         """
-        self._expect_success("set_device", self._loaded.set_device(gpu))
+        self._driver.make_current(gpu)
+        for name in self._kernels:
+            self._find(name)
 
     def launch(self, kernel: Kernel, *arguments: Argument) -> None:
         """Run a kernel on PyTorch's current stream for the first tensor's device.
@@ -113,45 +119,99 @@ class KernelLibrary:
         Raises:
             KernelError: An argument does not match the kernel, or CUDA reports an error.
         """
-        values, tensor = _values(kernel, arguments)
-        function = self._functions.get(kernel.name) or self._find(kernel)
+        values, shape, tensor = _read(kernel, arguments)
         gpu = tensor.get_device()
         if gpu < 0:  # a CPU tensor, for the emulator
-            error = function(*values, 0)
+            error = self._run(kernel, arguments, values, shape, tensor, 0)
         elif gpu == self._thread.gpu == current_gpu():
-            error = function(*values, stream_handle(gpu))
+            error = self._run(kernel, arguments, values, shape, tensor, stream_handle(gpu))
         else:
             with Device(tensor.device).as_current():
-                error = self._loaded.set_device(gpu) or function(*values, stream_handle(gpu))
+                self._driver.make_current(gpu)
+                error = self._run(kernel, arguments, values, shape, tensor, stream_handle(gpu))
             self._thread.gpu = gpu
-        self._expect_success(kernel.name, error)
-
-    def _expect_success(self, function: str, error: int) -> None:
         if error:
-            name = self._loaded.error_name(error).decode()
-            text = self._loaded.error_text(error).decode()
-            raise KernelError(f"{function}: {name} ({text})")
+            raise KernelError(f"{kernel.name}: {self._driver.error(error)}")
 
-    def _find(self, kernel: Kernel) -> ctypes._NamedFuncPointer:
-        function = self._loaded[kernel.name]
-        function.argtypes = [*(_KINDS[kind] for kind in kernel.kinds), ctypes.c_void_p]
-        function.restype = ctypes.c_int
-        self._functions[kernel.name] = function
-        return function
+    def _run(
+        self,
+        kernel: Kernel,
+        arguments: Sequence[Argument],
+        values: Sequence[Any],
+        shape: Sequence[Any],
+        tensor: Tensor,
+        stream: int,
+    ) -> int:
+        """KernelLaunch what the kernel's plan says, and return the driver's error, or 0."""
+        plans = self._thread.plans
+        key = (kernel.name, tensor.get_device(), stream, *shape)
+        prepared = plans.get(key)
+        if prepared is None:
+            prepared = self._prepare(kernel, arguments, tensor, stream)
+            if len(plans) >= MOST_PLANS:
+                plans.clear()
+            plans[key] = prepared
+        prepared.write(values)
+        launch = self._launch
+        for call in prepared.calls:
+            if error := launch(*call):
+                return int(error)
+        return 0
+
+    def _prepare(
+        self, kernel: Kernel, arguments: Sequence[Argument], tensor: Tensor, stream: int
+    ) -> PreparedLaunches:
+        """Ask a kernel's plan, and prepare what it says."""
+        seen: list[Pointer | Number | int | None] = []
+        for place, (kind, value) in enumerate(zip(kernel.kinds, arguments, strict=True)):
+            if kind == "i":
+                if not isinstance(value, int):
+                    raise KernelError(f"{kernel.name} takes an integer, not {type(value).__name__}")
+                seen.append(value)
+            elif kind == "d":
+                seen.append(Number(place))
+            else:
+                seen.append(None if value is None else Pointer(place))
+        places = [place for place, x in enumerate(seen) if isinstance(x, Pointer | Number)]
+        device = Device(tensor.device)
+        overlaps = device.is_gpu and device.capability >= EARLY_CAPABILITY
+        target = LaunchTarget(tensor.get_device(), stream, overlaps)
+        try:
+            launches = kernel.plan(*seen)
+            handles = [self._find(launch.kernel) for launch in launches]
+            for launch, handle in zip(launches, handles, strict=True):
+                self._driver.ask_for_shared(handle, target.gpu, launch.shared)
+            letters = [parameters()[launch.kernel.partition("<")[0]] for launch in launches]
+            return prepare(launches, handles, letters, places, target)
+        except (PlanError, DriverError) as error:
+            raise KernelError(f"{kernel.name}: {error}") from None
+
+    def _find(self, name: str) -> int:
+        handle = self._handles.get(name)
+        if handle is None:
+            if name not in self._kernels:
+                raise PlanError(f"{name} is not among the compiled kernels")
+            place, compiled = self._kernels[name]
+            handle = self._handles[name] = self._driver.find(self._loaded[place], compiled)
+        return handle
 
 
-def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], Tensor]:
-    """Return the arguments of the C function and the first tensor.
+def _read(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], list[Any], Tensor]:
+    """Return a call's addresses and numbers, what its plan depends on, and the first tensor.
 
     This runs a thousand times in a training step.
     """
     if len(arguments) != len(kernel.kinds):
         raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
     values: list[Any] = []
+    shape: list[Any] = []
     first, gpu = None, -1
     for kind, value in zip(kernel.kinds, arguments, strict=True):
-        if value is None or kind in "id":
-            values.append(value)  # ctypes refuses anything but a number
+        if kind == "i" or value is None:
+            shape.append(value)
+            continue
+        if kind == "d":
+            values.append(value)
             continue
         if not isinstance(value, Tensor):
             raise KernelError(f"{kernel.name} takes a tensor, not {value}")
@@ -162,9 +222,10 @@ def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], T
         if kind == "p" and not value.is_contiguous():
             raise KernelError(f"{kernel.name}: a tensor {list(value.shape)} is not contiguous")
         values.append(value.data_ptr())
+        shape.append(True)
     if first is None:
         raise KernelError(f"{kernel.name} takes tensors")
-    return values, first
+    return values, shape, first
 
 
 def system_library(name: str) -> ctypes.CDLL:
@@ -393,7 +454,7 @@ def _load(path: Path, device: Device) -> KernelLibrary:
         with device.as_current():
             library = open_library(str(path))
             library.check(current_gpu())
-    except (OSError, AttributeError, KernelError) as error:
+    except (OSError, AttributeError, ValueError, KernelError, DriverError, PlanError) as error:
         raise BuildError(
             f"{path} does not run here ({error}): update the driver or delete the file, or set "
             "MEGATRON_CACHE to another folder"
@@ -420,4 +481,6 @@ def find_or_build(architecture: str) -> Path:
             f"{error.filename} cannot hold compiled kernels ({error.strerror}): set MEGATRON_CACHE "
             "to another folder"
         ) from None
-    return find_built(architecture, folder, say) or build(architecture, folder, say_on_stderr, say)
+    return find_built(architecture, folder, say) or build(
+        architecture, folder, say_on_stderr, say, cuda_release()
+    )

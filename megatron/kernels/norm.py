@@ -24,10 +24,105 @@ from megatron.kernels.library import (
     operator,
     takes,
 )
+from megatron.kernels.plans import (
+    SIZES,
+    KernelLaunch,
+    Number,
+    Pointer,
+    column_sums,
+    divide_up,
+    row_shape,
+    row_threads,
+    stream_types,
+)
+from megatron.kernels.sources import instance
 
-ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid")
-ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiii")
 LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh has the same
+_STATIC_SHARED = 1024  # bytes in norm_backward.cu, and some to spare
+
+
+def _plan_forward(
+    residual: Pointer,
+    delta: Pointer | None,
+    weight: Pointer,
+    bias: Pointer | None,
+    total: Pointer | None,
+    normal: Pointer,
+    mean: Pointer | None,
+    rstd: Pointer,
+    amax: Pointer | None,
+    rows: int,
+    hidden: int,
+    x_dtype: int,
+    w_dtype: int,
+    epsilon: Number,
+) -> list[KernelLaunch]:
+    """Plan LayerNorm, or RMSNorm if there is no bias.
+
+    residual and total [rows, hidden] are of x_dtype; delta, weight, bias and normal of w_dtype;
+    mean and rstd [rows] are fp32. Without a delta there is no total. amax, zero before, rises to
+    the largest magnitude of normal.
+    """
+    x, w = stream_types(x_dtype, w_dtype)
+    shape = row_shape(hidden, w, 8 if bias is None else 16)
+    tensors = (residual, delta, weight, bias, total, normal, mean, rstd, amax)
+    return [
+        KernelLaunch(
+            instance("add_norm_forward_kernel", x, w, shape.elements, bias is not None),
+            (divide_up(rows, shape.rows),),
+            shape.block,
+            (*tensors, rows, hidden, epsilon),
+        )
+    ]
+
+
+def _plan_backward(
+    total: Pointer,
+    grad_normal: Pointer,
+    grad_total: Pointer | None,
+    weight: Pointer,
+    mean: Pointer | None,
+    rstd: Pointer,
+    grad: Pointer,
+    grad_delta: Pointer | None,
+    grad_weight: Pointer,
+    grad_bias: Pointer | None,
+    partials: Pointer,
+    amax: Pointer | None,
+    multiprocessors: int,
+    shared_memory: int,
+    rows: int,
+    hidden: int,
+    x_dtype: int,
+    w_dtype: int,
+) -> list[KernelLaunch]:
+    """Plan the backward pass: blocks that take rows in turn, then sums over the blocks.
+
+    Types are as in the forward pass; partials is fp32 [2 (or 1 without a bias), multiprocessors,
+    hidden] to work in. amax, zero before, rises to the largest magnitude of grad in w_dtype.
+    """
+    x, w = stream_types(x_dtype, w_dtype)
+    shape = row_shape(hidden, w, 16)
+    block = (shape.threads, row_threads(shape.elements) // shape.threads)
+    stage = block[0] * block[1] * shape.elements * (2 * SIZES[x] + SIZES[w])
+    stages = 2 if 2 * stage + _STATIC_SHARED <= shared_memory else 1
+    blocks = min(multiprocessors, divide_up(rows, block[1]))
+    partial_bias = None if grad_bias is None else partials.after(blocks * hidden * 4)
+    tensors = (total, grad_normal, grad_total, weight, mean, rstd, grad, grad_delta)
+    return [
+        KernelLaunch(
+            instance("add_norm_backward_kernel", x, w, shape.elements, grad_bias is not None),
+            (blocks,),
+            block,
+            (*tensors, partials, partial_bias, amax, rows, hidden, stages),
+            shared=stages * stage,
+        ),
+        column_sums(w, (partials, partial_bias), (grad_weight, grad_bias), blocks, hidden),
+    ]
+
+
+ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid", _plan_forward)
+ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiiii", _plan_backward)
 
 
 # (residual, delta, weight, bias, epsilon, handovers) -> (sum, its normalization): see `add_norm`
@@ -196,7 +291,8 @@ def add_norm_backward(
     grad_delta = torch.empty_like(total, dtype=weight.dtype) if round_for_delta else None
     grad_weight = torch.empty_like(weight)
     grad_bias = None if kinds == 1 else torch.empty_like(weight)
-    blocks = Device(total.device).multiprocessors
+    device = Device(total.device)
+    blocks = device.multiprocessors
     partials = moments.new_empty(kinds, blocks, hidden)
     library.launch(
         ADD_NORM_BACKWARD,
@@ -204,7 +300,8 @@ def add_norm_backward(
         *(None if kinds == 1 else moments[1], moments),
         *(grad, grad_delta, grad_weight, grad_bias, partials),
         zero_for(grad if grad_delta is None else grad_delta, handover),
-        *(blocks, rows, hidden, DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
+        *(blocks, device.block_memory, rows, hidden),
+        *(DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
     )
     return grad, grad_delta, grad_weight, grad_bias
 

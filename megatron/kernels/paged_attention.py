@@ -28,10 +28,81 @@ from megatron.kernels.attention import (
     gpu_attention,
 )
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, operator
+from megatron.kernels.plans import WARP, KernelLaunch, Number, PlanError, Pointer, divide_up
+from megatron.kernels.sources import FLOATS, constant, instance
 
-PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid")
-PAGED_ATTENTION_FP32 = Kernel("paged_attention_fp32", "pppppppiiiiiiid")
-APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii")
+
+def _plan_paged(
+    query: Pointer,
+    keys: Pointer,
+    values: Pointer,
+    tables: Pointer,
+    lengths: Pointer,
+    partial: Pointer | None,
+    out: Pointer,
+    rows: int,
+    groups: int,
+    per_group: int,
+    head_size: int,
+    table_width: int,
+    block_size: int,
+    parts: int,
+    dtype: int,
+    scale: Number,
+) -> list[KernelLaunch]:
+    """Plan attention of one query a row, in 16 bits on tensor cores, otherwise in fp32.
+
+    query and out are [rows, groups * per_group, d]; keys and values [slots, groups, d]; tables
+    int32 [rows, table_width]; lengths int32 [rows], of which none is above parts * PART; partial
+    fp32 [rows, heads, parts, d + 2] is scratch, of which a single part needs none.
+    """
+    name = FLOATS[dtype]
+    if name == "float":
+        source, vectors = "paged_attention_fp32.cu", divide_up(head_size, 4)
+        if head_size % 4 or not 1 <= vectors <= WARP:
+            raise PlanError(f"heads of {head_size} channels in fp32")
+        lanes, most = 16 if vectors <= 16 else 32, constant(source, "kMostHeads")
+        heads, threads = per_group if per_group <= 2 else most, constant(source, "kThreads")
+        kernel = instance("paged_attention_fp32_kernel", lanes, heads)
+        shared = threads // lanes * heads * (head_size + 2) * 4
+    else:
+        if head_size % 8 or not 8 <= head_size <= 256:
+            raise PlanError(f"heads of {head_size} channels in 16 bits")
+        heads, warps = (
+            constant("paged_attention.cu", "kHeads"),
+            constant("paged_attention.cu", "kWarps"),
+        )
+        threads = warps * WARP
+        width = next(width for width in (64, 128, 256) if head_size <= width)
+        kernel = instance("paged_attention_kernel", name, width)
+        shared = warps * min(per_group, heads) * head_size * 4
+    tensors = (query, keys, values, tables, lengths, partial, out)
+    sizes = (groups, per_group, head_size, table_width, block_size)
+    grid = (parts, groups * divide_up(per_group, heads), rows)
+    launches = [KernelLaunch(kernel, grid, (threads,), (*tensors, *sizes, scale), shared=shared)]
+    if parts > 1:
+        join, given = instance("join_parts_kernel", name), (partial, lengths, out, head_size, parts)
+        launches.append(KernelLaunch(join, (groups * per_group, rows), (head_size,), given))
+    return launches
+
+
+def _plan_append(
+    key: Pointer,
+    value: Pointer,
+    keys: Pointer,
+    values: Pointer,
+    slots: Pointer,
+    tokens: int,
+    width: int,
+) -> list[KernelLaunch]:
+    """Plan copies of key and value [tokens, width] to rows slots[token]; width in 16 bytes."""
+    threads = min(divide_up(width, WARP) * WARP, constant("append_to_cache.cu", "kThreads"))
+    given = (key, value, keys, values, slots, width)
+    return [KernelLaunch("append_to_cache_kernel", (tokens,), (threads,), given)]
+
+
+PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid", _plan_paged)
+APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii", _plan_append)
 PART = 256  # keys that a block of threads goes through; paged_attention.cuh has the same
 LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
 
@@ -180,12 +251,11 @@ def paged_attention(
     if parts > 1:
         partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
     out = torch.empty_like(query)
-    is_wide = query.dtype == torch.float32
     library.launch(
-        PAGED_ATTENTION_FP32 if is_wide else PAGED_ATTENTION,
+        PAGED_ATTENTION,
         *(query, keys, values, tables, lengths, partial_sums, out),
         *(rows, groups, heads // groups, size, tables.shape[1], block_size),
-        *((parts,) if is_wide else (parts, DTYPE_CODES[query.dtype])),
+        *(parts, DTYPE_CODES[query.dtype]),
         1 / math.sqrt(size),
     )
     return out

@@ -25,8 +25,53 @@ from megatron.kernels.library import (
     operator,
     takes,
 )
+from megatron.kernels.plans import KernelLaunch, PlanError, Pointer, divide_up, vector_size
+from megatron.kernels.sources import FLOATS, constant, instance
 
-SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 18)
+_THREADS = 192  # of a block that has several rows, about
+
+
+def _plan_split_rotate(
+    fused: Pointer,
+    cosine: Pointer | None,
+    sine: Pointer | None,
+    query: Pointer,
+    key: Pointer | None,
+    value: Pointer | None,
+    amax: Pointer | None,
+    *numbers: int,
+) -> list[KernelLaunch]:
+    """Plan the split of fused [s, b, groups, per_group + others, d] into heads that are turned.
+
+    query is [s, b, groups * per_group, d], key and value [s, b, groups, d]; their strides of s, b
+    and n come first among the numbers. cosine and sine are fp32 [s, rotary], whose second half
+    repeats the first; without them nothing turns. Backward goes from heads into fused, turning
+    back, and amax, zero before, rises to the largest magnitude of fused. others is 2, or 0 if fused
+    has queries alone; there are no key and value then.
+    """
+    strides, (positions, batch, groups, per_group, others) = numbers[:9], numbers[9:14]
+    head_size, rotary, backward, dtype = numbers[14:]
+    name = FLOATS[dtype]
+    most, heads_at_once = constant("rope.cu", "kMostThreads"), constant("rope.cu", "kHeadsAtOnce")
+    pairs = head_size // (2 * vector_size(name))
+    if not 1 <= pairs <= most:
+        raise PlanError(f"heads of {head_size} channels of type {name}")
+    rows = positions * batch
+    shares = divide_up(groups * (per_group + others), heads_at_once)
+    lanes = min(most // pairs, shares)
+    rows_at_once = max(1, _THREADS // (pairs * lanes))
+    sizes = (rows, batch, lanes, groups, per_group, others, head_size, rotary)
+    return [
+        KernelLaunch(
+            instance("split_rotate_kernel", name, bool(backward)),
+            (divide_up(rows, rows_at_once), divide_up(shares, lanes)),
+            (pairs, lanes * rows_at_once),
+            (fused, cosine, sine, query, key, value, amax, *strides, *sizes),
+        )
+    ]
+
+
+SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 18, _plan_split_rotate)
 LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
 _FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
 # Turns within it up to which a frequency is slowed down, and from which it is kept.

@@ -14,9 +14,32 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+from megatron.kernels.plans import KernelLaunch, Pointer
+from megatron.kernels.sources import FLOATS, constant, instance
 
 CHUNK = 2**16  # elements that a block takes; a multiple of what any access needs
-TENSOR_SUMS = Kernel("tensor_sums", "ppppiii")
+
+
+def _plan_sums(
+    tensors: Pointer,
+    pieces: Pointer,
+    results: Pointer,
+    total: Pointer,
+    count: int,
+    chunk: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan total = (sum of squares, number of nonzero elements) over all pieces.
+
+    A piece (tensor, first element) has up to `chunk` elements, and two doubles in results.
+    """
+    block = (constant("tensor_sums.cu", "kThreads"),)
+    kernel, given = instance("pieces_kernel", FLOATS[dtype]), (tensors, pieces, chunk, results)
+    add = [KernelLaunch(kernel, (count,), block, given)] if count else []
+    return [*add, KernelLaunch("finish_kernel", (1,), block, (results, count, total))]
+
+
+TENSOR_SUMS = Kernel("tensor_sums", "ppppiii", _plan_sums)
 
 # Elements whose squares are added in fp32. A CPU adds them almost one after another. Short rows
 # keep the relative error below 1e-5; with long rows it reaches 1e-2. Rows are added in fp64.
@@ -115,7 +138,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _tensor_sums(
     tables: Sequence[tuple[TensorTable, int]], device: torch.device, library: KernelLibrary
 ) -> Tensor:
-    """Launch two kernels for each dtype. Usually there is only one dtype."""
+    """KernelLaunch two kernels for each dtype. Usually there is only one dtype."""
     totals = torch.zeros(len(tables), 2, dtype=torch.float64, device=device)
     for total, (table, dtype) in zip(totals, tables, strict=True):
         count = len(table.pieces)

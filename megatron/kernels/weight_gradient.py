@@ -14,8 +14,60 @@ from torch import Tensor
 
 from megatron.device import Device
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator
+from megatron.kernels.plans import KernelLaunch, PlanError, Pointer, divide_up, vector_size
+from megatron.kernels.sources import FLOATS, constant, instance
 
-EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
+
+def _plan_embedding(
+    entries: Pointer,
+    gradient: Pointer,
+    into: Pointer,
+    pairs: Pointer,
+    parts: Pointer,
+    count: int,
+    hidden: int,
+    table_rows: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan into [table_rows, hidden] += the rows of gradient [count, hidden] by entry.
+
+    pairs, 8 bytes [2, count], and parts, fp32 [chunks, 2, hidden], are to work in. The rows are
+    sorted by entry, digit by digit.
+    """
+    if count == 0 or table_rows == 0:
+        return []
+    if (count | table_rows) >> 30:
+        raise PlanError(f"{count} rows for {table_rows} entries")
+    source, name = "embedding_gradient.cu", FLOATS[dtype]
+    bits, threads = constant(source, "kBits"), constant(source, "kThreads")
+    sorters = 1 << bits
+    launches: list[KernelLaunch] = []
+    ordered, following, other = None, pairs, pairs.after(8 * count)
+    for shift in range(0, table_rows.bit_length(), bits):
+        given = (None if ordered else entries, ordered, following, count, table_rows, shift)
+        grid = (divide_up(count, sorters),)
+        launches.append(KernelLaunch("sort_kernel", grid, (sorters,), given, early=True))
+        ordered, following, other = following, other, following
+    sizes, block = (count, hidden, table_rows), (threads,)
+    launches.append(
+        KernelLaunch(
+            instance("rows_kernel", name),
+            (count, divide_up(hidden, threads * vector_size(name))),
+            block,
+            (ordered, gradient, parts, into, *sizes),
+            early=True,
+        )
+    )
+    if boundaries := (count - 1) // CHUNK:
+        across = divide_up(hidden, threads * 4)
+        given_parts = (ordered, parts, into, *sizes)
+        launches.append(
+            KernelLaunch("parts_kernel", (boundaries, across), block, given_parts, early=True)
+        )
+    return launches
+
+
+EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii", _plan_embedding)
 WIDTH = 8  # the kernel needs a hidden size that this divides
 CHUNK = 32  # sorted rows that are summed side by side; embedding_gradient.cu has the same
 

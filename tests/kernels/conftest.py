@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.build import keep, source_files
+from megatron.kernels import library
 from megatron.kernels.library import Argument, Kernel, KernelLibrary, find_library
-from tests.kernels.emulation import build
+from tests.kernels.emulation import build, driver, index, missing
 
 # What `python -m tests.kernels.sanitize` says: the library to test, a file for the names of the
 # kernels that are launched, and whether one variant of each test is enough.
@@ -47,8 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class NotingLibrary(KernelLibrary):
     """A library that notes the names of the kernels that it launches."""
 
-    def __init__(self, path: Path, notes: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, linked: Path, notes: Path) -> None:
+        super().__init__(path, driver(linked))
         self._notes = notes
         self._noted: set[str] = set()
 
@@ -61,24 +60,31 @@ class NotingLibrary(KernelLibrary):
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory) -> KernelLibrary:
+def emulated(tmp_path_factory) -> Iterator[KernelLibrary]:
     """The kernels compiled as C++, which run on CPU tensors: slow, so for small sizes.
 
     Compiled once: of several workers of pytest-xdist the first to come does it.
     """
-    if shutil.which("nvcc") is None or shutil.which("g++") is None:
-        pytest.skip("needs nvcc (for its headers) and g++")
-    if SANITIZED:
-        return NotingLibrary(Path(SANITIZED), Path(CALLS))
+    if reason := missing():
+        pytest.skip(reason)
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not [*folder.glob("emulated-*.so")]:
-            keep(build(folder, source_files()), folder / "emulated")
-    (library,) = folder.glob("emulated-*.so")
-    return KernelLibrary(library)
+        if not [*folder.glob("emulated-*.bin")]:
+            if not SANITIZED:
+                build(folder)
+            index(folder)
+    (path,) = folder.glob("emulated-*.bin")
+    if SANITIZED:
+        made: KernelLibrary = NotingLibrary(path, Path(SANITIZED), Path(CALLS))
+    else:
+        made = KernelLibrary(path, driver(folder / "linked.so"))
+    real = library.open_library
+    with pytest.MonkeyPatch.context() as patch:  # compiled code knows the library by its path
+        patch.setattr(library, "open_library", lambda x: made if x == made.path else real(x))
+        yield made
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -1,5 +1,9 @@
-// Fibers for emulator.h, and the few calls of the CUDA runtime that kernels' hosts make.
+// Fibers for emulator.h, and the few functions of the CUDA driver that launch kernels.
 #include "emulator.h"
+
+#include <cuda.h>
+
+#include "../../megatron/kernels/cuda/common.cuh"
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -156,6 +160,50 @@ void run(dim3 grid, dim3 block, size_t bytes, const std::function<void()>& body)
 }
 }  // namespace emulator
 
-extern "C" cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-extern "C" const char* cudaGetErrorName(cudaError_t) { return "emulated error"; }
-extern "C" const char* cudaGetErrorString(cudaError_t) { return "see emulator.h"; }
+emulator::Registered* emulator::Registered::first;
+
+float to_float(Half x) { return __half2float(__half_raw{x.bits}); }
+template <>
+Half from_float<Half>(float x) { return {static_cast<__half_raw>(__float2half_rn(x)).x}; }
+template <>
+BFloat16 from_float<BFloat16>(float x) {
+  return {static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x};
+}
+
+// cuda.h declares them, and so checks their types. There is a single library of kernels.
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuLibraryLoadData(CUlibrary*, const void*, CUjit_option*, void**, unsigned,
+                           CUlibraryOption*, void**, unsigned) {
+  return CUDA_SUCCESS;
+}
+CUresult cuLibraryGetKernel(CUkernel* found, CUlibrary, const char* name) {
+  for (auto* kernel = emulator::Registered::first; kernel; kernel = kernel->next) {
+    if (strcmp(kernel->name, name) != 0) continue;
+    *found = reinterpret_cast<CUkernel>(kernel);
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_NOT_FOUND;
+}
+CUresult cuKernelSetAttribute(CUfunction_attribute, int, CUkernel, CUdevice) { return CUDA_SUCCESS; }
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
+                          void**) {
+  const auto& c = *config;
+  const uint64_t threads = uint64_t{c.blockDimX} * c.blockDimY * c.blockDimZ;
+  if (threads == 0 || threads > 1024 || c.blockDimZ > 64 || c.sharedMemBytes > 227 * 1024 ||
+      c.gridDimX == 0 || c.gridDimX > 0x7fffffff || c.gridDimY == 0 || c.gridDimY > 65535 ||
+      c.gridDimZ == 0 || c.gridDimZ > 65535) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  const auto* kernel = reinterpret_cast<emulator::Registered*>(function);
+  emulator::run(dim3(c.gridDimX, c.gridDimY, c.gridDimZ), dim3(c.blockDimX, c.blockDimY, c.blockDimZ),
+                c.sharedMemBytes, kernel->bind(kernel->kernel, parameters));
+  return CUDA_SUCCESS;
+}
+CUresult cuGetErrorName(CUresult error, const char** text) {
+  *text = error == CUDA_ERROR_NOT_FOUND ? "CUDA_ERROR_NOT_FOUND" : "emulated error";
+  return CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "see emulator.cpp";
+  return CUDA_SUCCESS;
+}

@@ -14,6 +14,8 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <tuple>
+#include <type_traits>
 
 // A section of its own, so that every block finds shared memory uninitialized. Kernels are static,
 // because AddressSanitizer leaves no room between the variables of functions that are not.
@@ -108,25 +110,35 @@ void __stcs(T* to, T x) { *to = x; }
 template <typename T>
 void __stcg(T* to, T x) { *to = x; }
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                   cudaStream_t, Arguments... arguments) {
-  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
-  if (threads == 0 || threads > 1024 || block.z > 64 || shared > 227 * 1024 || grid.x == 0 ||
-      grid.x > 0x7fffffff || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535) {
-    return cudaErrorInvalidConfiguration;
-  }
-  emulator::run(grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
-  return cudaSuccess;
+namespace emulator {
+// A kernel as the driver finds it: by its name.
+struct Registered {
+  const char* name;
+  void (*kernel)();
+  std::function<void()> (*bind)(void (*kernel)(), void** parameters);
+  Registered* next;
+  static Registered* first;
+};
+
+// A call of a kernel with parameters of which the driver gets the addresses.
+template <typename... Parameters>
+std::function<void()> bind(void (*kernel)(), void** parameters) {
+  const auto typed = reinterpret_cast<void (*)(Parameters...)>(kernel);
+  std::tuple<std::remove_cv_t<Parameters>...> values{
+      *static_cast<std::remove_cv_t<Parameters>*>(*parameters++)...};
+  return [=] { std::apply(typed, values); };
 }
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                        cudaStream_t stream, Arguments... arguments) {
-  return launch(kernel, grid, block, shared, stream, arguments...);
+template <typename... Parameters>
+Registered registered(const char* name, void (*kernel)(Parameters...)) {
+  return {name, reinterpret_cast<void (*)()>(kernel), bind<Parameters...>, Registered::first};
 }
+}  // namespace emulator
 
-inline int64_t shared_limit() { return 227 * 1024; }
+// Lets the emulated driver find a kernel. The name is also the kernel's C++ expression.
+#define REGISTER(number, ...)                                                             \
+  static emulator::Registered registered_##number = emulator::registered(#__VA_ARGS__, __VA_ARGS__); \
+  static const auto* linked_##number = emulator::Registered::first = &registered_##number;
 
 template <typename T>
 T* dynamic_shared() { return static_cast<T*>(emulator::shared_memory()); }

@@ -76,35 +76,3 @@ __global__ void read_neighbor(float* out, int waits) {
 __global__ void write_from_blocks(float* out, int blocks) {
   if (blockIdx.x < blocks) out[0] = blockIdx.x;
 }
-
-// ---- launching ----------------------------------------------------------------------------------
-
-#define PLANTED(kernel, grid, block, shared)                            \
-  extern "C" int planted_##kernel(float* out, int number) {             \
-    return launch(kernel, grid, block, shared, nullptr, out, number);   \
-  }
-
-PLANTED(write, dim3(1), dim3(1), 0)
-PLANTED(read, dim3(1), dim3(1), 0)
-PLANTED(multiply, dim3(1), dim3(1), 0)
-PLANTED(convert, dim3(1), dim3(1), 0)
-PLANTED(load_vector, dim3(1), dim3(1), 0)
-PLANTED(copy_vector, dim3(1), dim3(1), 0)
-PLANTED(write_dynamic, dim3(1), dim3(1), 33 * sizeof(float))
-PLANTED(write_registers, dim3(1), dim3(1), 0)
-PLANTED(sum_static, dim3(1), dim3(32), 0)
-PLANTED(largest_dynamic, dim3(1), dim3(32), 32 * sizeof(float))
-PLANTED(read_neighbor, dim3(1), dim3(32), 0)
-PLANTED(write_from_blocks, dim3(4), dim3(1), 0)
-
-extern "C" int planted_write_static(float* out, int index) {
-  return launch(write_static<float>, dim3(1), dim3(1), 0, nullptr, out, index);
-}
-
-extern "C" int planted_shift(int* out, int by) {
-  return launch(shift, dim3(1), dim3(1), 0, nullptr, out, by);
-}
-
-extern "C" int planted_grid(float* out, int blocks) {
-  return launch(write, dim3(blocks), dim3(1), 0, nullptr, out, 0);
-}

@@ -4,7 +4,7 @@
     python -m tests.kernels.sanitize tests/kernels/test_norm.py  the tests of some files
     python -m tests.kernels.sanitize --quick                     one variant of each test
 
-The kernels and the host code that launches them are compiled with both sanitizers. Findings are
+The kernels are compiled with both sanitizers. Findings are
 reads and writes outside a tensor or outside shared memory, misaligned accesses, and undefined
 behavior. The command runs one file after another, and prints a table of what each file ran and
 found, and then every finding. It exits with 1 if there is a finding, a failed test, or a kernel
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.kernels.build import keep, source_files
-from tests.kernels.emulation import HERE, build
+from megatron.kernels.sources import source_files
+from tests.kernels.emulation import HERE, build, missing
 from tests.repository import ROOT
 
 SANITIZERS = "address,undefined,float-cast-overflow"
@@ -85,7 +84,7 @@ def run(paths: Sequence[str], library: Path, folder: Path, is_quick: bool) -> Ou
 
     Args:
         paths: The files.
-        library: The library with sanitizers, under the name that `keep` gave it.
+        library: The library with sanitizers.
         folder: An empty folder for reports.
         is_quick: Whether to run one variant of each test.
     """
@@ -128,11 +127,10 @@ def row(label: str, outcome: Outcome) -> str:
 
 
 def kernel_names() -> frozenset[str]:
-    """Return the names of the C functions that launch kernels."""
-    launching = re.compile(r'extern "C" int (\w+)\([^)]*cudaStream_t')
-    return frozenset(
-        name for path in source_files() for name in launching.findall(path.read_text())
-    )
+    """Return the names of the operations that launch kernels."""
+    declared = re.compile(r' = Kernel\(\s*"(\w+)"')
+    files = (source_files()[0].parent.parent).glob("*.py")
+    return frozenset(name for path in files for name in declared.findall(path.read_text()))
 
 
 def summary(outcomes: Sequence[Outcome], kernels: Set[str]) -> tuple[list[str], bool]:
@@ -163,13 +161,13 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", default=files, help="files of tests")
     parser.add_argument("--quick", action="store_true", help="run one variant of each test")
     args = parser.parse_args()
-    if shutil.which("nvcc") is None or shutil.which("g++") is None:
-        print("sanitizers: nothing was checked, because nvcc (for its headers) or g++ is missing")
+    if reason := missing():
+        print(f"sanitizers: nothing was checked: {reason}")
         return 0
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         started = time.monotonic()
-        library = keep(build(folder, source_files(), SANITIZERS), folder / "emulated")
+        library = build(folder, sanitizers=SANITIZERS)
         print(f"compiled {len(source_files())} CUDA files in {time.monotonic() - started:.0f} s")
         print(f"{'file':44}" + "".join(f"{name:>10}" for name in _COLUMNS), flush=True)
         outcomes = []

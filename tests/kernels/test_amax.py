@@ -142,8 +142,8 @@ def test_vectors_are_zero_and_never_handed_out_twice():
 class Counting(KernelLibrary):
     """Counts the passes that only measure."""
 
-    def __init__(self, path):
-        super().__init__(path)
+    def __init__(self, library):
+        super().__init__(library.path, library._driver)
         self.measured = 0
 
     def launch(self, kernel, *arguments):
@@ -158,7 +158,7 @@ OLD = {**WIDE, "swiglu": False, "normalization": "LayerNorm", "add_bias_linear":
 @pytest.fixture
 def counting(emulated, monkeypatch):
     monkeypatch.setattr("tests.models.small.SEQUENCE", 16)
-    library = Counting(emulated.path)
+    library = Counting(emulated)
     fused = LibraryChoice(library, "emulated")
     monkeypatch.setattr("megatron.parallel.build.find_library", lambda _: fused)
     return library

@@ -1,9 +1,8 @@
-"""Compiling: caching, waiting, refusing; what Python calls exists; registers do not spill."""
+"""Compiling: caching, waiting, refusing; every kernel compiles, and its registers do not spill."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import importlib
@@ -23,12 +22,11 @@ import torch
 
 import megatron.kernels
 from megatron.kernels import build as building
-from megatron.kernels import library
+from megatron.kernels import library, nvrtc, sources
 from megatron.kernels.build import BuildError, Compiler, find_built, find_compiler
-from megatron.kernels.library import Kernel, KernelError
+from megatron.kernels.driver import DriverError
+from megatron.kernels.library import Kernel
 from tests.repository import ROOT
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
 def declared_kernels():
@@ -39,99 +37,133 @@ def declared_kernels():
             yield from (value for value in vars(module).values() if isinstance(value, Kernel))
 
 
-def kinds_in_sources():
-    """{function: letters of its arguments} as the .cu files have it."""
-    found = {}
-    for file in building.source_files():
-        for name, arguments in re.findall(r'extern "C" int (\w+)\(([^)]*)\)', file.read_text()):
-            words = [re.sub(r"\s+", " ", argument).strip() for argument in arguments.split(",")]
-            found[name] = words
-    return found
+def test_the_list_of_kernels_is_that_of_the_sources():
+    listed = sources.instances()
+    assert set(listed) == {path.stem for path in sources.source_files()}
+    for path in sources.source_files():
+        defined = set(re.findall(r"\b(\w+_kernel)\(", path.read_text()))
+        assert {name.partition("<")[0] for name in listed[path.stem]} == defined
+    assert {n.partition("<")[0] for names in listed.values() for n in names} == set(
+        sources.parameters()
+    )
 
 
-def test_python_and_cuda_agree_on_every_argument():
-    sources = kinds_in_sources()
-    types = {"p": "*", "v": "*", "i": "int64_t", "d": "double"}
-    for kernel in declared_kernels():
-        *arguments, stream = sources[kernel.name]
-        assert stream.startswith("cudaStream_t"), kernel
-        assert len(arguments) == len(kernel.kinds), kernel
-        for kind, argument in zip(kernel.kinds, arguments, strict=True):
-            assert types[kind] in argument, (kernel, argument)
+def test_every_operation_has_a_plan_for_its_arguments():
+    found = list(declared_kernels())
+    assert len(found) == len({kernel.name for kernel in found}) == 23
+    for kernel in found:
+        code = kernel.plan.__code__
+        assert bool(code.co_flags & 4) or code.co_argcount == len(kernel.kinds), kernel
 
 
-@needs_nvcc
+def _libraries():
+    """An NVRTC of each release that is installed here."""
+    return {nvrtc._release(path): str(path) for path in reversed(nvrtc.find_libraries())}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_compiles_without_a_gpu(tmp_path, architecture, monkeypatch):
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("release", ["12", "13"])
+def test_compiles_without_a_gpu(tmp_path, architecture, release, monkeypatch):
+    path = _libraries().get(release)
+    if path is None:
+        pytest.skip(f"needs NVRTC of CUDA {release}: pip install nvidia-cuda-nvrtc")
+    monkeypatch.undo()
     reports, real = [], building._run
 
-    def run(commands, clock):
-        said = real(commands, clock)
+    def run(commands, makes, clock):
+        said = real(commands, makes, clock)
         reports.extend(said)
         return said
 
     monkeypatch.setattr(building, "_run", run)
     monkeypatch.setattr(building, "BUILD_LIMIT", 1800)  # tests of other files run beside it
-    compiler, extra = find_compiler(), ("-Xptxas", "-v")
-    if architecture != "sm_90a" and tuple(map(int, compiler.version.split("."))) >= (12, 9):
-        extra = ("-Ofc=max",)  # nobody looks at what it makes, so in a fifth of the time
-    path = building.compile_sources(compiler, architecture, tmp_path, *extra)
-    loaded = ctypes.CDLL(str(path))
-    for kernel in declared_kernels():
-        assert hasattr(loaded, kernel.name), kernel
+    monkeypatch.setattr(building, "find_libraries", lambda _: [Path(path)])
+    compiler = find_compiler()
+    assert compiler.version.startswith(release)
+    made = building.compile_sources(compiler, architecture, tmp_path, "--ptxas-options=-v")
+    codes, kernels = building.split(made.read_bytes())
+    assert set(kernels) == {name for names in sources.instances().values() for name in names}
+    for kernel, (place, name) in kernels.items():
+        assert codes[place].startswith(b"\x7fELF")
+        assert f".text.{name}\0".encode() in codes[place], kernel
     if architecture != "sm_90a":
-        return  # an older GPU may spill a little
+        return  # others may spill a little
     text = "\n".join(reports)
     # Four words at most: an array in local memory would be far more. LayerNorm's backward of more
     # than 8192 columns (E = 32) keeps two sums for each of a thread's 32: too many for registers.
     functions = re.split(r"Function properties for (\S+)", text)[1:]
-    assert functions, text
+    assert len(functions) >= 2 * len(kernels), text
     for name, report in zip(functions[::2], functions[1::2], strict=True):
         most = 128 if "add_norm_backward_kernel" in name and "Li32ELb1" in name else 16
         for bytes_used in re.findall(r"(\d+) bytes (?:spill|stack frame)", report):
             assert int(bytes_used) <= most, (name, report)
 
 
+def test_a_source_that_does_not_compile_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    if not _libraries():
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    source = tmp_path / "column_sums.cu"
+    source.write_text("__global__ void column_sums_kernel(int x) { x = }")
+    command = building._command("compile", next(iter(_libraries().values())), str(source))
+    done = subprocess.run(
+        [*command, "sm_90a", str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "column_sums.cu(1): error: expected an expression" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    """A library is a script that `_fake` has made. A test that wants a real one undoes this."""
+    monkeypatch.setattr(building, "_command", lambda *words: [sys.executable, words[1], *words])
+
+
 def _fake(folder, script):
-    nvcc = folder / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text(f"#!{sys.executable}\n{script}")
-    nvcc.chmod(0o755)
+    path = folder / "lib64" / "libnvrtc.so"
+    path.parent.mkdir(parents=True)
+    path.write_text(script)
     return folder
 
 
 VERSIONS = """
 import sys
-if "--version" in sys.argv: print("release 99.1"); raise SystemExit
-if "--list-gpu-arch" in sys.argv: print("compute_80 compute_90"); raise SystemExit
+if "describe" in sys.argv:
+    print('{"version": "99.1", "architectures": [80, 90]}')
+    raise SystemExit
+_, _, _, source, target, output = sys.argv
+"""
+WRITING = """
+open(output, "w").write("{}\\nmade")
 """
 
 
 @pytest.fixture
-def counting_nvcc(tmp_path, monkeypatch):
-    """An nvcc that writes its name into its output, and counts how often it runs."""
+def counting_compiler(tmp_path, monkeypatch):
+    """A compiler that writes something into its output, and counts how often it runs."""
     home = _fake(
         tmp_path / "toolkit",
         VERSIONS
         + f"""
-import time, pathlib
+import time
 time.sleep(0.2)
 with open({str(tmp_path / "calls")!r}, "a") as f: f.write("x")
-pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_text("made")
-""",
+"""
+        + WRITING,
     )
     monkeypatch.setenv("CUDA_HOME", str(home))
     return tmp_path / "calls"
 
 
-def test_is_compiled_once_and_found_again(tmp_path, counting_nvcc):
+def test_is_compiled_once_and_found_again(tmp_path, counting_compiler):
     said = []
     folder = tmp_path / "cache"
     assert find_built("sm_90a", folder, pytest.fail) is None
     path = building.build("sm_90a", folder, said.append, said.append)
-    assert path.read_text() == "made"
-    assert len(counting_nvcc.read_text()) == len(building.source_files()) + 1  # and the linking
+    assert building.split(path.read_bytes())[0] == [b"made"] * len(sources.source_files())
+    assert len(counting_compiler.read_text()) == len(sources.source_files())
     assert len(said) == 2
     assert "sm_90a" in said[0]
     assert find_built("sm_90a", folder, pytest.fail) == path
@@ -140,7 +172,7 @@ def test_is_compiled_once_and_found_again(tmp_path, counting_nvcc):
     assert len(said) == 2
 
 
-def test_of_many_processes_one_compiles(tmp_path, counting_nvcc):
+def test_of_many_processes_one_compiles(tmp_path, counting_compiler):
     context = multiprocessing.get_context("fork")
     workers = [
         context.Process(target=building.build, args=("sm_90a", tmp_path / "cache", print, print))
@@ -151,28 +183,57 @@ def test_of_many_processes_one_compiles(tmp_path, counting_nvcc):
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 4
-    assert len(counting_nvcc.read_text()) == len(building.source_files()) + 1
+    assert len(counting_compiler.read_text()) == len(sources.source_files())
 
 
-def test_changed_sources_are_compiled_again(tmp_path, counting_nvcc, monkeypatch):
+def test_changed_sources_are_compiled_again(tmp_path, counting_compiler, monkeypatch):
     first = building.build("sm_90a", tmp_path / "cache", print, print)
     copy = tmp_path / "sources"
-    shutil.copytree(building.HERE / "cuda", copy / "cuda")
+    shutil.copytree(sources.HERE / "cuda", copy / "cuda")
     (copy / "cuda" / "common.cuh").write_text("// another")
-    monkeypatch.setattr(building, "HERE", copy)
+    monkeypatch.setattr(sources, "HERE", copy)
     assert find_built("sm_90a", tmp_path / "cache", pytest.fail) is None
     assert building.build("sm_90a", tmp_path / "cache", print, print) != first
 
 
-def test_without_nvcc_one_line_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    real = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda n, path=None: real(n, path=str(tmp_path)))
-    with pytest.raises(BuildError, match="install the CUDA toolkit or set CUDA_HOME"):
-        building.build("sm_90a", tmp_path / "cache", print, print)
+@pytest.mark.parametrize(
+    ("release", "package"), [("12", "nvidia-cuda-nvrtc-cu12"), ("13", "nvidia-cuda-nvrtc")]
+)
+def test_without_nvrtc_one_line_says_what_to_do(tmp_path, monkeypatch, release, package):
+    monkeypatch.setattr(building, "find_libraries", lambda _: [])
+    with pytest.raises(BuildError, match=f"pip install {package}, or set CUDA_HOME"):
+        building.build("sm_90a", tmp_path / "cache", print, print, release)
 
 
-def test_a_failing_nvcc_is_quoted(tmp_path, monkeypatch):
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.undo()  # a real process, which loads the file
+    library = _fake(tmp_path / "toolkit", "no library") / "lib64" / "libnvrtc.so"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    with pytest.raises(BuildError, match=f"{library} does not work .*: reinstall its package"):
+        find_compiler()
+
+
+def test_the_library_beside_torch_s_release_comes_first(tmp_path, monkeypatch):
+    found = []
+    for package, release in (("cuda_nvrtc", "12"), ("cu13", "13")):
+        lib = tmp_path / "nvidia" / package / "lib"
+        lib.mkdir(parents=True)
+        for name in (f"libnvrtc.so.{release}", f"libnvrtc-builtins.so.{release}.0"):
+            (lib / name).touch()
+        found.append(lib / f"libnvrtc.so.{release}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(nvrtc.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert nvrtc.find_libraries("12")[:2] == found
+    assert nvrtc.find_libraries("13")[:2] == found[::-1]
+    assert nvrtc.find_libraries("")[:2] == found[::-1]
+    asked = _fake(tmp_path / "toolkit", "") / "lib64" / "libnvrtc.so"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert nvrtc.find_libraries("13")[0] == asked
+
+
+def test_a_failing_compiler_is_quoted(tmp_path, monkeypatch):
     script = VERSIONS + 'sys.exit("x.cu(3): error: expected a semicolon")'
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
     with pytest.raises(BuildError, match="expected a semicolon"):
@@ -180,16 +241,15 @@ def test_a_failing_nvcc_is_quoted(tmp_path, monkeypatch):
     assert find_built("sm_90a", tmp_path / "cache", pytest.fail) is None
 
 
-def test_an_nvcc_that_speaks_in_another_encoding_is_quoted(tmp_path, monkeypatch):
-    """gcc's messages are those of the locale, and quote sources."""
-    script = """
-import sys
-out = sys.stdout.buffer
-if "--version" in sys.argv: out.write(b"\\xa9 NVIDIA, release 99.1"); raise SystemExit
-if "--list-gpu-arch" in sys.argv: print("compute_90"); raise SystemExit
+def test_a_compiler_that_speaks_in_another_encoding_is_quoted(tmp_path, monkeypatch):
+    """Messages quote sources."""
+    script = (
+        VERSIONS
+        + """
 sys.stderr.buffer.write(b"x.cu(3): error: \\xab;\\xbb is missing")
 raise SystemExit(1)
 """
+    )
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
     with pytest.raises(BuildError, match="error: \ufffd;\ufffd is missing"):
         building.build("sm_90a", tmp_path / "cache", print, print)
@@ -197,24 +257,26 @@ raise SystemExit(1)
     assert "\ufffd" in failed.read_text(encoding="utf-8")
 
 
-def test_an_nvcc_that_makes_nothing_is_named(tmp_path, monkeypatch):
+def test_a_compiler_that_makes_nothing_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", VERSIONS)))
-    with pytest.raises(BuildError, match=r"nvcc ended without an error but did not produce .*\.o$"):
+    with pytest.raises(
+        BuildError, match=r"NVRTC ended without an error but did not produce .*\.bin$"
+    ):
         building.build("sm_90a", tmp_path / "cache", print, print)
 
 
-def test_an_nvcc_that_hangs_is_given_up(tmp_path, monkeypatch):
-    """With what it started: nvcc itself only waits for others."""
+def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
+    """With what it started."""
     script = f"""
 import os, subprocess
-if "activation" in sys.argv[-1]:
+if "activation" in output:
     child = subprocess.Popen(["sleep", "60"])
     with open({str(tmp_path / "writing")!r}, "w") as f: f.write(str(child.pid))
     os.rename({str(tmp_path / "writing")!r}, {str(tmp_path / "child")!r})
     child.wait()
-open(sys.argv[sys.argv.index("-o") + 1], "w").close()
 """
-    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", VERSIONS + script)))
+    script = VERSIONS + script + WRITING
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
     monkeypatch.setattr(building, "PROGRESS", 0.1)
     said = []
 
@@ -224,7 +286,7 @@ open(sys.argv[sys.argv.index("-o") + 1], "w").close()
             monkeypatch.setattr(building, "BUILD_LIMIT", 0.2)
 
     with pytest.raises(
-        BuildError, match=r"did not produce .*activation.o.* in 0.2 s: see why it hangs"
+        BuildError, match=r"did not produce .*activation.bin.* in 0.2 s: see why it hangs"
     ):
         building.build("sm_90a", tmp_path / "cache", say, pytest.fail)
     assert re.search(r"still compiling after \d+ s, \d+ file\(s\) to go; .* after 240 s", said[1])
@@ -273,8 +335,7 @@ while not os.path.exists({str(stop)!r}) and time.monotonic() < end: time.sleep(0
         builder.join()
         stop.touch()  # what it started goes on without it
     (left,) = cache.glob("compiling-*")
-    writing = 'open(sys.argv[sys.argv.index("-o") + 1], "w").close()'
-    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "quick", VERSIONS + writing)))
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "quick", VERSIONS + WRITING)))
     os.utime(left, (0, time.time() - building.LEFT_AFTER - 60))
     (cache / "compiling-now").mkdir()  # for another GPU, perhaps
     building.build("sm_90a", cache, print, pytest.fail)  # nobody is waited for
@@ -282,18 +343,18 @@ while not os.path.exists({str(stop)!r}) and time.monotonic() < end: time.sleep(0
     assert (cache / "compiling-now").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, counting_nvcc):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, counting_compiler):
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="set MEGATRON_CACHE"):
         building.build("sm_90a", tmp_path / "file" / "cache", print, print)
 
 
-def test_a_newer_gpu_than_nvcc_gets_ptx():
-    nvcc = Compiler(building.Path("nvcc"), "12.0", frozenset({80, 90}))
-    assert nvcc.gencode("sm_90a") == "-gencode=arch=compute_90a,code=sm_90a"
-    assert nvcc.gencode("sm_100a") == "-gencode=arch=compute_90,code=compute_90"
+def test_a_newer_gpu_than_the_compiler_gets_ptx():
+    compiler = Compiler(Path("libnvrtc.so"), "12.0", frozenset({80, 90}))
+    assert compiler.target("sm_90a") == "sm_90a"
+    assert compiler.target("sm_100a") == "compute_90"
     with pytest.raises(BuildError, match="update CUDA"):
-        nvcc.gencode("sm_70")
+        compiler.target("sm_70")
 
 
 def test_an_architecture_is_kept_under_the_name_that_runs_look_for():
@@ -306,7 +367,7 @@ def test_an_architecture_is_kept_under_the_name_that_runs_look_for():
         building.looked_up_as("hopper")
 
 
-def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_nvcc, monkeypatch):
+def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_compiler, monkeypatch):
     monkeypatch.setattr(building, "LOCK_PATIENCE", 0.05)
     lock = tmp_path / "cache" / f"kernels-sm_90a-{building.digest()}-cuda99.1.lock"
     lock.parent.mkdir()
@@ -327,15 +388,20 @@ def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_nvc
 
 def test_what_is_installed_is_compiled_for_every_gpu_that_it_can_be(tmp_path):
     script = """
-if "arch=compute_80" in " ".join(sys.argv): sys.exit("x.cu(3): error: not for this one")
-open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+if target == "sm_80": sys.exit("x.cu(3): error: not for this one")
 """
     asked = {
-        "CUDA_HOME": str(_fake(tmp_path / "toolkit", VERSIONS + script)),
+        "CUDA_HOME": str(_fake(tmp_path / "toolkit", VERSIONS + script + WRITING)),
         "MEGATRON_CUDA_ARCHS": "9.0, sm_80,hopper",
     }
+    program = """
+import runpy, sys
+from megatron.kernels import build
+build._command = lambda *words: [sys.executable, words[1], *words]
+runpy.run_path("setup.py", run_name="__main__")
+"""
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
+        [sys.executable, "-c", program, "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
         cwd=ROOT,
         env={**os.environ, **asked},
         capture_output=True,
@@ -344,13 +410,13 @@ open(sys.argv[sys.argv.index("-o") + 1], "w").close()
     )
     assert done.returncode == 0, done.stderr
     for architecture, reason in (
-        ("sm_80", "nvcc failed: x.cu(3): error: not for this one"),
+        ("sm_80", "NVRTC failed: x.cu(3): error: not for this one"),
         ("hopper", "GPU architecture 'hopper' is not of the form sm_90a"),
     ):
         assert f"fused kernels: not compiled for {architecture}: {reason}\n" in done.stderr
     (made,) = (tmp_path / "lib" / "megatron" / "kernels" / "built").iterdir()
     content = hashlib.sha256(made.read_bytes()).hexdigest()[:32]
-    assert made.name == f"kernels-sm_90a-{building.digest()}-cuda99.1-{content}.so"
+    assert made.name == f"kernels-sm_90a-{building.digest()}-cuda99.1-{content}.bin"
 
 
 @pytest.fixture
@@ -383,73 +449,88 @@ def test_a_user_without_a_home_folder_gets_the_plain_forms(gpu, monkeypatch, cap
 
 
 def test_a_library_that_does_not_run_here_is_left_alone(
-    tmp_path, gpu, counting_nvcc, monkeypatch, capsys
+    tmp_path, gpu, counting_compiler, monkeypatch, capsys
 ):
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
-    _is_off(gpu, capsys, str(tmp_path / "kernels"), "does not run here", "update the driver")
 
-    class Refused:
-        """As by a driver that is older than the CUDA of nvcc."""
+    class Refusing:
+        """A driver that is older than the CUDA of the compiler."""
 
-        def __init__(self, path):
+        launch = None
+
+        def __init__(self, loaded):
             pass
 
-        def check(self, gpu):
-            raise KernelError("set_device: cudaErrorInsufficientDriver (too old)")
+        def load(self, code):
+            raise DriverError("cuLibraryLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION (too old)")
 
-    monkeypatch.setattr(library, "KernelLibrary", Refused)
-    _is_off(gpu, capsys, "cudaErrorInsufficientDriver", "update the driver")
+    monkeypatch.setattr(library, "system_library", lambda name: None)
+    monkeypatch.setattr(library, "Driver", Refusing)
+    reasons = ("does not run here", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "update the driver")
+    _is_off(gpu, capsys, str(tmp_path / "kernels"), *reasons)
+
+
+class Loads:
+    """A driver that notes what it is given."""
+
+    launch = None
+
+    def __init__(self, loaded):
+        self.loaded = []
+        Loads.last = self
+
+    def load(self, code):
+        self.loaded.append(code)
+
+    def make_current(self, gpu):
+        pass
 
 
 @pytest.fixture
 def planted(tmp_path, gpu, monkeypatch):
-    """The bytes of a library that leaves a mark when it is loaded, the mark and the cache.
+    """The bytes of a library, what the driver has loaded, and the cache.
 
     There is no compiler, so that what is found in the cache is all there is.
     """
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    mark, source = tmp_path / "mark", tmp_path / "planted.c"
-    source.write_text(
-        f'#include <fcntl.h>\n__attribute__((constructor)) void run() {{ creat("{mark}", 420); }}'
-    )
-    made = tmp_path / "planted.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    monkeypatch.setattr(library, "system_library", lambda name: None)
+    monkeypatch.setattr(library, "Driver", Loads)
+    library.open_library.cache_clear()
+    Loads.last = Loads(None)
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "shared"))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    real = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda n, path=None: real(n, path=str(tmp_path)))
-    return made.read_bytes(), mark, tmp_path / "shared" / f"kernels-{os.getuid()}"
+    monkeypatch.setattr(building, "find_libraries", lambda _: [])
+    content = building.join([b"{}\nplanted"])
+    yield content, lambda: Loads.last.loaded, tmp_path / "shared" / f"kernels-{os.getuid()}"
+    library.open_library.cache_clear()
 
 
 def _named(content):
     """The name that a build would give to this library."""
     digest = hashlib.sha256(content).hexdigest()[:32]
-    return f"kernels-sm_90a-{building.digest()}-cuda13.0-{digest}.so"
+    return f"kernels-sm_90a-{building.digest()}-cuda13.0-{digest}.bin"
 
 
 def test_a_library_of_this_user_in_the_private_folder_is_loaded(gpu, planted):
     """The attacks below fail because of what they change."""
-    content, mark, folder = planted
+    content, loaded, folder = planted
     folder.mkdir(parents=True, mode=0o700)
     (folder / _named(content)).write_bytes(content)
-    library.find_library.__wrapped__(gpu)
-    assert mark.exists()
+    assert library.find_library.__wrapped__(gpu).library is not None
+    assert loaded() == [b"planted"]
 
 
 @pytest.mark.parametrize("folder_name", ["kernels", "kernels-UID"])
-@pytest.mark.parametrize("file_name", ["kernels-sm_90a-SOURCES-cuda13.0.so", "digest"])
+@pytest.mark.parametrize("file_name", ["kernels-sm_90a-SOURCES-cuda13.0.bin", "digest"])
 def test_a_library_in_a_folder_that_others_may_enter_is_not_loaded(
     gpu, planted, capsys, folder_name, file_name
 ):
-    content, mark, private = planted
+    content, loaded, private = planted
     folder = private.parent / folder_name.replace("UID", str(os.getuid()))
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     file_name = file_name.replace("SOURCES", building.digest())
     (folder / (_named(content) if file_name == "digest" else file_name)).write_bytes(content)
     _is_off(gpu, capsys)
-    assert not mark.exists()
+    assert not loaded()
 
 
 @pytest.mark.parametrize(
@@ -457,7 +538,7 @@ def test_a_library_in_a_folder_that_others_may_enter_is_not_loaded(
     ["replaced", "no digest", "writable by all", "by the group", "foreign", "link", "pipe"],
 )
 def test_a_library_that_others_may_have_written_is_not_loaded(gpu, planted, capsys, attack):
-    content, mark, folder = planted
+    content, loaded, folder = planted
     folder.mkdir(parents=True, mode=0o700)
     path = folder / _named(content)
     path.write_bytes(content)
@@ -465,7 +546,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(gpu, planted, caps
         case "replaced":
             path.rename(folder / _named(b"what was built"))
         case "no digest":
-            path.rename(folder / f"kernels-sm_90a-{building.digest()}-cuda13.0.so")
+            path.rename(folder / f"kernels-sm_90a-{building.digest()}-cuda13.0.bin")
         case "writable by all":
             path.chmod(0o666)
         case "by the group":
@@ -480,12 +561,12 @@ def test_a_library_that_others_may_have_written_is_not_loaded(gpu, planted, caps
         case "pipe":
             path.unlink()
             os.mkfifo(path)
-    _is_off(gpu, capsys, "no nvcc")
-    assert not mark.exists()
+    _is_off(gpu, capsys, "no NVRTC")
+    assert not loaded()
 
 
 def test_a_private_folder_that_is_a_link_or_foreign_is_not_entered(gpu, planted, capsys, tmp_path):
-    content, mark, folder = planted
+    content, loaded, folder = planted
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     (elsewhere / _named(content)).write_bytes(content)
@@ -497,10 +578,10 @@ def test_a_private_folder_that_is_a_link_or_foreign_is_not_entered(gpu, planted,
         elsewhere.rename(folder)
         os.chown(folder, 4321, 4321)
         _is_off(gpu, capsys, str(folder), "not a folder of this user alone")
-    assert not mark.exists()
+    assert not loaded()
 
 
-def test_a_damaged_library_is_named_and_compiled_again(tmp_path, counting_nvcc):
+def test_a_damaged_library_is_named_and_compiled_again(tmp_path, counting_compiler):
     folder = tmp_path / "cache"
     path = building.build("sm_90a", folder, print, print)
     path.write_text("something else")
@@ -513,24 +594,18 @@ def test_a_damaged_library_is_named_and_compiled_again(tmp_path, counting_nvcc):
 
 def test_a_library_swapped_after_the_check_is_not_loaded(planted, monkeypatch):
     """Between the check and loading, the name is given to another file."""
-    content, mark, folder = planted
+    content, loaded, folder = planted
     folder.mkdir(parents=True)
-    harmless = subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "made.so")],
-        input="int set_device(long a) { return 0; }",
-        text=True,
-        check=False,
-    )
-    assert harmless.returncode == 0
-    path, real = building.keep(folder / "made.so", folder / "kernels"), library.open_built
+    path = folder / _named(content)
+    path.write_bytes(content)
+    real = library.read_built
 
     def swap(path):
-        opened = real(path)
+        checked = real(path)
         path.unlink()
-        path.write_bytes(content)
-        return opened
+        path.write_bytes(building.join([b"{}\nanother"]))
+        return checked
 
-    monkeypatch.setattr(library, "open_built", swap)
-    with pytest.raises(AttributeError):  # the harmless one has not all functions
-        library.KernelLibrary(path)
-    assert not mark.exists()
+    monkeypatch.setattr(library, "read_built", swap)
+    library.KernelLibrary(path)
+    assert loaded() == [b"planted"]

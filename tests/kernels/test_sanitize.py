@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.kernels.build import source_files
-from tests.kernels.emulation import HERE, build
+from megatron.kernels.sources import source_files
+from tests.kernels.emulation import HERE, build, missing
 from tests.kernels.sanitize import SANITIZERS, Outcome, environment, row, summary
 from tests.repository import name, tracked_files
 
-# Eight floats from malloc, whose surroundings AddressSanitizer watches.
+# Eight floats from malloc, whose surroundings AddressSanitizer watches. A kernel's launch is its
+# name, the number of blocks and of threads, and the bytes of shared memory.
 PROGRAM = """
 import ctypes, sys
+from megatron.kernels.driver import LaunchConfig
+from tests.kernels.emulation import driver
 malloc = ctypes.CDLL(None).malloc
 malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-loaded = ctypes.CDLL(sys.argv[1])
-for function, number in zip(sys.argv[2::2], sys.argv[3::2]):
-    planted = getattr(loaded, "planted_" + function)
-    planted.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    at, results = malloc(32), set()
+emulated = driver(sys.argv[1])
+words = sys.argv[2:]
+for kernel, blocks, threads, shared, number in zip(*(words[i::5] for i in range(5))):
+    handle = emulated.find(None, kernel)
+    at, results = ctypes.c_void_p(malloc(32)), set()
+    given = ctypes.c_int(int(number))
+    addresses = (ctypes.c_void_p * 2)(ctypes.addressof(at), ctypes.addressof(given))
+    config = LaunchConfig((int(blocks), 1, 1), (int(threads), 1, 1), int(shared))
     for _ in range(40):
-        error = planted(at, int(number))
-        results.add(ctypes.c_float.from_address(at).value)
-    print(function, error, len(results))
+        error = emulated.launch(ctypes.addressof(config), handle, ctypes.addressof(addresses), None)
+        results.add(ctypes.c_float.from_address(at.value).value)
+    print(kernel, error, len(results))
 """
+
+# Blocks, threads and bytes of shared memory, where they are not one thread.
+SHAPES = {
+    "write_dynamic": (1, 1, 33 * 4),
+    "sum_static": (1, 32, 0),
+    "largest_dynamic": (1, 32, 32 * 4),
+    "read_neighbor": (1, 32, 0),
+    "write_from_blocks": (4, 1, 0),
+}
 
 # A function of planted.cu, a number with which it is sound, a number with which it is not, and what
 # the sanitizer reports.
@@ -42,8 +56,8 @@ REPORTED = [
     ("convert", 30, 31, "outside the range of representable values"),
     ("load_vector", 4, 1, "misaligned address"),
     ("copy_vector", 4, 2, "misaligned address"),
-    ("write_static", 32, 33, "global-buffer-overflow"),
-    ("write_static", 0, -1, "global-buffer-overflow"),
+    ("write_static<float>", 32, 33, "global-buffer-overflow"),
+    ("write_static<float>", 0, -1, "global-buffer-overflow"),
     ("write_dynamic", 32, 33, "heap-buffer-overflow"),
     ("write_registers", 3, 4, "stack-buffer-overflow"),
 ]
@@ -59,14 +73,21 @@ UNSTEADY = [
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("nvcc") is None or shutil.which("g++") is None:
-        pytest.skip("needs nvcc (for its headers) and g++")
-    return build(tmp_path_factory.mktemp("planted"), [HERE / "planted.cu"], SANITIZERS)
+    if reason := missing():
+        pytest.skip(reason)
+    names = list(dict.fromkeys(kernel for kernel, *_ in [*REPORTED, *UNSTEADY]))
+    kernels = {HERE / "planted.cu": names}
+    return build(tmp_path_factory.mktemp("planted"), kernels, SANITIZERS)
 
 
-def run(planted: Path, *calls: str | int) -> subprocess.CompletedProcess[str]:
-    """Call functions with numbers in a process that ends at the first report."""
-    command = [sys.executable, "-c", PROGRAM, str(planted), *map(str, calls)]
+def run(
+    planted: Path, *calls: str | int, shape: tuple[int, int, int] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Call kernels with numbers in a process that ends at the first report."""
+    words: list[str | int] = []
+    for kernel, number in zip(calls[::2], calls[1::2], strict=True):
+        words += [kernel, *(shape or SHAPES.get(str(kernel), (1, 1, 0))), number]
+    command = [sys.executable, "-c", PROGRAM, str(planted), *map(str, words)]
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, check=False, timeout=200
     )
@@ -98,8 +119,9 @@ def test_a_result_that_depends_on_chance_changes(planted: Path, function: str, n
 
 
 def test_an_empty_grid_is_refused_as_cuda_refuses_it(planted: Path) -> None:
-    assert run(planted, "grid", 1).stdout == "grid 0 1\n"
-    assert run(planted, "grid", 0).stdout.startswith("grid 9 ")  # cudaErrorInvalidConfiguration
+    assert run(planted, "write", 0).stdout == "write 0 1\n"
+    refused = run(planted, "write", 0, shape=(0, 1, 0))
+    assert refused.stdout.startswith("write 1 ")  # CUDA_ERROR_INVALID_VALUE
 
 
 def test_every_compiled_source_is_checked() -> None:

@@ -22,7 +22,7 @@ from tests.repository import ROOT
 from tests.training.toy import TOY
 
 FUSED = LibraryChoice(object(), "as if")  # type: ignore[arg-type]
-PLAIN = LibraryChoice(None, "no nvcc")
+PLAIN = LibraryChoice(None, "no NVRTC")
 
 
 def _answers(layout: Layout) -> list[str]:

@@ -1,14 +1,13 @@
 // Non-linearities of the MLP with the bias of the projection before them.
 #include "amax.cuh"
 #include "column_sums.cuh"
-#include "columns.cuh"
 
 enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
 
 // The hardware's power of two and reciprocal, one instruction each, with an error far below a 16-bit
 // rounding. Subnormal numbers count as zero.
 __device__ __forceinline__ float fast_power_of_two(float x) {
-#ifdef __CUDACC__
+#ifndef EMULATED
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 #else
@@ -17,7 +16,7 @@ __device__ __forceinline__ float fast_power_of_two(float x) {
 }
 
 __device__ __forceinline__ float fast_reciprocal(float x) {
-#ifdef __CUDACC__
+#ifndef EMULATED
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 #else
@@ -203,58 +202,3 @@ __global__ void __launch_bounds__(256, residency<KIND, SUM>)
   if (amax) raise_by_block(amax, largest);
 }
 
-template <typename F>
-static cudaError_t with_kind(int64_t kind, F f) {
-  switch (kind) {
-    case kGeluTanh: return f(std::integral_constant<int, kGeluTanh>{});
-    case kGelu: return f(std::integral_constant<int, kGelu>{});
-    case kSquaredRelu: return f(std::integral_constant<int, kSquaredRelu>{});
-    case kSwiGLU: return f(std::integral_constant<int, kSwiGLU>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-// x [rows, columns (SwiGLU: 2 columns)], bias [columns (2 columns)] or null -> out [rows, columns], and
-// its largest magnitude in amax (zero before) unless null.
-extern "C" int activation_forward(const void* x, const void* bias, void* out, unsigned* amax,
-                                  int64_t rows, int64_t columns, int64_t kind, int64_t dtype,
-                                  cudaStream_t stream) {
-  return with_type(dtype, [&](auto t) {
-    using T = decltype(t);
-    return with_kind(kind, [&](auto which) {
-      constexpr int KIND = decltype(which)::value;
-      const ColumnShape shape = column_shape(rows, columns / vector_size<T>, rows_at_once<KIND>, 0);
-      return launch(activation_forward_kernel<T, KIND>, shape.grid, dim3(shape.threads), 0, stream,
-                    static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out),
-                    amax, rows, columns);
-    });
-  });
-}
-
-// The same inputs and grad [rows, columns] -> grad_x like x, and grad_bias like bias unless null,
-// through partial fp32 [capacity, width of x]; amax is that of grad_x.
-extern "C" int activation_backward(const void* x, const void* bias, const void* grad, void* grad_x,
-                                   void* grad_bias, float* partial, unsigned* amax,
-                                   int64_t capacity, int64_t multiprocessors, int64_t rows,
-                                   int64_t columns, int64_t kind, int64_t dtype,
-                                   cudaStream_t stream) {
-  return with_type(dtype, [&](auto t) {
-    using T = decltype(t);
-    return with_kind(kind, [&](auto which) {
-      constexpr int KIND = decltype(which)::value;
-      const int64_t vectors = columns / vector_size<T>;
-      const int64_t blocks =
-          grad_bias ? summing_blocks(vectors, multiprocessors * residency<KIND, true>, capacity) : 0;
-      const ColumnShape shape = column_shape(rows, vectors, kRowsAtOnceBackward, blocks);
-      const auto kernel = grad_bias ? activation_backward_kernel<T, KIND, true>
-                                    : activation_backward_kernel<T, KIND, false>;
-      const cudaError_t error =
-          launch(kernel, shape.grid, dim3(shape.threads), 0, stream, static_cast<const T*>(x),
-                 static_cast<const T*>(bias), static_cast<const T*>(grad), static_cast<T*>(grad_x),
-                 partial, amax, rows, columns);
-      if (error != cudaSuccess || !grad_bias) return error;
-      return column_sums(partial, nullptr, static_cast<T*>(grad_bias), static_cast<T*>(nullptr),
-                         shape.grid.x, columns * (KIND == kSwiGLU ? 2 : 1), stream);
-    });
-  });
-}

@@ -97,7 +97,11 @@ __device__ __forceinline__ bool allows_vectors(const AdamTensor& tensor) {
 template <typename G, typename C>
 __global__ void __launch_bounds__(kThreads)
     adam_kernel(const AdamTensor* __restrict__ tensors, const longlong2* __restrict__ pieces,
-                int64_t chunk, AdamNumbers numbers) {
+                const float* step, const float* gradient_scale, const float* found_nonfinite,
+                int64_t chunk, double beta1, double beta2, float epsilon, float rate,
+                float decay) {
+  const AdamNumbers numbers{beta1, beta2, epsilon, rate,
+                            decay, step,  gradient_scale, found_nonfinite};
   if (*numbers.found_nonfinite != 0.f) return;
   __shared__ Factors shared;
   if (threadIdx.x == 0) shared = factors_of(numbers);
@@ -119,28 +123,3 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-
-// One step for all pieces (tensor, first element), each of up to `chunk` elements; does nothing if
-// *found_nonfinite is not 0. Gradients are divided by *gradient_scale.
-extern "C" int adam_update(const void* tensors, const void* pieces, const float* step,
-                           const float* gradient_scale, const float* found_nonfinite,
-                           int64_t count, int64_t chunk, int64_t gradient_dtype,
-                           int64_t copy_dtype, double beta1, double beta2, double epsilon,
-                           double rate, double decay, cudaStream_t stream) {
-  if (count == 0) return cudaSuccess;
-  const AdamNumbers numbers{beta1,
-                            beta2,
-                            static_cast<float>(epsilon),
-                            static_cast<float>(rate),
-                            static_cast<float>(decay),
-                            step,
-                            gradient_scale,
-                            found_nonfinite};
-  return with_type(gradient_dtype, [&](auto gradient) {
-    return with_type(copy_dtype, [&](auto copy) {
-      return launch(adam_kernel<decltype(gradient), decltype(copy)>, dim3(count), kThreads, 0,
-                    stream, static_cast<const AdamTensor*>(tensors),
-                    static_cast<const longlong2*>(pieces), chunk, numbers);
-    });
-  });
-}

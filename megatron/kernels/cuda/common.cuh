@@ -1,46 +1,69 @@
-// What every kernel file shares: types, 16-byte vectors, sums over warps and blocks, launching.
+// What every kernel file shares: types, 16-byte vectors, sums over warps and blocks.
 //
-// Functions that Python calls are `extern "C" int name(...)`: pointers, then int64_t, then double
-// arguments in any number, the stream last; the result is a cudaError_t. No torch headers, so a
-// file compiles in seconds and one library serves every torch.
+// The files hold device code alone, without any header of CUDA's, so that NVRTC compiles them wherever
+// PyTorch is installed. Python launches the kernels (plans.py). A kernel's parameters are pointers,
+// int64_t, int, unsigned, float and double: source.py reads their types here.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
-
-#include <type_traits>
+#ifndef EMULATED  // the emulator of the tests is C++ and has them
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using uint32_t = unsigned;
+using uintptr_t = unsigned long long;
+using size_t = decltype(sizeof(0));
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 
 // ---- element types ------------------------------------------------------------------------------
 
-enum DType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // library.py has the same
+struct Half {  // IEEE binary16
+  unsigned short bits;
+};
+
+struct BFloat16 {
+  unsigned short bits;
+};
 
 __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(BFloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
 
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
 template <>
 __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
 
-// Calls f(T{}) for the type of a code. f is a generic lambda that returns a cudaError_t.
-template <typename F>
-cudaError_t with_type(int64_t dtype, F f) {
-  switch (dtype) {
-    case kFloat32: return f(float{});
-    case kFloat16: return f(__half{});
-    case kBFloat16: return f(__nv_bfloat16{});
-  }
-  return cudaErrorInvalidValue;
+#ifndef EMULATED
+__device__ __forceinline__ float to_float(Half x) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+  return result;
 }
+template <>
+__device__ __forceinline__ Half from_float<Half>(float x) {
+  Half result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+  return result;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
+  BFloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+  return result;
+}
+#else
+float to_float(Half x);
+template <>
+Half from_float<Half>(float x);
+template <>
+BFloat16 from_float<BFloat16>(float x);
+#endif
+
+template <typename A, typename B>
+constexpr bool is_same = false;
+template <typename A>
+constexpr bool is_same<A, A> = true;
 
 // ---- vectors ------------------------------------------------------------------------------------
 
@@ -65,7 +88,7 @@ __device__ __forceinline__ void store(T* to, const Vector<T, N>& value) {
 template <typename T, int N>
 __device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector) {
   Vector<float, N> result;
-  if constexpr (std::is_same<T, __nv_bfloat16>::value && N % 2 == 0) {
+  if constexpr (is_same<T, BFloat16> && N % 2 == 0) {
     const auto* words = reinterpret_cast<const unsigned*>(vector.at);
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
@@ -130,7 +153,7 @@ __device__ __forceinline__ float row_reduce(float value, float* scratch) {
   return warp_reduce<Op>(lane < warps ? scratch[lane] : Op::none());
 }
 
-#ifdef __CUDACC__
+#ifndef EMULATED
 // Waits for the threads of one row of the block. Fewer than 16 rows may have several warps.
 __device__ __forceinline__ void row_barrier() {
   asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
@@ -140,7 +163,7 @@ __device__ __forceinline__ void row_barrier() {
 // ---- asynchronous copies into shared memory -----------------------------------------------------
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
-#ifdef __CUDACC__
+#ifndef EMULATED
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 #else
@@ -149,7 +172,7 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 }
 
 __device__ __forceinline__ void copy_async_commit() {
-#ifdef __CUDACC__
+#ifndef EMULATED
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -157,7 +180,7 @@ __device__ __forceinline__ void copy_async_commit() {
 // Waits until at most `pending` of this thread's groups are not complete.
 template <int pending>
 __device__ __forceinline__ void copy_async_wait() {
-#ifdef __CUDACC__
+#ifndef EMULATED
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 #endif
 }
@@ -166,62 +189,7 @@ __device__ __forceinline__ void copy_async_wait() {
 
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-#ifdef __CUDACC__
-// Bytes of shared memory that a block may have on the current GPU.
-inline int64_t shared_limit() {
-  int device = 0, bytes = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return bytes;
-}
-
-// Whether a kernel may start while the one before it ends, which Hopper brought (programmatic
-// dependent launch). A library is compiled for one architecture.
-#if defined(__CUDA_ARCH_LIST__) && __CUDA_ARCH_LIST__ >= 900
-#define OVERLAPPED_LAUNCHES 1
-#else
-#define OVERLAPPED_LAUNCHES 0
-#endif
-
-// Asks for a block's dynamic shared memory. Without asking it gets 48 KiB, including its static part (at
-// most 16 KiB here).
-template <typename Kernel>
-cudaError_t ask_for_shared(Kernel kernel, size_t shared) {
-  if (shared <= 32 * 1024) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(shared));
-}
-
-// Runs a kernel and reports what the launch says.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                   cudaStream_t stream, Arguments... arguments) {
-  const cudaError_t error = ask_for_shared(kernel, shared);
-  if (error != cudaSuccess) return error;
-  kernel<<<grid, block, shared, stream>>>(static_cast<Parameters>(arguments)...);
-  return cudaGetLastError();
-}
-
-// The same for a kernel that calls wait_for_previous() before it touches memory: it is brought to the
-// GPU once all blocks of the kernel before it in the stream have called allow_next() or ended.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                        cudaStream_t stream, Arguments... arguments) {
-  const cudaError_t error = ask_for_shared(kernel, shared);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = OVERLAPPED_LAUNCHES;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-}
-
+#ifndef EMULATED
 // This block's dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ T* dynamic_shared() {
@@ -230,14 +198,17 @@ __device__ __forceinline__ T* dynamic_shared() {
 }
 #endif
 
+// A kernel that is launched early (KernelLaunch.early in plans.py) is brought to the GPU once all blocks of the
+// kernel before it in the stream have called allow_next() or ended, and calls wait_for_previous()
+// before it touches memory. Hopper brought this (programmatic dependent launch).
 __device__ __forceinline__ void allow_next() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

@@ -10,7 +10,7 @@ constexpr int kInFlight = 4;  // independent 16-byte loads of a thread
 
 __device__ __forceinline__ float exp_of_difference(float x, float shift) {
   const float power = (x - shift) * 1.4426950408889634f;  // subtracting first keeps it exact
-#ifdef __CUDACC__
+#ifndef EMULATED
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
   return result;
@@ -138,30 +138,3 @@ __global__ void __launch_bounds__(kGradientThreads)
 }
 
 }  // namespace
-
-// For each row of logits [rows, size]: its maximum, the sum of exp(logit - maximum), and the logit
-// at its label, 0 if the label lies outside of [0, size).
-extern "C" int cross_entropy_statistics(const void* logits, const int64_t* labels, float* maxima,
-                                        float* sums, float* targets, int64_t rows, int64_t size,
-                                        int64_t dtype, cudaStream_t stream) {
-  if (rows == 0) return cudaSuccess;
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    return launch(statistics_kernel<T>, dim3(rows), kThreads, 0, stream,
-                  static_cast<const T*>(logits), labels, size, maxima, sums, targets);
-  });
-}
-
-// result = upstream * (exp(logit - maximum) / sum - [is the label]); result may be logits.
-extern "C" int cross_entropy_gradient(const void* logits, void* result, const int64_t* labels,
-                                      const float* maxima, const float* sums,
-                                      const float* upstream, int64_t rows, int64_t size,
-                                      int64_t dtype, cudaStream_t stream) {
-  if (rows == 0) return cudaSuccess;
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    return launch(gradient_kernel<T>, dim3(rows), kGradientThreads, 0, stream,
-                  static_cast<const T*>(logits), static_cast<T*>(result), labels, size, maxima,
-                  sums, upstream);
-  });
-}

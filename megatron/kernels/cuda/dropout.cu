@@ -1,7 +1,5 @@
 // residual + dropout(x + bias). The mask is a function of (seed, element), so it is not kept.
 #include "column_sums.cuh"
-#include "columns.cuh"
-#include "rows.cuh"
 
 constexpr int kGroup = 8;        // elements that one block of random words serves, 16 bits each
 constexpr int kRowsAtOnce = 2;
@@ -110,53 +108,4 @@ __global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResid
     store_block_sums(to, sums, mine, columns - left);
   }
   allow_next();
-}
-
-// x [rows, columns], bias [columns] or null, both of w_dtype; residual and out of x_dtype; seed: one
-// int64 on the device. `drop` of 65536 random values drop an element; the rest is multiplied by
-// 65536 / (65536 - drop). columns is a multiple of 8.
-extern "C" int bias_dropout_add_forward(const void* x, const void* bias, const void* residual,
-                                        const void* seed, void* out, int64_t rows, int64_t columns,
-                                        int64_t drop, int64_t x_dtype, int64_t w_dtype,
-                                        cudaStream_t stream) {
-  const float scale = 65536.f / (65536.f - drop);
-  const ColumnShape shape = column_shape(rows, columns / kGroup, kRowsAtOnce, 0);
-  return with_residual_type(x_dtype, w_dtype, [&](auto stream_type, auto weight_type) {
-    using X = decltype(stream_type);
-    using W = decltype(weight_type);
-    return launch(bias_dropout_add_forward_kernel<X, W>, shape.grid, dim3(shape.threads), 0, stream,
-                  static_cast<const W*>(x), static_cast<const W*>(bias),
-                  static_cast<const X*>(residual), static_cast<const uint64_t*>(seed),
-                  static_cast<X*>(out), rows, columns, drop, scale);
-  });
-}
-
-// grad [rows, columns] of x_dtype -> grad_x of w_dtype, and grad_bias [columns] unless null, through
-// partial fp32 [multiprocessors, columns].
-extern "C" int bias_dropout_add_backward(const void* grad, const void* seed, void* grad_x,
-                                         void* grad_bias, float* partial,
-                                         int64_t multiprocessors, int64_t rows, int64_t columns,
-                                         int64_t drop, int64_t x_dtype, int64_t w_dtype,
-                                         cudaStream_t stream) {
-  const float scale = 65536.f / (65536.f - drop);
-  const int64_t vectors = columns / kGroup;
-  const int64_t rows_of_block = grad_bias ? kResidency : 1;
-  const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors, multiprocessors) : 0;
-  const ColumnShape shape =
-      column_shape(rows, vectors, rows_of_block * kRowsAtOnceBackward, blocks);
-  const dim3 block(shape.threads, rows_of_block);
-  const size_t shared = grad_bias ? block.x * block.y * kGroup * sizeof(float) : 0;
-  return with_residual_type(x_dtype, w_dtype, [&](auto stream_type, auto weight_type) {
-    using X = decltype(stream_type);
-    using W = decltype(weight_type);
-    const auto kernel = grad_bias ? bias_dropout_add_backward_kernel<X, W, true>
-                                  : bias_dropout_add_backward_kernel<X, W, false>;
-    const cudaError_t error =
-        launch(kernel, shape.grid, block, shared, stream, static_cast<const X*>(grad),
-               static_cast<const uint64_t*>(seed), static_cast<W*>(grad_x), partial, rows, columns,
-               drop, scale);
-    if (error != cudaSuccess || !grad_bias) return error;
-    return column_sums(partial, nullptr, static_cast<W*>(grad_bias), static_cast<W*>(nullptr),
-                       shape.grid.x, columns, stream);
-  });
 }

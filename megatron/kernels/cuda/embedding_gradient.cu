@@ -173,32 +173,3 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-
-// into [table_rows, hidden] += the rows of gradient [count, hidden] by entry; entries [count] outside
-// of the table are left out. pairs [2, count] and parts fp32 [chunks, 2, hidden] to work in. hidden is
-// a multiple of 8; count and table_rows are below 2^30.
-extern "C" int embedding_gradient(const int64_t* entries, const void* gradient, float* into,
-                                  void* pairs, float* parts, int64_t count, int64_t hidden,
-                                  int64_t table_rows, int64_t dtype, cudaStream_t stream) {
-  if (count == 0 || table_rows == 0) return cudaSuccess;
-  if ((count | table_rows) >> 30) return cudaErrorInvalidValue;
-  Pair *sorted = nullptr, *next = static_cast<Pair*>(pairs), *other = next + count;
-  for (int shift = 0; table_rows >> shift; shift += kBits) {
-    const cudaError_t error =
-        launch_next(sort_kernel, dim3(divide_up(count, kSorters)), dim3(kSorters), 0, stream,
-                    sorted ? nullptr : entries, sorted, next, count, table_rows, shift);
-    if (error != cudaSuccess) return error;
-    sorted = next;
-    std::swap(next, other);
-  }
-  const cudaError_t error = with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    const dim3 grid(count, divide_up(hidden, kThreads * vector_size<T>));
-    return launch_next(rows_kernel<T>, grid, dim3(kThreads), 0, stream, sorted,
-                       static_cast<const T*>(gradient), parts, into, count, hidden, table_rows);
-  });
-  const int64_t boundaries = (count - 1) / kChunk;
-  if (error != cudaSuccess || boundaries == 0) return error;
-  return launch_next(parts_kernel, dim3(boundaries, divide_up(hidden, kThreads * 4)),
-                     dim3(kThreads), 0, stream, sorted, parts, into, count, hidden, table_rows);
-}

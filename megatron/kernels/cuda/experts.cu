@@ -91,50 +91,5 @@ __global__ void __launch_bounds__(kMostThreads)
   store(into + at, sum);
 }
 
-// Threads of a block that share a row.
-inline int threads_of(int64_t columns, int vector) {
-  const int64_t warps = divide_up(divide_up(columns, vector), 32);
-  return static_cast<int>(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
-}
 
 }  // namespace
-
-// rows [n, columns] -> out [tokens, columns] of one dtype; place int64 [tokens, chosen]; weights fp32
-// [tokens, chosen] or null. columns is a multiple of 16 bytes.
-extern "C" int combine_rows(const void* rows, const void* place, const void* weights, void* out,
-                            int64_t tokens, int64_t chosen, int64_t columns, int64_t dtype,
-                            cudaStream_t stream) {
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    return launch(combine_rows_kernel<T>, dim3(tokens), dim3(threads_of(columns, vector_size<T>)), 0,
-                  stream, static_cast<const T*>(rows), static_cast<const int64_t*>(place),
-                  static_cast<const float*>(weights), static_cast<T*>(out), chosen, columns);
-  });
-}
-
-// grad [tokens, columns], rows [n, columns] -> rows_grad [n, columns] of one dtype; order int64 [n];
-// weights and weights_grad fp32 [tokens, chosen], the latter written only where a choice has a row.
-extern "C" int combine_rows_backward(const void* grad, const void* rows, const void* order,
-                                     const void* place, const void* weights, void* rows_grad,
-                                     void* weights_grad, int64_t count, int64_t chosen,
-                                     int64_t columns, int64_t dtype, cudaStream_t stream) {
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    return launch(combine_rows_backward_kernel<T>, dim3(count),
-                  dim3(threads_of(columns, vector_size<T>)), 0, stream, static_cast<const T*>(grad),
-                  static_cast<const T*>(rows), static_cast<const int64_t*>(order),
-                  static_cast<const int64_t*>(place), static_cast<const float*>(weights),
-                  static_cast<T*>(rows_grad), static_cast<float*>(weights_grad), chosen, columns);
-  });
-}
-
-// value [count] of dtype, written to into fp32 [count], or added; count is a multiple of 16 bytes.
-extern "C" int take_gradient(const void* value, void* into, int64_t count, int64_t accumulate,
-                             int64_t dtype, cudaStream_t stream) {
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    const auto kernel = accumulate ? take_gradient_kernel<T, true> : take_gradient_kernel<T, false>;
-    return launch(kernel, dim3(divide_up(count, kMostThreads * vector_size<T>)), dim3(kMostThreads), 0,
-                  stream, static_cast<const T*>(value), static_cast<float*>(into), count);
-  });
-}

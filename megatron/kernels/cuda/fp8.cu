@@ -58,7 +58,6 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 3;  // of 8 elements, that a thread holds of a row
 constexpr int kMostRowThreads = 1024;
-constexpr int kRowsOfWarps = 4;  // a block has where a warp has a whole row
 
 // A scale for each row [columns], which threadIdx.x shares; blocks have several rows where one warp
 // has all of one. The part of a very long row that the threads cannot hold is read again from the
@@ -106,46 +105,3 @@ __global__ void __launch_bounds__(kMostRowThreads)
 }
 
 }  // namespace
-
-// amax = max(amax, largest magnitude of x [size]): zero it before.
-extern "C" int fp8_amax(const void* x, float* amax, int64_t size, int64_t dtype,
-                        cudaStream_t stream) {
-  if (size == 0) return cudaSuccess;
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    const dim3 grid(divide_up(size, vector_size<T> * kInFlight * kThreads));
-    return launch(amax_kernel<T>, grid, kThreads, 0, stream, static_cast<const T*>(x), size,
-                  reinterpret_cast<unsigned*>(amax));
-  });
-}
-
-// y = x in fp8, [size], a multiple of 16; inverse: what brings y back. With found, that rises to the
-// largest magnitude of x.
-extern "C" int fp8_cast(const void* x, void* y, const float* amax, float* inverse, float* found,
-                        int64_t size, int64_t dtype, int64_t fp8, cudaStream_t stream) {
-  if (size == 0) return cudaSuccess;
-  return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
-    using T = decltype(type);
-    const dim3 grid(divide_up(size, 8 * kCastInFlight * kThreads));
-    return launch_next(cast_kernel<T, decltype(format)::value, decltype(measures)::value>, grid,
-                       dim3(kThreads), 0, stream, static_cast<const T*>(x),
-                       static_cast<unsigned char*>(y), size, amax, inverse,
-                       reinterpret_cast<unsigned*>(found));
-  });
-}
-
-// y = x in fp8 with a scale for each row of x [rows, columns]; columns a multiple of 16.
-extern "C" int fp8_cast_rows(const void* x, void* y, float* inverse, int64_t rows,
-                             int64_t columns, int64_t dtype, int64_t fp8, cudaStream_t stream) {
-  if (rows == 0) return cudaSuccess;
-  return with_formats(dtype, fp8, [&](auto type, auto format) {
-    using T = decltype(type);
-    const int64_t vectors = divide_up(columns, 8);
-    const int64_t warps = min(divide_up(vectors, 32 * kRowVectors<T>), kMostRowThreads / int64_t{32});
-    const int64_t turns = divide_up(vectors, warps * 32);  // then as few warps as take them
-    const dim3 block(divide_up(vectors, turns * 32) * 32, warps == 1 ? kRowsOfWarps : 1);
-    return launch(cast_rows_kernel<T, decltype(format)::value>, dim3(divide_up(rows, block.y)),
-                  block, 0, stream, static_cast<const T*>(x), static_cast<unsigned char*>(y), rows,
-                  columns, inverse);
-  });
-}

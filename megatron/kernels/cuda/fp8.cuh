@@ -3,8 +3,6 @@
 // saturating. A cast by the largest magnitude of another tensor measures its own on the way.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "amax.cuh"
 
 namespace {
@@ -25,15 +23,44 @@ __device__ __forceinline__ Scale scale_of(float amax, int64_t fp8) {
   return {largest / held, held / largest};
 }
 
+// The nearest fp8 number, the even one of two, and the largest one where x is larger.
+__device__ __forceinline__ unsigned nearest_fp8(float x, int64_t fp8) {
+  const int digits = fp8 == kE4M3 ? 3 : 2, bias = fp8 == kE4M3 ? 7 : 15;  // stored digits
+  const float least = fp8 == kE4M3 ? 0x1p-6f : 0x1p-14f;                  // normal number
+  const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+  const unsigned sign = __float_as_uint(x) >> 31 << 7;
+  if (bits > 0x7f800000u) return 0x7f;
+  const float size = fminf(__uint_as_float(bits), fp8 == kE4M3 ? 448.f : 57344.f);
+  if (size < least) {  // a sum with 2^23 has no digits after the point
+    const float steps = size * (fp8 == kE4M3 ? 0x1p9f : 0x1p16f) + 0x1p23f;
+    return sign | (__float_as_uint(steps) & 0xffu);
+  }
+  const unsigned held = __float_as_uint(size), dropped = 23 - digits;
+  const unsigned rounded = held + (1u << (dropped - 1)) - 1 + (held >> dropped & 1);
+  return sign | ((rounded >> dropped) - ((127u - bias) << digits));
+}
+
+// Two fp8 numbers, the first in the low byte.
+__device__ __forceinline__ unsigned short fp8_pair(float x, float y, int64_t fp8) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  unsigned short pair;
+  if (fp8 == kE4M3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  }
+  return pair;
+#else
+  return nearest_fp8(y, fp8) << 8 | nearest_fp8(x, fp8);
+#endif
+}
+
 template <int N>
 __device__ __forceinline__ Vector<unsigned char, N> to_fp8(const float (&x)[N], int64_t fp8) {
   Vector<unsigned char, N> result;
   auto* pairs = reinterpret_cast<unsigned short*>(result.at);
 #pragma unroll
-  for (int j = 0; j < N / 2; ++j) {
-    const float2 pair = make_float2(x[2 * j], x[2 * j + 1]);
-    pairs[j] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, fp8 == kE4M3 ? __NV_E4M3 : __NV_E5M2);
-  }
+  for (int j = 0; j < N / 2; ++j) pairs[j] = fp8_pair(x[2 * j], x[2 * j + 1], fp8);
   return result;
 }
 
@@ -57,22 +84,6 @@ __device__ __forceinline__ Vector<unsigned char, 8> cast_8(const Vector<T, 8>& x
   return to_fp8(scaled.at, fp8);
 }
 
-// Calls f(type, integral constant of the fp8 format).
-template <typename F>
-cudaError_t with_formats(int64_t dtype, int64_t fp8, F f) {
-  return with_type(dtype, [&](auto type) {
-    if (fp8 == kE4M3) return f(type, std::integral_constant<int64_t, kE4M3>());
-    if (fp8 == kE5M2) return f(type, std::integral_constant<int64_t, kE5M2>());
-    return cudaErrorInvalidValue;
-  });
-}
 
-// The same, with whether to measure.
-template <typename F>
-cudaError_t with_formats(int64_t dtype, int64_t fp8, bool measures, F f) {
-  return with_formats(dtype, fp8, [&](auto type, auto format) {
-    return measures ? f(type, format, std::true_type()) : f(type, format, std::false_type());
-  });
-}
 
 }  // namespace

@@ -141,7 +141,9 @@ template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads, 4)
     cast_transpose_kernel(const T* __restrict__ x, unsigned char* __restrict__ y,
                           unsigned char* __restrict__ transposed, int64_t rows, int64_t columns,
-                          Scales scales, unsigned* __restrict__ found) {
+                          const float* of_rows, const float* of_columns, float* inverse_rows,
+                          float* inverse_columns, unsigned* __restrict__ found) {
+  const Scales scales{of_rows, of_columns, inverse_rows, inverse_columns, of_columns == nullptr};
   using Eight = Vector<T, 8>;
   __shared__ float factors[2][kTile];  // of the rows, of the columns
   auto* memory = dynamic_shared<unsigned char>();
@@ -205,53 +207,5 @@ __global__ void __launch_bounds__(kThreads, 4)
   if constexpr (measures) raise_by_block(found, largest);
 }
 
-dim3 tiles(int64_t rows, int64_t columns) {
-  return dim3(divide_up(columns, kTile), divide_up(rows, kTile));
-}
 
 }  // namespace
-
-// Largest magnitudes of x [rows, columns] by row and by column, zero before; columns a multiple
-// of 8.
-extern "C" int fp8_amax_both(const void* x, float* of_rows, float* of_columns, int64_t rows,
-                             int64_t columns, int64_t dtype, cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return cudaSuccess;
-  return with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    const dim3 grid(divide_up(columns, kStripColumns), divide_up(rows, kStripTiers * kStripRows));
-    return launch_next(amax_both_kernel<T>, grid, dim3(kThreads), 0, stream,
-                       static_cast<const T*>(x), rows, columns,
-                       reinterpret_cast<unsigned*>(of_rows),
-                       reinterpret_cast<unsigned*>(of_columns));
-  });
-}
-
-// y [rows, columns] and transposed [columns, rows]; both sizes multiples of 16. With
-// amax_columns null one scale serves both, and found may be there, which rises to the largest
-// magnitude of x; otherwise y has one per row and transposed one per column.
-extern "C" int fp8_cast_transpose(const void* x, void* y, void* transposed, const float* amax,
-                                  const float* amax_columns, float* inverse,
-                                  float* inverse_columns, float* found, int64_t rows,
-                                  int64_t columns, int64_t dtype, int64_t fp8,
-                                  cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return cudaSuccess;
-  const Scales scales{amax, amax_columns, inverse, inverse_columns, amax_columns == nullptr};
-  return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
-    using T = decltype(type);
-    constexpr size_t kWaiting = kTile * kTile * sizeof(T);
-    const auto kernel = cast_transpose_kernel<T, decltype(format)::value, decltype(measures)::value>;
-    return launch_next(kernel, tiles(rows, columns), dim3(kThreads), kWaiting, stream,
-                       static_cast<const T*>(x), static_cast<unsigned char*>(y),
-                       static_cast<unsigned char*>(transposed), rows, columns, scales,
-                       reinterpret_cast<unsigned*>(found));
-  });
-}
-
-// y [columns, rows] = x^T, bytes; both sizes multiples of 16.
-extern "C" int fp8_transpose(const void* x, void* y, int64_t rows, int64_t columns,
-                             cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return cudaSuccess;
-  return launch(transpose_kernel, tiles(rows, columns), kThreads, 0, stream,
-                static_cast<const unsigned char*>(x), static_cast<unsigned char*>(y), rows,
-                columns);
-}

@@ -6,8 +6,6 @@
 #include "column_sums.cuh"
 #include "rows.cuh"
 
-constexpr int kStaticShared = 1024;  // bytes, and some to spare
-
 // Sums of each warp of a block, for two values. Unused entries stay zero.
 struct WarpSums {
   float at[2][32];
@@ -208,39 +206,4 @@ __global__ void __launch_bounds__(row_threads<E>)
   if (LAYER) store_block_sums(partial_bias + at, bias_sum, mine, hidden);
   allow_next();
   if (amax) raise_by_block(amax, largest);
-}
-
-// Inputs as add_norm_forward's; gradients grad_normal of w_dtype, grad_sum of x_dtype or null ->
-// grad [rows, hidden] of x_dtype, the same in grad_delta of w_dtype (or null), grad_weight and
-// grad_bias [hidden] of w_dtype. partial: fp32 [2, multiprocessors, hidden] to work in (LayerNorm;
-// [1, ...] otherwise); the largest magnitude of grad in w_dtype in amax (zero before) unless null;
-// `multiprocessors` of this GPU.
-extern "C" int add_norm_backward(const void* sum, const void* grad_normal, const void* grad_sum,
-                                 const void* weight, const float* mean, const float* rstd,
-                                 void* grad, void* grad_delta, void* grad_weight, void* grad_bias,
-                                 float* partial, unsigned* amax, int64_t multiprocessors,
-                                 int64_t rows, int64_t hidden, int64_t x_dtype, int64_t w_dtype,
-                                 cudaStream_t stream) {
-  return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
-    using X = decltype(x);
-    using W = decltype(w);
-    return with_row_shape<W, 16>(hidden, [&](const RowShape& shape, auto elements) {
-      constexpr int E = decltype(elements)::value;
-      const dim3 block(shape.threads, row_threads<E> / shape.threads);
-      const int64_t bytes = block.x * block.y * Stage<X, W, E>::kBytes;
-      const int stages = 2 * bytes + kStaticShared <= shared_limit() ? 2 : 1;
-      const int64_t blocks = min(multiprocessors, divide_up(rows, block.y));
-      float* partial_bias = grad_bias ? partial + blocks * hidden : nullptr;
-      const auto kernel = grad_bias ? add_norm_backward_kernel<X, W, E, true>
-                                    : add_norm_backward_kernel<X, W, E, false>;
-      const cudaError_t error = launch(
-          kernel, dim3(blocks), block, stages * bytes, stream, static_cast<const X*>(sum),
-          static_cast<const W*>(grad_normal), static_cast<const X*>(grad_sum),
-          static_cast<const W*>(weight), mean, rstd, static_cast<X*>(grad),
-          static_cast<W*>(grad_delta), partial, partial_bias, amax, rows, hidden, stages);
-      if (error != cudaSuccess) return error;
-      return column_sums(partial, partial_bias, static_cast<W*>(grad_weight),
-                         static_cast<W*>(grad_bias), blocks, hidden, stream);
-    });
-  });
 }

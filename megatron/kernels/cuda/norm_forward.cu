@@ -122,35 +122,3 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
     raise_by_block(amax, largest);
   }
 }
-
-// residual [rows, hidden] of x_dtype, delta [rows, hidden] of w_dtype or null, weight and bias
-// [hidden] (bias null: RMSNorm) -> sum like residual (unused without delta), normal [rows, hidden]
-// of w_dtype, mean (LayerNorm only) and rstd fp32 [rows]; the largest magnitude of normal in amax
-// (zero before) unless null.
-extern "C" int add_norm_forward(const void* residual, const void* delta, const void* weight,
-                                const void* bias, void* sum, void* normal, float* mean,
-                                float* rstd, unsigned* amax, int64_t rows, int64_t hidden,
-                                int64_t x_dtype, int64_t w_dtype, double epsilon,
-                                cudaStream_t stream) {
-  return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
-    using X = decltype(x);
-    using W = decltype(w);
-    const auto run = [&](const RowShape& shape, auto elements, auto layer) {
-      constexpr int E = decltype(elements)::value;
-      return launch(add_norm_forward_kernel<X, W, E, decltype(layer)::value>,
-                    dim3(divide_up(rows, shape.rows)), shape.block(), 0, stream,
-                    static_cast<const X*>(residual), static_cast<const W*>(delta),
-                    static_cast<const W*>(weight), static_cast<const W*>(bias),
-                    static_cast<X*>(sum), static_cast<W*>(normal), mean, rstd, amax, rows, hidden,
-                    epsilon);
-    };
-    if (bias) {
-      return with_row_shape<W, 16>(hidden, [&](const RowShape& shape, auto elements) {
-        return run(shape, elements, std::true_type());
-      });
-    }
-    return with_row_shape<W, 8>(hidden, [&](const RowShape& shape, auto elements) {
-      return run(shape, elements, std::false_type());
-    });
-  });
-}

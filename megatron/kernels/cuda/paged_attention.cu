@@ -101,10 +101,13 @@ __device__ __forceinline__ float reduce_rows(float value) {
 // 32 of the keys. D is no less than head_size.
 template <typename T, int D>
 __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
-    paged_attention_kernel(const T* __restrict__ query, Cache<T> cache,
-                           const int* __restrict__ lengths, float* __restrict__ partial,
-                           T* __restrict__ out, int groups, int per_group, int head_size,
+    paged_attention_kernel(const T* __restrict__ query, const T* keys, const T* values,
+                           const int* tables, const int* __restrict__ lengths,
+                           float* __restrict__ partial, T* __restrict__ out, int groups,
+                           int per_group, int head_size, int table_width, int block_size,
                            float scale) {
+  const Cache<T> cache{keys, values, tables, table_width, block_size};
+  scale *= kLog2E;
   __shared__ float warp_largest[kWarps][kHeads], warp_total[kWarps][kHeads];
   const int chunks = (per_group + kHeads - 1) / kHeads;
   const int row = blockIdx.z, group = blockIdx.y / chunks;
@@ -195,38 +198,4 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     tell(out, partial, row_head + head, head_size, item - head * head_size, length, value, most,
          weights);
   }
-}
-
-// query, out [rows, groups * per_group, d] in 16 bits; keys, values [slots, groups, d]; tables int32
-// [rows, table_width]; lengths int32 [rows], of which none is above parts * kPart; partial fp32
-// [rows, heads, parts, d + 2] is scratch, of which one part needs none. d is a multiple of 8, at
-// most 256.
-extern "C" int paged_attention(const void* query, const void* keys, const void* values,
-                               const int* tables, const int* lengths, float* partial, void* out,
-                               int64_t rows, int64_t groups, int64_t per_group, int64_t head_size,
-                               int64_t table_width, int64_t block_size, int64_t parts,
-                               int64_t dtype, double scale, cudaStream_t stream) {
-  return with_type(dtype, [&](auto t) {
-    using T = decltype(t);
-    if constexpr (sizeof(T) != 2) {
-      return cudaErrorInvalidValue;
-    } else {
-      if (head_size % 8 || head_size < 8 || head_size > 256) return cudaErrorInvalidValue;
-      const Cache<T> cache{static_cast<const T*>(keys), static_cast<const T*>(values), tables,
-                           static_cast<int>(table_width), static_cast<int>(block_size)};
-      const int64_t heads = per_group < kHeads ? per_group : kHeads;
-      const size_t shared = kWarps * heads * head_size * sizeof(float);
-      const dim3 grid(parts, groups * divide_up(per_group, kHeads), rows);
-      const auto kernel = head_size <= 64    ? paged_attention_kernel<T, 64>
-                          : head_size <= 128 ? paged_attention_kernel<T, 128>
-                                             : paged_attention_kernel<T, 256>;
-      const cudaError_t error =
-          launch(kernel, grid, dim3(kThreads), shared, stream, static_cast<const T*>(query), cache,
-                 lengths, partial, static_cast<T*>(out), groups, per_group, head_size,
-                 static_cast<float>(scale) * kLog2E);
-      if (error != cudaSuccess) return error;
-      return join_parts(partial, lengths, static_cast<T*>(out), rows, groups * per_group, head_size,
-                        parts, stream);
-    }
-  });
 }

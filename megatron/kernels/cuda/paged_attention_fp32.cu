@@ -10,10 +10,13 @@ constexpr int kMostHeads = 4;   // of a block: 8 do not fit in the registers
 // threads has four channels each, and goes through every teams-th key.
 template <int L, int H>
 __global__ void __launch_bounds__(kThreads)
-    paged_attention_fp32_kernel(const float* __restrict__ query, Cache<float> cache,
+    paged_attention_fp32_kernel(const float* __restrict__ query, const float* keys,
+                                const float* values, const int* tables,
                                 const int* __restrict__ lengths, float* __restrict__ partial,
                                 float* __restrict__ out, int groups, int per_group, int head_size,
-                                float scale) {
+                                int table_width, int block_size, float scale) {
+  const Cache<float> cache{keys, values, tables, table_width, block_size};
+  scale *= kLog2E;
   constexpr int V = vector_size<float>, U = kKeysAtOnce;
   const int chunks = (per_group + H - 1) / H;
   const int row = blockIdx.z, group = blockIdx.y / chunks;
@@ -125,36 +128,3 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// f(l, h): constants for how many threads have a head's channels, and how many heads a block has.
-template <typename F>
-cudaError_t with_shape(int64_t vectors, int64_t per_group, F f) {
-  const auto with_lanes = [&](auto h) {
-    if (vectors <= 16) return f(std::integral_constant<int, 16>{}, h);
-    return f(std::integral_constant<int, 32>{}, h);
-  };
-  if (per_group == 1) return with_lanes(std::integral_constant<int, 1>{});
-  if (per_group == 2) return with_lanes(std::integral_constant<int, 2>{});
-  return with_lanes(std::integral_constant<int, kMostHeads>{});
-}
-
-// As paged_attention, of fp32; d is a multiple of 4, at most 128.
-extern "C" int paged_attention_fp32(const float* query, const float* keys, const float* values,
-                                    const int* tables, const int* lengths, float* partial,
-                                    float* out, int64_t rows, int64_t groups, int64_t per_group,
-                                    int64_t head_size, int64_t table_width, int64_t block_size,
-                                    int64_t parts, double scale, cudaStream_t stream) {
-  const int64_t vectors = head_size / 4;
-  if (head_size % 4 || vectors < 1 || vectors > 32) return cudaErrorInvalidValue;
-  const Cache<float> cache{keys, values, tables, static_cast<int>(table_width),
-                           static_cast<int>(block_size)};
-  const cudaError_t error = with_shape(vectors, per_group, [&](auto l, auto h) {
-    constexpr int L = decltype(l)::value, H = decltype(h)::value;
-    const size_t shared = kThreads / L * H * (head_size + 2) * sizeof(float);
-    const dim3 grid(parts, groups * divide_up(per_group, H), rows);
-    return launch(paged_attention_fp32_kernel<L, H>, grid, dim3(kThreads), shared, stream, query,
-                  cache, lengths, partial, out, groups, per_group, head_size,
-                  static_cast<float>(scale) * kLog2E);
-  });
-  if (error != cudaSuccess) return error;
-  return join_parts(partial, lengths, out, rows, groups * per_group, head_size, parts, stream);
-}

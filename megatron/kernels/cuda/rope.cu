@@ -11,7 +11,6 @@ struct Heads {
 
 constexpr int kHeadsAtOnce = 2;
 constexpr int kMostThreads = 256;
-constexpr int kThreads = 192;  // of a block that has several rows, about
 
 // threadIdx.x is a pair of vectors of a head: of channels that turn together (i and i + rotary / 2),
 // or two neighbors among the others. threadIdx.y takes one row (a position of a sample) and in it one of
@@ -20,10 +19,14 @@ constexpr int kThreads = 192;  // of a block that has several rows, about
 template <typename T, bool BACKWARD>
 __global__ void __launch_bounds__(kMostThreads, 4)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,
-                        const float* __restrict__ sine, Heads<T> query, Heads<T> key,
-                        Heads<T> value, unsigned* __restrict__ amax, int rows, int batch, int lanes,
-                        int groups, int per_group, int others, int head_size,
+                        const float* __restrict__ sine, T* query_at, T* key_at, T* value_at,
+                        unsigned* __restrict__ amax, int64_t query_s, int64_t query_b,
+                        int64_t query_n, int64_t key_s, int64_t key_b, int64_t key_n,
+                        int64_t value_s, int64_t value_b, int64_t value_n, int rows, int batch,
+                        int lanes, int groups, int per_group, int others, int head_size,
                         int rotary) {
+  const Heads<T> query{query_at, query_s, query_b, query_n}, key{key_at, key_s, key_b, key_n};
+  const Heads<T> value{value_at, value_s, value_b, value_n};
   constexpr int V = vector_size<T>, H = kHeadsAtOnce;
   const int turning = rotary / (2 * V);
   const bool turns = threadIdx.x < turning;
@@ -82,35 +85,4 @@ __global__ void __launch_bounds__(kMostThreads, 4)
     if (BACKWARD && amax) largest = max(largest, max(magnitude_of(x[h]), magnitude_of(y[h])));
   }
   if (BACKWARD && amax) raise_by_block(amax, largest);
-}
-
-// fused [s, b, groups, per_group + others, d] <-> query [s, b, groups * per_group, d], key and value
-// [s, b, groups, d] of the given strides; cosine and sine fp32 [s, rotary], whose second half repeats
-// the first (null and 0: nothing turns). backward: from heads into fused, turning back; the largest
-// magnitude of fused then in amax (zero before) unless null. others is 2, or 0 if fused has queries
-// alone; key and value are then null.
-extern "C" int split_rotate(void* fused, const float* cosine, const float* sine, void* query,
-                            void* key, void* value, unsigned* amax, int64_t query_s, int64_t query_b,
-                            int64_t query_n, int64_t key_s, int64_t key_b, int64_t key_n,
-                            int64_t value_s, int64_t value_b, int64_t value_n, int64_t positions,
-                            int64_t batch, int64_t groups, int64_t per_group, int64_t others,
-                            int64_t head_size, int64_t rotary, int64_t backward, int64_t dtype,
-                            cudaStream_t stream) {
-  return with_type(dtype, [&](auto t) {
-    using T = decltype(t);
-    const int64_t pairs = head_size / (2 * vector_size<T>);
-    if (pairs < 1 || pairs > 256) return cudaErrorInvalidValue;
-    const int64_t rows = positions * batch;
-    const int64_t shares = divide_up(groups * (per_group + others), kHeadsAtOnce);
-    const int64_t lanes = min(kMostThreads / pairs, shares);
-    const int64_t rows_at_once = max(int64_t{1}, kThreads / (pairs * lanes));
-    const dim3 grid(divide_up(rows, rows_at_once), divide_up(shares, lanes));
-    const auto kernel = backward ? split_rotate_kernel<T, true> : split_rotate_kernel<T, false>;
-    return launch(kernel, grid, dim3(pairs, lanes * rows_at_once), 0, stream,
-                  static_cast<T*>(fused), cosine, sine,
-                  Heads<T>{static_cast<T*>(query), query_s, query_b, query_n},
-                  Heads<T>{static_cast<T*>(key), key_s, key_b, key_n},
-                  Heads<T>{static_cast<T*>(value), value_s, value_b, value_n}, amax, rows, batch,
-                  lanes, groups, per_group, others, head_size, rotary);
-  });
 }

@@ -22,17 +22,17 @@ __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, 0x7632);
 }
 
-#ifdef __CUDACC__
+#ifndef EMULATED
 // c += a b
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4],
-                                             const uint32_t (&b)[2], __nv_bfloat16) {
+                                             const uint32_t (&b)[2], BFloat16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4],
-                                             const uint32_t (&b)[2], __half) {
+                                             const uint32_t (&b)[2], Half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

@@ -87,20 +87,3 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-
-// total = (sum of squares, number of nonzero elements) over all pieces (tensor, first element),
-// each of up to `chunk` elements. results: two doubles a piece.
-extern "C" int tensor_sums(const void* tensors, const void* pieces, double* results, double* total,
-                           int64_t count, int64_t chunk, int64_t dtype, cudaStream_t stream) {
-  auto* parts = reinterpret_cast<Totals*>(results);
-  if (count > 0) {
-    const cudaError_t error = with_type(dtype, [&](auto type) {
-      return launch(pieces_kernel<decltype(type)>, dim3(count), kThreads, 0, stream,
-                    static_cast<const ReadTensor*>(tensors),
-                    static_cast<const longlong2*>(pieces), chunk, parts);
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return launch(finish_kernel, dim3(1), kThreads, 0, stream, parts, count,
-                reinterpret_cast<Totals*>(total));
-}

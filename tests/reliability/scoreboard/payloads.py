@@ -12,7 +12,6 @@ import random
 import shutil
 import subprocess
 import tarfile
-import tempfile
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.environment import private_cache
-from megatron.kernels.build import digest, keep
+from megatron.kernels.build import digest, join, keep
 from tests.checkpoint.legacy.test_malicious import MARK, Calls
 
 _STRANGER = 4321  # a user's number
@@ -69,10 +68,6 @@ _YAML_PLACES = (
     "training:\n  <<: {}",
     "a: &a {}\ntraining:\n  lr: *a",
 )
-_LIBRARY = f"""
-#include <fcntl.h>
-__attribute__((constructor)) static void run(void) {{ open("{MARK}", O_CREAT | O_WRONLY, 0644); }}
-"""
 
 
 def random_pickle(draw: random.Random) -> bytes:
@@ -152,15 +147,9 @@ def random_hooks(draw: random.Random) -> dict[str, Any]:
 
 
 @cache
-def library() -> bytes | None:
-    """Return a shared library whose constructor runs, or `None` without a compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        words = [compiler, "-x", "c", "-shared", "-fPIC", "-o", f"{folder}/x.so", "-"]
-        subprocess.run(words, input=_LIBRARY.encode(), capture_output=True, check=True)
-        return Path(folder, "x.so").read_bytes()
+def library() -> bytes:
+    """Return the content of a library of kernels."""
+    return join([b"{}\ncode"])
 
 
 def plant_library(data: bytes) -> Path:
@@ -178,9 +167,9 @@ def spoil_library(path: Path, draw: random.Random) -> str:
         "an open folder": lambda: kept.chmod(0o700 | others),
         "a linked folder": lambda: kept.symlink_to(kept.rename(kept.with_name("elsewhere"))),
         "a file that others may write": lambda: path.chmod(0o644 | draw.choice((2, 0o20, 0o22))),
-        "a link": lambda: path.symlink_to(path.rename(kept.parent / "elsewhere.so")),
+        "a link": lambda: path.symlink_to(path.rename(kept.parent / "elsewhere.bin")),
         "another digest": lambda: path.rename(
-            path.with_name(path.name[:-35] + f"{draw.randrange(1 << 128):032x}.so")
+            path.with_name(path.name[:-36] + f"{draw.randrange(1 << 128):032x}.bin")
         ),
         "more content": lambda: path.write_bytes(path.read_bytes() + draw.randbytes(9)),
     }

@@ -1,0 +1,258 @@
+"""Launching compiled kernels through the CUDA driver.
+
+A `Plan`'s answer is prepared once: the driver's structures with everything that stays. A call then
+writes the tensors' addresses into them and calls the driver, which takes less time than the
+conversion of a C function's arguments did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.kernels.plans import KernelLaunch, Number, PlanError, Pointer
+
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# Without asking, a block gets 48 KiB, including its static part (at most 16 KiB here).
+_UNASKED_SHARED = 32 * 1024
+
+
+class DriverError(RuntimeError):
+    """An error that the driver reports."""
+
+
+class LaunchConfig(ctypes.Structure):
+    """The driver's `CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class LaunchAttribute(ctypes.Structure):
+    """The driver's `CUlaunchAttribute`."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+_EARLY_ATTRIBUTE = LaunchAttribute(id=_EARLY, value=1)
+
+
+class Driver:
+    """The functions of the CUDA driver that we need."""
+
+    def __init__(self, loaded: Any) -> None:
+        """Prepare the functions.
+
+        Args:
+            loaded: libcuda, or the emulator of the tests, which has the same functions.
+
+        Raises:
+            AttributeError: The driver is older than CUDA 12.
+        """
+        self._loaded = loaded
+        self.launch = loaded.cuLaunchKernelEx
+        self.launch.argtypes = [ctypes.c_void_p] * 4
+        self.launch.restype = ctypes.c_int
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._shared: dict[tuple[int, int], int] = {}
+        for name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
+            getattr(loaded, name).restype = ctypes.c_int
+        self.call("cuInit", 0)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a function.
+
+        Raises:
+            DriverError: It reports an error.
+        """
+        if error := getattr(self._loaded, function)(*arguments):
+            raise DriverError(f"{function}: {self.error(error)}")
+
+    def error(self, code: int) -> str:
+        """Return the name and the description of an error."""
+        texts = []
+        for function in ("cuGetErrorName", "cuGetErrorString"):
+            text = ctypes.c_char_p()
+            getattr(self._loaded, function)(code, ctypes.byref(text))
+            texts.append((text.value or b"unknown").decode())
+        return f"{texts[0]} ({texts[1]})"
+
+    def load(self, code: bytes) -> ctypes.c_void_p:
+        """Return the handle of compiled code.
+
+        Raises:
+            DriverError: The driver rejects it. A driver for an older CUDA may.
+        """
+        library = ctypes.c_void_p()
+        nothing = (None, None, 0) * 2
+        self.call("cuLibraryLoadData", ctypes.byref(library), code, *nothing)
+        return library
+
+    def find(self, library: ctypes.c_void_p, name: str) -> int:
+        """Return the handle of a kernel, which serves every GPU.
+
+        Raises:
+            DriverError: There is no such kernel.
+        """
+        kernel = ctypes.c_void_p()
+        self.call("cuLibraryGetKernel", ctypes.byref(kernel), library, name.encode())
+        return kernel.value or 0
+
+    def make_current(self, gpu: int) -> None:
+        """Make the GPU's context, which PyTorch uses, that of the calling thread.
+
+        Raises:
+            DriverError: It cannot be.
+        """
+        context = self._contexts.get(gpu)
+        if context is None:
+            context = ctypes.c_void_p()
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), gpu)
+            self._contexts[gpu] = context
+        self.call("cuCtxSetCurrent", context)
+
+    def ask_for_shared(self, kernel: int, gpu: int, count: int) -> None:
+        """Let a block of a kernel have so many bytes of dynamic shared memory.
+
+        Raises:
+            DriverError: The GPU has less.
+        """
+        if count > max(_UNASKED_SHARED, self._shared.get((kernel, gpu), 0)):
+            handle = ctypes.c_void_p(kernel)
+            self.call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, count, handle, gpu)
+            self._shared[kernel, gpu] = count
+
+
+@dataclass(frozen=True)
+class PreparedLaunches:
+    """A plan's launches as the driver takes them, for one thread, because calls write into them.
+
+    Attributes:
+        packer: What writes a call's values into `values`.
+        values: The memory of the values that differ from call to call.
+        picks: The place among the call's values and the offset of each packed value; `None` if
+            they are the values as they are.
+        calls: The arguments of the driver's launch function, for each launch.
+        kept: What these arguments point to.
+    """
+
+    packer: struct.Struct
+    values: ctypes.Array[ctypes.c_char]
+    picks: Sequence[tuple[int, int]] | None
+    calls: Sequence[tuple[Any, ...]]
+    kept: Sequence[Any]
+
+    def write(self, values: Sequence[Any]) -> None:
+        """Write a call's tensors and numbers into the memory that the launches read."""
+        if self.picks is not None:
+            values = [values[i] + offset if offset else values[i] for i, offset in self.picks]
+        self.packer.pack_into(self.values, 0, *values)
+
+
+@dataclass(frozen=True)
+class LaunchTarget:
+    """Where a plan will run.
+
+    Attributes:
+        gpu: The number of the GPU, or -1 for the emulator.
+        stream: The stream's handle.
+        overlaps: Whether a kernel may start while the one ahead of it ends.
+    """
+
+    gpu: int
+    stream: int
+    overlaps: bool
+
+
+def prepare(
+    launches: Sequence[KernelLaunch],
+    handles: Sequence[int],
+    letters: Sequence[str],
+    places: Sequence[int],
+    target: LaunchTarget,
+) -> PreparedLaunches:
+    """Prepare launches for calls.
+
+    Args:
+        launches: What a plan has returned.
+        handles: The handle of each launch's kernel.
+        letters: The letters of each kernel's parameters (`sources.parameters`).
+        places: The places, among an operation's arguments, of the values that calls will give.
+        target: Where it will run.
+
+    Raises:
+        PlanError: A plan's parameters do not match its kernel's.
+    """
+    slots: dict[tuple[int, int, str], int] = {}
+    constants: list[ctypes.Array[ctypes.c_char]] = []
+    wanted: list[list[int]] = []  # for each launch the slots, or the constants as negative numbers
+    for launch, kinds in zip(launches, letters, strict=True):
+        if len(kinds) != len(launch.parameters):
+            raise PlanError(f"{launch.kernel} takes {len(kinds)} parameters")
+        row = []
+        for letter, parameter in zip(kinds, launch.parameters, strict=True):
+            if isinstance(parameter, Pointer | Number):
+                if isinstance(parameter, Pointer) != (letter == "P"):
+                    raise PlanError(f"{launch.kernel}: {parameter} for a parameter {letter!r}")
+                offset = parameter.offset if isinstance(parameter, Pointer) else 0
+                slot = (places.index(parameter.place), offset, letter)
+                row.append(slots.setdefault(slot, len(slots)))
+            else:
+                constants.append(_constant(launch.kernel, letter, parameter))
+                row.append(-len(constants))
+        wanted.append(row)
+    packer = struct.Struct("=" + "".join({"P": "Q", "f": "f4x"}.get(s[2], s[2]) for s in slots))
+    values = ctypes.create_string_buffer(max(1, packer.size))
+    start = ctypes.addressof(values)
+    addresses = [start + 8 * slot for slot in range(len(slots))]
+    fixed = [ctypes.addressof(constant) for constant in constants]
+    kept: list[Any] = [constants]
+    calls = []
+    for launch, handle, row in zip(launches, handles, wanted, strict=True):
+        parameters = (ctypes.c_void_p * len(row))(
+            *(addresses[i] if i >= 0 else fixed[-i - 1] for i in row)
+        )
+        early = launch.early and target.overlaps
+        config = LaunchConfig(
+            grid=_three(launch.grid),
+            block=_three(launch.block),
+            shared=launch.shared,
+            stream=target.stream,
+            attributes=ctypes.addressof(_EARLY_ATTRIBUTE) if early else None,
+            attribute_count=int(early),
+        )
+        kept += (parameters, config)
+        calls.append((ctypes.addressof(config), handle, ctypes.addressof(parameters), None))
+    picks = [(place, offset) for place, offset, _ in slots]
+    straight = picks == [(i, 0) for i in range(len(places))]
+    return PreparedLaunches(packer, values, None if straight else picks, calls, kept)
+
+
+def _constant(kernel: str, letter: str, value: int | float | None) -> ctypes.Array[ctypes.c_char]:
+    """Return the memory of a parameter that stays."""
+    try:
+        content = struct.pack("Q" if letter == "P" else letter, 0 if value is None else value)
+    except struct.error as error:
+        raise PlanError(f"{kernel}: {value} for a parameter {letter!r}: {error}") from None
+    return ctypes.create_string_buffer(content, 8)
+
+
+def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return sizes of three dimensions."""
+    x, y, z = (*sizes, 1, 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,170 @@
+"""NVRTC, the compiler of device code that every PyTorch for CUDA brings along.
+
+`build.py` runs this module in processes of their own, which can be stopped and work in parallel:
+
+    describe LIBRARY
+    compile LIBRARY SOURCE ARCHITECTURE OUTPUT [FLAG...]
+
+It does not import torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.durable import replace_file
+from megatron.environment import cuda_home
+from megatron.kernels.sources import instances
+
+FLAGS = ("--std=c++17",)
+
+
+class CompileError(Exception):
+    """An error that NVRTC reports."""
+
+
+def find_libraries(release: str = "") -> list[Path]:
+    """Return the NVRTC libraries of this machine, the one to use first.
+
+    Args:
+        release: The major version of PyTorch's CUDA, such as "13". The packages that are installed
+            beside PyTorch may be of several.
+    """
+    folders = dict.fromkeys((*sys.path, *(sysconfig.get_path(k) for k in ("purelib", "platlib"))))
+    packages = [
+        path
+        for folder in folders
+        for pattern in ("nvidia/*/lib/libnvrtc.so*", "torch/lib/libnvrtc*.so*")
+        for path in Path(folder).glob(pattern)
+        if "builtins" not in path.name
+    ]
+    packages.sort(key=lambda path: (_release(path) == release, _release(path)), reverse=True)
+    home = cuda_home()
+    asked = _in_toolkit(home) if home else []
+    return [*asked, *packages, *_in_toolkit(Path("/usr/local/cuda"))]
+
+
+def _release(path: Path) -> str:
+    found = re.search(r"\.so\.(\d+)", path.name)
+    return found[1] if found else ""
+
+
+def _in_toolkit(home: Path) -> list[Path]:
+    return [
+        path for folder in ("lib64", "lib") for path in sorted(home.glob(f"{folder}/libnvrtc.so*"))
+    ]
+
+
+class Nvrtc:
+    """A loaded library."""
+
+    def __init__(self, path: str) -> None:
+        """Load the library.
+
+        Raises:
+            OSError: It cannot be loaded.
+        """
+        for part in Path(path).parent.glob("libnvrtc-builtins.so*"):  # it looks for it by name only
+            ctypes.CDLL(str(part))
+        self._loaded = ctypes.CDLL(path)
+        self._loaded.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def version(self) -> str:
+        """Return the version, such as "13.0"."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def architectures(self) -> list[int]:
+        """Return what it can compile for: 80, 90, ..."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", found)
+        return list(found)
+
+    def compile(
+        self, source: Path, architecture: str, flags: Sequence[str]
+    ) -> tuple[dict[str, str], bytes, str]:
+        """Compile the kernels of a source (`sources.instances`).
+
+        Args:
+            source: The .cu file.
+            architecture: "sm_90a" for machine code, or "compute_90" for PTX.
+            flags: Further flags.
+
+        Returns:
+            The name of each kernel in the compiled code, the code, and what the compiler said.
+
+        Raises:
+            CompileError: The source is wrong.
+        """
+        program = ctypes.c_void_p()
+        text = source.read_bytes()
+        self._call(
+            "nvrtcCreateProgram", ctypes.byref(program), text, source.name.encode(), 0, None, None
+        )
+        names = [name.encode() for name in instances()[source.stem]]
+        for name in names:
+            self._call("nvrtcAddNameExpression", program, name)
+        words = [*FLAGS, *flags, f"--gpu-architecture={architecture}", f"-I{source.parent}"]
+        options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+        result = self._loaded.nvrtcCompileProgram(program, len(words), options)
+        said = self._bytes("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        if result:
+            raise CompileError(said or self._error(result))
+        lowered = {}
+        for name in names:
+            pointer = ctypes.c_char_p()
+            self._call("nvrtcGetLoweredName", program, name, ctypes.byref(pointer))
+            lowered[name.decode()] = (pointer.value or b"").decode()
+        kind = "CUBIN" if architecture.startswith("sm_") else "PTX"
+        return lowered, self._bytes(f"nvrtcGet{kind}", program), said
+
+    def _bytes(self, function: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"{function}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(function, program, buffer)
+        return buffer.raw
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        if result := getattr(self._loaded, function)(*arguments):
+            raise CompileError(f"{function}: {self._error(result)}")
+
+    def _error(self, result: int) -> str:
+        text: bytes = self._loaded.nvrtcGetErrorString(result)
+        return text.decode()
+
+
+def main() -> int:
+    """Do what the command line says, and return the exit code.
+
+    `compile` writes a line of JSON, the kernels' names in the compiled code, and then the code.
+    """
+    command, library, *words = sys.argv[1:]
+    try:
+        nvrtc = Nvrtc(library)
+        if command == "describe":
+            known = {"version": nvrtc.version(), "architectures": nvrtc.architectures()}
+            print(json.dumps(known))
+            return 0
+        source, architecture, output, *flags = words
+        names, code, said = nvrtc.compile(Path(source), architecture, flags)
+    except (CompileError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(said, file=sys.stderr)
+    replace_file(Path(output), json.dumps(names).encode() + b"\n" + code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
