@@ -29,6 +29,7 @@ from megatron.errors import ConfigError
 NAMES = ("--deepspeed_config", "--deepspeed-config")
 _FILE = Path(__file__).with_name("deepspeed_keys.json")
 _MOST_BYTES = 2**20
+_MOST_DIGITS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 _STEPS = "gradient_accumulation_steps"
@@ -414,8 +415,13 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     def no_constant(word: str) -> None:
         raise ValueError(f"{word} is no number in JSON: write a finite one")
 
+    def whole_number(word: str) -> int:
+        if len(word) > _MOST_DIGITS:
+            raise ValueError(f"a number has {len(word)} digits: write a smaller one")
+        return int(word)
+
     try:
-        content = json.loads(text, parse_constant=no_constant)
+        content = json.loads(text, parse_constant=no_constant, parse_int=whole_number)
     except json.JSONDecodeError as error:
         remedy = "correct it (JSON has no comments and no comma after the last value)"
         raise ConfigError(

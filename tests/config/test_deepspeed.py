@@ -336,6 +336,7 @@ def test_mistakes_of_the_run_name_the_keys_that_set_it(tmp_path: Path) -> None:
         ('{"gradient_clipping": NaN}', "not valid JSON: NaN is no number in JSON"),
         ('{"fp16": {"enabled": true,\n"enabled": true}}', "fp16.enabled appears in lines 1 and 2"),
         ('{"bf16": {}, "bf16": {}}', "bf16 appears in lines 1 and 1"),
+        ('{"gradient_clipping": 1' + "0" * 400 + "}", "not valid JSON: a number has 401 digits"),
         ("[1]", "expected an object, {...}, got list"),
         ("[" * 100_000, "not valid JSON"),
         ("", "line 1, column 1: not valid JSON"),

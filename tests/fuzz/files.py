@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,9 @@ from pyarrow import parquet
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.lock import LOCK, save_lock
 from megatron.checkpoint.retention import is_as_listed, list_files
-from megatron.config import data_files
+from megatron.config import data_files, deepspeed
 from megatron.config.data import TokenizerConfig
-from megatron.config.run import Findings
+from megatron.config.run import Findings, RunOptions, with_values
 from megatron.data.text_input import parse_lines, read_blocks
 from megatron.environment import private_cache
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -34,6 +35,7 @@ from megatron.tokenizer.files import digest
 from megatron.tools import demo, plot_loss
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.fuzz.harness import Target, made
+from tests.repository import ROOT
 from tests.tokenizer.test_gpt2 import GOOD
 
 _LINES = b'{"text": "one two", "n": 1}\n{"text": ["a.", "b."]}\n{"text": "\xc3\xa9"}\n'
@@ -81,6 +83,22 @@ def _read_lists(data: bytes, folder: Path) -> None:
             problems += 1
     if problems == len(data_files.DATA_FILES):
         raise ConfigError("refused")
+
+
+def _deepspeed() -> list[bytes]:
+    jobs = [job.read_text() for job in sorted((ROOT / "tests" / "deepspeed").glob("*.sh"))]
+    found = [re.search(r"<<JSON\n(.*?)^JSON$", job, re.MULTILINE | re.DOTALL) for job in jobs]
+    return [re.sub(r"\$\{\w+\}", "64", match[1]).encode() for match in found if match]
+
+
+def _read_deepspeed(data: bytes, folder: Path) -> None:
+    (folder / "ds.json").write_bytes(data)
+    found = Findings()
+    file = deepspeed.read(folder / "ds.json", {"optimizer.clip_grad": 1.0}, found)
+    run = with_values(RunOptions(), file.values)
+    deepspeed.with_batch_sizes(run, file, 8, found)
+    if found.problems:
+        raise ConfigError(found.problems)
 
 
 def _listed(folder: Path) -> list[bytes]:
@@ -199,6 +217,7 @@ TARGETS = (
         _read_lists,
         (ConfigError,),
     ),
+    Target("deepspeed", _deepspeed, _read_deepspeed, (ConfigError,)),
     Target("retention list", made(_listed), _read_list, (CheckpointError,)),
     Target(
         "save lock",
