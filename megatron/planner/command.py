@@ -20,10 +20,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.settings import Settings, read_json
+from megatron.config import yaml_file
 from megatron.config.arguments import ToolParser, split
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
@@ -70,7 +69,7 @@ def build_parser() -> ToolParser:
         "JSON.")  # fmt: skip
     add("--top", type=int, default=10, metavar="N", help="Layouts to print (default: 10).")
     add("--draw", type=Path, metavar="FILE.png", help="Draw the timeline of the fastest layout.")
-    add("--output", type=Path, metavar="FILE.yaml", help="Write its settings, for --config.")
+    add("--output", type=Path, metavar="FILE.yaml", help="Write the run with it, for --config.")
     add("--overwrite", action="store_true", help="Replace existing files.")
     add("--mtbf-hours", type=float, default=50_000, metavar="H",
         help="Mean time between failures of a GPU (default: 50000, as Llama 3's).")  # fmt: skip
@@ -397,18 +396,12 @@ def show_timeline(
 
 
 def write_settings(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> None:
-    """Write the layout as YAML for --config.
+    """Write the whole run with the layout as YAML for --config.
 
     Raises:
         StorageError: The file cannot be written.
     """
-    sections: dict[str, dict[str, object]] = {}
-    for path, value in plan.values.items():
-        if value != field_at(path).default:
-            section, _, name = path.partition(".")
-            plain = list(value) if isinstance(value, tuple) else value
-            sections.setdefault(section, {})[name] = plain
-    text = f"# {command(request, plan)}\n{yaml.safe_dump(sections, sort_keys=False)}"
+    text = f"# {command(request, plan)}\n{yaml_file.dump(plan.config)}"
     with writing_to("--output", options.output):
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, text.encode())

@@ -197,7 +197,7 @@ def predict(
     return Prediction(
         seconds=total + gradients + optimizer,
         stage=stage,
-        bubble=total - stage.total,
+        bubble=max(total - stage.total, 0.0),  # without a pipeline, rounding
         gradients=gradients,
         optimizer=optimizer,
         memory=largest_process(config, plan, world_size),
