@@ -83,6 +83,40 @@ def test_an_editable_installation_is_a_plain_path(tmp_path) -> None:
         assert [archive.read(entry).decode().strip() for entry in code] == [str(source)]
 
 
+def test_a_wheel_has_all_that_the_command_needs(tmp_path) -> None:
+    """Recipes, and the scripts that train them: the command lists and plans away from a clone."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, wheels, site = (tmp_path / folder for folder in ("source", "wheels", "site"))
+    wheels.mkdir()
+    for file in tracked_files():
+        parts = file.relative_to(ROOT).parts
+        if parts[0] == "megatron" or len(parts) == 1:
+            (source / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, source / file.relative_to(ROOT))
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    words = [sys.executable, "-c", build]
+    subprocess.run(words, cwd=source, env=environment, timeout=120, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (scripts,) = site.glob("*.dist-info/entry_points.txt")
+    assert "megatron = megatron.cli.main:main" in scripts.read_text().splitlines()
+    plan = "pretrain gpt-tiny --gpus 0 --dry-run --dry-run-world-size 2".split()
+    for asked, said in ((["recipes"], "gpt-125m"), (plan, "configuration is valid")):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "megatron", *asked],
+            cwd=tmp_path,
+            env={**environment, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+
+
 def test_pins_are_exact_and_inside_the_ranges_of_pyproject() -> None:
     from packaging.requirements import Requirement
 

@@ -267,7 +267,8 @@ Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
 Train longer   use the torchrun command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
-Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
+Your own text  the same command with --input my.jsonl --out runs/mine, or
+               make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
                (one {{"text": ...}} object per line)
 
 {kind.go_on(out)}""")

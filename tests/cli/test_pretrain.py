@@ -10,6 +10,7 @@ import pytest
 from megatron.cli import pretrain
 from megatron.cli.pretrain import training_command
 from megatron.config import parse_config
+from megatron.config.model import ModelOptions
 from megatron.errors import ConfigError
 from megatron.recipes import catalog
 from tests.repository import ROOT
@@ -175,3 +176,32 @@ def test_a_recipe_in_small_keeps_the_form_of_its_layers(architecture: str) -> No
     assert kind.blocks == blocks
     assert kind.network == KINDS[architecture].network
     assert small_kind("gpt", {"num_experts": 64}).network == KINDS["moe"].network
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_every_recipe_in_small_is_a_valid_run(name: str) -> None:
+    from megatron.tools.demo_kinds import small_kind
+
+    recipe = catalog.find(name)
+    model = {path.removeprefix("model."): value for path, value in recipe.values.items()}
+    rest = "--micro-batch-size 4 --train-iters 2 --mock-data --tokenizer-type NullTokenizer"
+    words = [*small_kind(recipe.architecture, model).training_flags, *rest.split()]
+    config = parse_config(
+        [*words, "--vocab-size", "2048"], world_size=2, architecture=recipe.architecture
+    ).config
+    assert config.model.hidden_size == 128
+    for field in ("normalization", "swiglu", "position_embedding_type", "qk_layernorm"):
+        assert getattr(config.model, field) == model.get(field, getattr(ModelOptions(), field))
+    assert bool(config.model.num_experts) == ("num_experts" in model)
+
+
+def test_small_starts_the_demo_with_the_recipe_s_kind(tmp_path: Path, monkeypatch) -> None:
+    from megatron.tools import demo
+
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr(demo, "demo", lambda *given: started.append(given))
+    words = ["qwen3-0.6b", "--small", "--out", str(tmp_path / "out"), "--iters", "3"]
+    assert pretrain.pretrain(words) == 0
+    ((kind, out, source, iterations),) = started
+    assert "--qk-layernorm" in kind.blocks
+    assert (out, source, iterations) == (tmp_path / "out", None, 3)
