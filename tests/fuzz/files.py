@@ -88,7 +88,12 @@ def _read_lists(data: bytes, folder: Path) -> None:
 def _deepspeed() -> list[bytes]:
     jobs = [job.read_text() for job in sorted((ROOT / "tests" / "deepspeed").glob("*.sh"))]
     found = [re.search(r"<<JSON\n(.*?)^JSON$", job, re.MULTILINE | re.DOTALL) for job in jobs]
-    return [re.sub(r"\$\{\w+\}", "64", match[1]).encode() for match in found if match]
+    values = {"GLOBAL_BATCH": "512", "MICRO_BATCH": "16", "SEQ_LEN": "2048"}
+    return [
+        re.sub(r"\$\{(\w+)\}", lambda name: values.get(name[1], "10"), match[1]).encode()
+        for match in found
+        if match
+    ]
 
 
 def _read_deepspeed(data: bytes, folder: Path) -> None:
