@@ -42,6 +42,8 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
         with storage_errors(Path(path)):
             yield
     except StorageError as error:
+        if isinstance(error.__cause__, StorageError):
+            raise  # a file within, which is told already
         remedy = "free space, or give another path"
         raise StorageError(f"{flag} {path} cannot be written ({error}): {remedy}") from error
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.corpora.requirements import corpora_extra
 from megatron.data.preprocess import map_in_order
+from megatron.durable import writing_to
 
 with corpora_extra():
     from datatrove.executor.local import LocalPipelineExecutor
@@ -35,7 +36,8 @@ class LocalExecutor(LocalPipelineExecutor):
         ranks = self.get_incomplete_ranks()
         if not ranks:
             return
-        self.save_executor_as_json()
+        with writing_to("--output", self.logging_dir.path):
+            self.save_executor_as_json()
         workers = min(self.workers, len(ranks)) if self.workers > 1 else 0
         with map_in_order(self._run, lambda: ranks, workers, _REMEDY) as done:
             deque(done, maxlen=0)
@@ -44,6 +46,7 @@ class LocalExecutor(LocalPipelineExecutor):
         blocks = self.pipeline
         self.pipeline = deepcopy(blocks)  # each task has its own statistics
         try:
-            self._run_for_rank(rank)
+            with writing_to("--output", self.logging_dir.path):
+                self._run_for_rank(rank)
         finally:
             self.pipeline = blocks

@@ -32,6 +32,7 @@ from megatron.corpora.plan import CorpusPlan
 from megatron.corpora.report import ReportWriter
 from megatron.corpora.requirements import corpora_extra
 from megatron.corpora.sources import Piece, cut_pieces
+from megatron.durable import writing_to
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import build_tokenizer
 
@@ -138,7 +139,9 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
             np.savez(file, **arrays)
     previous = None
     for stage in stages_of(plan, pieces, folder):
-        previous = _executor(stage, folder / "logs" / stage.name, cluster, previous)
+        logs = folder / "logs" / stage.name
+        with writing_to("--output", logs):  # datatrove makes the folder
+            previous = _executor(stage, logs, cluster, previous)
         try:
             previous.run()
         except subprocess.CalledProcessError as error:

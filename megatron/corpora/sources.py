@@ -18,6 +18,7 @@ from megatron.config.arguments import MAX_LINE_MB
 from megatron.corpora.plan import CorpusPlan
 from megatron.corpora.requirements import corpora_extra
 from megatron.data.text_input import (
+    BYTE_ORDER_MARK,
     PACKED_SUFFIXES,
     TextBlock,
     find_inputs,
@@ -127,7 +128,9 @@ def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[Raw]:
     keys = [plan.text_key]
     blocks: Iterator[TextBlock]
     if part.size >= 0:
-        blocks = iter([TextBlock(part.path, part.offset, part.size, 0)])
+        # The file's first line may follow a byte order mark.
+        first = part.offset if part.offset > len(BYTE_ORDER_MARK) else 0
+        blocks = read_blocks([part.path], keys, bounds=(first, part.offset + part.size))
     else:
         if part.path.lower().endswith(".parquet"):
             keys = _columns(part.path, plan.text_key)

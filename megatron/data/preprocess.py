@@ -148,13 +148,23 @@ def find_punkt(
         f"NLTK's Punkt for {language} is not installed: training Punkt on the beginning of the "
         "input"
     )
-    blocks = read_blocks(paths, keys, max_line_mb=max_line_mb)
-    documents = (document for block in blocks for document in parse_block(block, keys).values)
-    return train_punkt(
-        value if isinstance(value, str) else "\n".join(value)
-        for document in documents
-        for value in document
-    )
+    bad: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for block in read_blocks(paths, keys, max_line_mb=max_line_mb):
+            documents = parse_block(block, keys)
+            for line in documents.bad[: not bad]:
+                at = block.offset + line.offset
+                bad.append(f"{block.path}: {line.reason} (line starts at byte {at})")
+            for value in itertools.chain.from_iterable(documents.values):
+                yield value if isinstance(value, str) else "\n".join(value)
+
+    try:
+        return train_punkt(texts())
+    except ConfigError:
+        if bad:
+            raise DataError(f"{bad[0]}: fix the line; no other holds text") from None
+        raise
 
 
 class EncodingOptions(NamedTuple):

@@ -34,7 +34,7 @@ PACKED_SUFFIXES = (".gz", ".bz2", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz, .bz2 or .zst; {_PARQUET}, {_TEXT}"
 _START = 1 << 12  # bytes in which the first line of a file without a suffix must begin
 _PARQUET_ROWS = 16  # read at a time; a value may be as large as the longest line
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_KINDS = {bool: "true or false", int: "a number", float: "a number", type(None): "null"}
 _JSON_KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
@@ -294,7 +294,7 @@ def _begins_with_an_object(path: str) -> bool:
             start = file.read(_START)
     except (OSError, EOFError, zlib.error):
         return False
-    return start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
+    return start.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
 
 
 def _plain_blocks(
@@ -305,10 +305,10 @@ def _plain_blocks(
     if end > total:
         raise DataError(f"--input {path}: the file shrank: run again when no program writes to it")
     with open(path, "rb") as file:
-        start = len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
+        start = len(BYTE_ORDER_MARK) if file.read(3) == BYTE_ORDER_MARK else 0
         if begin:
             file.seek(begin - 1)
-            _finish_line(file, b" ")  # a line that begins before
+            file.readline(end - begin + 1)  # of a line that begins before, and may go on for long
             start = file.tell()
         while start < end:
             file.seek(min(start + block_bytes, end) - 1)
@@ -335,7 +335,7 @@ def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[Text
             data += file.readline(longest + 1)
             size = len(data)
             if offset == 0:
-                data = data.removeprefix(_BYTE_ORDER_MARK)
+                data = data.removeprefix(BYTE_ORDER_MARK)
             done = raw.tell() if raw.seekable() else 0
             block = TextBlock(path, offset + size - len(data), len(data), done, data)
             yield from _last_line_apart(block, longest)
@@ -448,7 +448,7 @@ def _text_block(path: str, key: str, longest: int) -> TextBlock:
     if len(data) > longest:
         return _without_text(TextBlock(path, 0, len(data), size_on_disk), longest)
     try:
-        text = data.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
+        text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"--input {path}: not UTF-8 at byte {error.start}: convert it") from error
     line = orjson.dumps({key: text}, option=orjson.OPT_APPEND_NEWLINE)

@@ -272,7 +272,8 @@ class TextDataset:
             if empty > pieces:
                 raise DataError(
                     f"{self.corpus.flag} {self.corpus.prefix}: one of {self.streams} equal parts "
-                    "of the text holds no tokens: give more text"
+                    "of the text holds no tokens: give more text, or remove lines of many "
+                    "megabytes, each of which fills several parts"
                 )
             visit, block = visit + 1, 0
 

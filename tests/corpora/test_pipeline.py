@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corpora]'")
+
+import pyarrow
+from datatrove.utils.stats import PipelineStats
+from pyarrow import parquet
 
 from megatron.config.data import TokenizerConfig
 from megatron.corpora import blocks, sources
@@ -24,6 +32,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tools import build_corpus as command
 from tests.corpora.planted import SMALL, Planted, plant, score
+from tests.repository import ROOT
 from tests.tokenizer.test_gpt2 import GOOD, write_pair
 
 
@@ -244,13 +253,9 @@ def test_an_address_that_is_also_the_name_is_still_judged(tmp_path, capsys) -> N
 
 
 def test_large_strings_and_numbers_of_parquet_are_read(tmp_path, capsys) -> None:
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    columns = {"text": arrow.array(["some words"], arrow.large_string()), "id": arrow.array([7])}
-    columns["url"] = arrow.array(["https://a.example.org/b"], arrow.large_string())
-    parquet.write_table(arrow.table(columns), tmp_path / "made.parquet")
-    data = (tmp_path / "made.parquet").read_bytes()
+    large = pyarrow.large_string()
+    columns = {"text": pyarrow.array(["some words"], large), "id": pyarrow.array([7])}
+    data = _parquet(**columns, url=pyarrow.array(["https://a.example.org/b"], large))
     assert _build_from(tmp_path, capsys, data, "a.parquet") == [
         {"text": "some words", "id": "7", "url": "https://a.example.org/b"}
     ]
@@ -336,12 +341,29 @@ def _damaged(data: bytes) -> bytes:
     return data[:40] + b"\xff\x55\xff" + data[43:]
 
 
+def _parquet(**columns: list[object]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
 _GOOD = b'{"text": "some words"}\n'
 _BAD_INPUTS = {
     "broken.jsonl": (_GOOD + b"{broken\n", "broken.jsonl:byte 23: broken JSON"),
     "utf8.jsonl": (_GOOD + b'{"text": "\xff"}\n', "utf8.jsonl:byte 23: bad UTF-8"),
     "key.jsonl": (b'{"body": "x"}\n', "no text under the key 'text'"),
     "list.jsonl": (b"[1]\n", "no text under the key 'text'"),
+    "deep.jsonl": (b"[" * 99999, "broken JSON (nested too deeply)"),
+    "half.jsonl": (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    "null.jsonl": (b'{"text": null}', "no text under the key 'text'"),
+    "long.jsonl": (b'{"text": "' + b"1" * (65 << 20), "the line is longer than 64 MiB: fix"),
+    "bytes.txt": (b"1 \xff", "not UTF-8 at byte 2: convert it"),
+    "plain.jsonl.gz": (_GOOD, "unreadable or truncated: Not a gzipped file"),
+    "plain.jsonl.bz2": (_GOOD, "unreadable or truncated"),
+    "plain.jsonl.zst": (_GOOD, "unreadable or truncated"),
+    "other.parquet": (_parquet(body=["x"]), "no such column"),
+    "numbers.parquet": (_parquet(text=[1]), "no text under the key 'text'"),
+    "cut.parquet": (_parquet(text=["x"])[:-9], "not a readable parquet file"),
     "cut.jsonl.gz": (gzip.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
     "cut.jsonl.bz2": (bz2.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
     "cut.jsonl.zst": (b"\x28\xb5\x2f\xfdxx", "unreadable or truncated"),
@@ -368,6 +390,44 @@ def test_bad_input_ends_in_one_line(tmp_path, capsys, name, workers) -> None:
     assert name in message
     assert expected in message
     assert not list(out.glob("text/*"))
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    "place", ["save_executor_as_json", "save_task_stats", "mark_rank_as_completed"]
+)
+def test_a_disk_that_fills_at_datatrove_s_files_is_one_line(
+    tmp_path, capsys, monkeypatch, place, workers
+) -> None:
+    from megatron.corpora.local import LocalExecutor
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a file")
+
+    target = PipelineStats if place == "save_task_stats" else LocalExecutor
+    monkeypatch.setattr(target, "save_to_disk" if target is PipelineStats else place, full)
+    words = ["--input", _write(tmp_path / "good.jsonl", _GOOD), "--output", str(tmp_path / "out")]
+    message = _fails(capsys, *words, "--workers", workers)
+    assert message.startswith("error: --output ")
+    assert "logs/clean cannot be written (a file: No space left on device)" in message
+
+
+def test_a_disk_that_fills_is_one_line_and_leaves_no_corpus(tmp_path) -> None:
+    path = _write(tmp_path / "a.jsonl", b"".join(b'{"text": "%d"}\n' % i for i in range(9999)))
+    words = [str(ROOT / "tools" / "build_corpus.py"), "--input", path, "--workers", "2"]
+    words += ["--output", str(tmp_path / "out"), "--skip-steps", "quality", "language"]
+    finished = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+    )
+    assert finished.returncode == 8
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("error: --output ")
+    assert line.endswith("File too large): free space, or give another path")
+    assert not list((tmp_path / "out").glob("text/*"))
 
 
 def test_bad_lines_can_be_left_out(tmp_path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import itertools
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import zstandard
 from pyarrow import parquet
 
 from megatron.checkpoint.loading import open_root
@@ -269,6 +271,55 @@ def test_a_worker_says_what_is_wrong_in_one_line(vocabulary, tmp_path):
     batches = build_loader(dataset, SingleSampler(100, 0, 4), num_workers=1, seed=0)
     with pytest.raises(DataError, match=r"\A--data-path .*no key 'text'.*--skip-bad-lines\Z"):
         next(batches)
+
+
+_LINES = b'{"text": "w1 w2"}\n' * 50
+
+
+def _table(**columns: list[object]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("x.jsonl", b'{"text": "\xff"}\n', r"bad UTF-8 .*\(line starts at byte 0\): fix the line"),
+        ("x.jsonl", b'{"text": "\\ud800"}\n', ".*half a surrogate pair.*: fix the line"),
+        ("x.jsonl", b"{\n", "broken JSON .*: fix the line"),
+        ("x.jsonl", b"[1]\n", "expected a JSON object, found a list.*: fix the line"),
+        ("x.jsonl", b'{"text": 1}\n', "'text' is a number, expected a string.*: fix the line"),
+        ("x.txt", b"w1 \xff", "not UTF-8 at byte 3: convert it"),
+        ("x.jsonl.gz", gzip.compress(_LINES)[:-9], "unreadable or truncated: .*; copy the file"),
+        ("x.jsonl.gz", _LINES, "unreadable or truncated: Not a gzipped file"),
+        ("x.jsonl.bz2", bz2.compress(_LINES)[:-9], "unreadable or truncated: .*; copy the file"),
+        ("x.jsonl.bz2", _LINES, "unreadable or truncated: .*; copy the file"),
+        ("x.jsonl.zst", zstandard.compress(_LINES)[:-5], "unreadable or truncated: .*; copy the"),
+        ("x.jsonl.zst", _LINES, "unreadable or truncated: .*; copy the file"),
+        ("x.parquet", _table(text=["w1"])[:-9], "not a readable parquet file .*; copy it again"),
+        ("x.parquet", _LINES, "not a readable parquet file .*; copy it again"),
+        ("x.parquet", _table(text=[1]), "'text' is a number, expected a string.*: fix the line"),
+    ],
+    ids=range(15),
+)
+def test_bad_text_is_told_in_one_line(vocabulary, tmp_path, name, content, told):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        dataset_of(path, vocabulary)[0]
+    message = str(caught.value)
+    assert re.match(rf"--data-path {path}: {told}", message), message
+    assert "\n" not in message
+
+
+def test_a_line_that_is_too_long_is_told(vocabulary, tmp_path, monkeypatch):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "' + b"w1 " * (22 << 20) + b'"}\n')
+    dataset = dataset_of(path, vocabulary)
+    monkeypatch.setattr(TextDataset, "streams", 1)
+    with pytest.raises(DataError, match=r"x.jsonl: the line is longer than 64 MiB \(line starts"):
+        dataset[0]
 
 
 def test_bad_lines_are_refused_or_left_out(vocabulary, tmp_path, capsys):
