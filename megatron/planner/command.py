@@ -49,6 +49,7 @@ _VOCABULARY = 50257  # GPT-2's, if nothing else says how large the vocabulary is
 _DRAWN = 4  # micro-batches per stage in a drawing, which would otherwise be too dense to read
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
+_HOST_BOUND = 0.05  # share of the time from which waiting for the host is worth a line
 
 
 def build_parser() -> ToolParser:
@@ -222,6 +223,8 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
     program = Program(name=f"pretrain_{architecture}.py", rules=())
     gpus = int(found[1])
     start = parse_config(words, world_size=gpus, architecture=architecture, program=program).config
+    if start.precision.fp8_format is not None and machine.products_fp8 is None:
+        raise ConfigError(f"--fp8-format: an {machine.name} does not multiply in 8 bits: drop it")
     return PlanRequest(start, words, vocabulary, gpus, machine)
 
 
@@ -344,6 +347,11 @@ def reasons(plans: list[Plan], gpus: int) -> str:
     """Return why the first layout is the fastest, and why the others are slower."""
     best = plans[0].prediction
     lines = [f"\n1 is the fastest. Its time: {shares(best)}."]
+    if best.parts["host"] > _HOST_BOUND * best.seconds:
+        lines.append(
+            "The GPUs wait for the host to launch kernels: try --cuda-graph-impl local (which "
+            "excludes some layouts), or fewer GPUs."
+        )
     for number, plan in enumerate(plans[1:], 2):
         found = plan.prediction
         more = {name: (found.parts[name] - best.parts[name]) / best.seconds for name in best.parts}

@@ -31,7 +31,8 @@ from megatron.planner.prediction import (
 )
 from megatron.tokenizer.build import padded_vocab_size
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_MOST_TOKENS = 131_072  # of a micro-batch of several samples
 _MOST_STAGES = 64
 _LEAST_TOKENS = 4096  # of a sequence on a context-parallel process
 _MOST_BALANCED = 0.2  # the largest share of the time that an uneven distribution saves
@@ -270,11 +271,12 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     """
     model, batch = start.model, start.training.global_batch_size or 1
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
-    experts = model.num_experts
+    experts, length = model.num_experts, start.data.seq_length or 1
+    micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MOST_TOKENS]
     for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
         if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
             continue
-        if context > 1 and (start.data.seq_length or 1) < _LEAST_TOKENS * context:
+        if context > 1 and length < _LEAST_TOKENS * context:
             continue
         for stages in _divisors(gpus // (tensor * context)):
             if stages > min(layers, _MOST_STAGES):
@@ -296,7 +298,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 _experts(experts, tensor, tensor * context * data),
                 _sharding(data * context, stages),
                 _RECOMPUTATION,
-                [n for n in _MICRO_BATCHES if batch // data % n == 0],
+                [n for n in micro_batches if batch // data % n == 0],
             ):
                 *parts, micro_batch = more
                 values = {**each, "training.micro_batch_size": micro_batch}
