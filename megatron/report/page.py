@@ -33,6 +33,7 @@ def page_data(histories: Sequence[History]) -> dict[str, Any]:
 
 
 def _run_data(history: History) -> dict[str, Any]:
+    time = history.curves.get("time")
     changed = [flag for flag in history.settings if flag in history.changed]
     return {
         "name": history.name,
@@ -40,7 +41,9 @@ def _run_data(history: History) -> dict[str, Any]:
         "sources": history.sources,
         "notes": history.notes,
         "damaged": history.damaged + history.incomplete,
-        "events": [vars(event) for event in history.events[-_MOST_EVENTS:]],
+        "events": [
+            {**vars(event), "time": _finite(event.time)} for event in history.events[-_MOST_EVENTS:]
+        ],
         "eventCounts": Counter(event.kind for event in history.events),
         "settings": history.settings,
         "changed": changed,
@@ -49,9 +52,14 @@ def _run_data(history: History) -> dict[str, Any]:
         "timelines": history.timelines,
         "summary": summarize(history),
         "clock": _clock(history),
-        "lastTime": history.curves["time"].values[-1] if "time" in history.curves else None,
+        "lastTime": _finite(time.values[-1] if time is not None else None),
         "tokensPerSample": history.tokens_per_sample,
     }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number that JSON can hold, `None` for others."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _clock(history: History) -> dict[str, Any]:

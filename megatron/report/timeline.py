@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ _NAME = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json")
 _MOST_BYTES = 256 << 20  # of all traces that are read; parsing takes about ten times as much memory
 _MOST_RANKS = 16
 _MOST_SPANS = 1500  # of the page; the shortest are left out
+_LONGEST_NUMBER = 40  # characters
+_LATEST = 1e26  # nanoseconds
 _ITERATION = re.compile(r"iteration (\d+)")
 _MESSAGES = ("gloo:", "nccl:")
 
@@ -67,11 +70,11 @@ def _read(rank: int, path: Path) -> dict[str, Any] | None:
     """Return the timeline of a trace's last iteration, or `None` if it has none or is damaged."""
     try:
         trace = json.loads(path.read_bytes())
-        base = float(trace.get("baseTimeNanoseconds", 0)) / 1e6
+        base = _time(trace.get("baseTimeNanoseconds", 0)) / 1e6
         ranges: dict[str, list[Span]] = {}
         for event in trace["traceEvents"]:
             if event.get("ph") == "X" and event.get("cat") in ("user_annotation", "kernel"):
-                span = (float(event["ts"]) / 1e3, float(event["dur"]) / 1e3, str(event["name"]))
+                span = (_time(event["ts"]) / 1e3, _time(event["dur"]) / 1e3, str(event["name"]))
                 ranges.setdefault(event["cat"], []).append(span)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -110,6 +113,18 @@ def _read(rank: int, path: Path) -> dict[str, Any] | None:
         "total": round(length, 3),
         "rows": rows,
     }
+
+
+def _time(value: Any) -> float:
+    """Return a time or a duration.
+
+    Raises:
+        ValueError: It is not between 0 and a million years.
+    """
+    time = float(value) if len(str(value)) < _LONGEST_NUMBER else math.inf
+    if not 0 <= time < _LATEST:
+        raise ValueError(f"time {time}")
+    return time
 
 
 def _merged(spans: list[Span]) -> list[tuple[float, float]]:

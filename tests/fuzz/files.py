@@ -28,6 +28,8 @@ from megatron.errors import CheckpointError, ConfigError, DataError, StorageErro
 from megatron.inference.samples import SampleFile, read_prompts
 from megatron.inference.server import run as server
 from megatron.inference.server.chat import find_template, special_tokens
+from megatron.report.page import render
+from megatron.report.sources import open_runs
 from megatron.tasks.finetune import _best_score
 from megatron.tasks.results import _writer_of
 from megatron.tokenizer import build_tokenizer, fast_bpe
@@ -144,6 +146,21 @@ def _read_metrics(data: bytes, folder: Path) -> None:
     plot_loss.read_metrics(folder / "metrics.jsonl")
 
 
+def _report(folder: Path) -> None:
+    render([source.history for source in open_runs([folder])])
+
+
+def _report_metrics(data: bytes, folder: Path) -> None:
+    (folder / "metrics.jsonl").write_bytes(data)
+    _report(folder)
+
+
+def _report_trace(data: bytes, folder: Path) -> None:
+    (folder / "metrics.jsonl").write_bytes(b'{"iteration": 1, "lm loss": 2.5}\n')
+    (folder / "rank0.2.pt.trace.json").write_bytes(data)
+    _report(folder)
+
+
 def _read_marker(data: bytes, folder: Path) -> None:
     (folder / demo.MARKER).write_bytes(data)
     demo.settings_of(folder)
@@ -252,6 +269,31 @@ TARGETS = (
         "metrics",
         lambda: [b'{"iteration": 1, "lm loss": 2.5}\n{"iteration": 1, "lm loss validation": 2}\n'],
         _read_metrics,
+        (DataError,),
+    ),
+    Target(
+        "report of metrics",
+        lambda: [
+            b'{"iteration": 0, "time": 1.5, "event": "start", "iterations": 9, '
+            b'"settings": {"--lr": 1}, "tokens_per_sample": 4, '
+            b'"changed": ["--lr"], "facts": {"layout": "TP 1"}}\n'
+            b'{"iteration": 1, "time": 2.5, "consumed samples": 4, "lm loss": NaN, '
+            b'"loss-scale": 2}\n'
+            b'{"iteration": 2, "time": 3.5, "lm loss validation": 2, "loss-scale": 1}\n'
+            b'{"iteration": 2, "expert load": {"0": [1.0, 0.5]}}\n',
+        ],
+        _report_metrics,
+        (DataError,),
+    ),
+    Target(
+        "report of a trace",
+        lambda: [
+            b'{"baseTimeNanoseconds": 1, "traceEvents": [{"ph": "X", "cat": "user_annotation", '
+            b'"name": "iteration 2", "ts": 1, "dur": 9.5}, {"ph": "X", "cat": "user_annotation", '
+            b'"name": "optimizer", "ts": 2, "dur": 3}, {"ph": "X", "cat": "kernel", "name": "k", '
+            b'"ts": 2, "dur": 3}]}',
+        ],
+        _report_trace,
         (DataError,),
     ),
     Target("results", lambda: [b'{"task": "x", "save": "out", "score": 0.5}'], _read_results, ()),
