@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from megatron.config import parse_config
 from megatron.data.indexed import IndexedDataset
 from tests.data.test_indexed import read_all, write_cached, write_random
 from tests.repository import ROOT
+from tests.tokenizer.test_kinds import tokenizer_folder  # noqa: F401 - a fixture
 from tools import old_names
 from tools.old_names import OLD_NAMES
 
@@ -42,7 +43,10 @@ def start(monkeypatch):
 
 
 def main_of(script: str):
-    return importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    """The `main` behind a script, which may only start a module of the package."""
+    name = script.removesuffix(".py").replace("/", ".")
+    is_moved = importlib.util.find_spec(f"megatron.{name}") is not None
+    return importlib.import_module(f"megatron.{name}" if is_moved else name).main
 
 
 # As in examples/pretrain_gpt2.sh of v1.0, with the sizes of a test.
@@ -108,6 +112,36 @@ def test_preprocessing(start, tmp_path, name):
     assert script == "tools/preprocess_data.py"
     assert main_of(script)(now) == 0
     assert len(IndexedDataset(tmp_path / "x_text_document")) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "ids"),
+    [
+        ("PretrainedFromHF", "--tokenizer-name-or-path FOLDER", [[0, 3, 4], [0, 5]]),
+        ("CharacterLevelTokenizer", "", None),
+        ("BertWordPieceTokenizer", "--vocab FOLDER/vocab.txt", [[5, 6], [7]]),
+    ],
+)
+def test_tokenizers_by_their_old_names(
+    start,
+    tokenizer_folder,  # noqa: F811
+    tmp_path,
+    kind,
+    files,
+    ids,
+):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "other"]
+    (tokenizer_folder / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "wiki_00").write_text('{"text": "hello world"}\n{"text": "other"}\n')
+    words = ["--input", tmp_path / "wiki_00", "--output-prefix", tmp_path / "x", "--workers", "1"]
+    words += ["--tokenizer-type", kind, *files.replace("FOLDER", str(tokenizer_folder)).split()]
+    script, now = start("tools/preprocess_data_many_cores.py", *words, "--dataset-impl", "mmap")
+    assert main_of(script)(now) == 0
+    found = read_all(tmp_path / "x_text_document")
+    if ids is None:  # a token for each character
+        assert [len(sequence) for sequence in found] == [11, 5]
+    else:
+        assert found == ids
 
 
 def test_merging(start, tmp_path, capsys, monkeypatch):

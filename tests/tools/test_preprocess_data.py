@@ -26,9 +26,10 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import ShortageError
 from megatron.tokenizer.fast_bpe import byte_of_character
 from megatron.tools import preprocess_data
+from tests.repository import ROOT
 from tests.tokenizer.t5 import write_t5_tokenizer
 
-TOOL = Path(preprocess_data.__file__)
+TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
 @pytest.fixture(scope="session")
