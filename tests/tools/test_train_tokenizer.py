@@ -12,6 +12,7 @@ import pytest
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import train_tokenizer
+from tests.repository import ROOT
 
 TEXT = "the tailor told the tale of the tall tower, and the tower told the time. " * 20
 
@@ -159,7 +160,7 @@ def test_a_word_of_megabytes_is_learnt_from_in_seconds(tmp_path, character, kind
     path.write_text(json.dumps({"text": "some words " + character * (4 << 20)}) + "\n")
     words = ["--input", str(path), "--output-dir", str(tmp_path / "out"), "--kind", kind]
     done = subprocess.run(
-        [sys.executable, train_tokenizer.__file__, *words, "--vocab-size", "300"],
+        [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *words, "--vocab-size", "300"],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
