@@ -72,10 +72,18 @@ def _help(program: str, everything: bool) -> None:
 
 
 def _pretrain_small(given: Sequence[Given]) -> None:
+    """Run the demo with the recipe's kind of network.
+
+    Raises:
+        UserError: There is no recipe, or the demo's flags need to be changed.
+    """
     from megatron.tools import demo
     from megatron.tools.demo_kinds import small_kind
 
-    recipe = catalog.find(_only_name(given) or "")
+    name = _only_name(given)
+    if name is None:
+        raise ConfigError("--small: name a recipe before it, for example gpt-125m")
+    recipe = catalog.find(name)
     parser = demo.build_parser()
     parser.prog = "megatron pretrain RECIPE --small"
     parser.set_defaults(out=Path("runs") / f"{recipe.name}-small")
