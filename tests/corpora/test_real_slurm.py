@@ -41,6 +41,7 @@ def test_jobs_of_slurm_write_what_local_processes_write(
     assert build_corpus.main(words) == 0
     assert "jobs are submitted" in capsys.readouterr().out
     until((tmp_path / "slurm" / "report.json").exists, 240.0)
+    until(lambda: not slurm.ask("squeue", "--noheader").strip(), 60.0)  # or the last one is left
     assert _files(tmp_path / "slurm") == _files(tmp_path / "local")
     assert json.loads((tmp_path / "slurm" / "report.json").read_bytes())["read"] == 60
 
