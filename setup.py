@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels during `pip install` if CUDA is present.
+"""Compile the CUDA kernels during `pip install` if NVRTC is installed.
 
 The metadata is in pyproject.toml. A failed compilation prints a line and never fails the
 installation.
