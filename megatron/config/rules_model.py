@@ -327,6 +327,8 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
     shown = f"--fp8-format {numbers.fp8_format}"
     if not (numbers.bf16 or numbers.fp16):
         yield f"{shown} requires 16-bit weights: add --bf16"
+    if numbers.fp16 and config.model.num_experts:
+        yield f"{shown} with --num-experts requires bf16: use --bf16 in place of --fp16"
     if stage == 3:
         yield (
             f"{shown} keeps 8-bit copies of whole weights, which defeats the purpose of "
@@ -349,6 +351,11 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
     head, heads = model.kv_channels or 0, model.num_attention_heads or 0
     yield "--hidden-size", model.hidden_size or 0, 1
     yield "--ffn-hidden-size", model.ffn_hidden_size or 0, split
+    if model.num_experts:
+        of_experts = parallel.expert_tensor_parallel_size or split
+        yield "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0, of_experts
+        shared = model.moe_shared_expert_intermediate_size or 0
+        yield "--moe-shared-expert-intermediate-size", shared, split
     yield "--num-attention-heads x --kv-channels", heads * head, split
     if model.group_query_attention:
         name = "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"

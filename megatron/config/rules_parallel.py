@@ -73,7 +73,7 @@ _NOT_RECORDED: Exclusions = {
 
 
 _NOT_WITH_EXPERTS: Exclusions = {
-    "precision.fp8_format": ((None,), "experts multiply in 16 bits or fp32"),
+    "precision.fp8_param_gather": ((False,), "experts have a scale for each row"),
     "parallel.ddp_impl": (
         ("local",),
         "experts are averaged over different processes than other layers",

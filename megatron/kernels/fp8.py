@@ -35,14 +35,23 @@ def _plan_amax(x: Pointer, amax: Pointer, size: int, dtype: int) -> list[KernelL
 
 
 def _plan_amax_both(
-    x: Pointer, of_rows: Pointer, of_columns: Pointer, rows: int, columns: int, dtype: int
+    x: Pointer,
+    of_rows: Pointer,
+    of_columns: Pointer,
+    matrices: int,
+    rows: int,
+    columns: int,
+    dtype: int,
 ) -> list[KernelLaunch]:
-    """Plan the largest magnitudes, zero before, of x [rows, columns] by row and by column."""
-    if rows == 0 or columns == 0:
+    """Plan the largest magnitudes, zero before, by row and by column of each matrix.
+
+    x is [matrices, rows, columns].
+    """
+    if matrices == 0 or rows == 0 or columns == 0:
         return []
     warps = constant("fp8_transpose.cu", "kStripWarps")
     strip = _THREADS // WARP // warps * constant("fp8_transpose.cu", "kStripRows")
-    grid = (divide_up(columns, warps * WARP * 8), divide_up(rows, strip))
+    grid = (divide_up(columns, warps * WARP * 8), divide_up(rows, strip), matrices)
     kernel = instance("amax_both_kernel", FLOATS[dtype])
     return [
         KernelLaunch(kernel, grid, (_THREADS,), (x, rows, columns, of_rows, of_columns), early=True)
@@ -102,24 +111,26 @@ def _plan_cast_transpose(
     inverse: Pointer,
     inverse_columns: Pointer | None,
     found: Pointer | None,
+    matrices: int,
     rows: int,
     columns: int,
     dtype: int,
     fp8: int,
 ) -> list[KernelLaunch]:
-    """Plan y [rows, columns] and its transpose in fp8.
+    """Plan y [matrices, rows, columns] and the transpose of each matrix in fp8.
 
-    Without amax_columns one scale serves both; if there is `found`, it then rises to the largest
-    magnitude of x. Otherwise y has one scale per row, and transposed one per column.
+    Without amax_columns there is one matrix, whose scale serves both; if there is `found`, it then
+    rises to the largest magnitude of x. Otherwise y has one scale per row, and transposed one per
+    column.
     """
-    if rows == 0 or columns == 0:
+    if matrices == 0 or rows == 0 or columns == 0:
         return []
     name = FLOATS[dtype]
     scales = (amax, amax_columns, inverse, inverse_columns)
     return [
         KernelLaunch(
             instance("cast_transpose_kernel", name, fp8, found is not None),
-            _tiles(rows, columns),
+            (*_tiles(rows, columns), matrices),
             (_THREADS,),
             (x, y, transposed, rows, columns, *scales, found),
             shared=constant("fp8_transpose.cu", "kTile") ** 2 * SIZES[name],
@@ -138,10 +149,10 @@ def _plan_transpose(x: Pointer, y: Pointer, rows: int, columns: int) -> list[Ker
 
 
 AMAX = Kernel("fp8_amax", "ppii", _plan_amax)
-AMAX_BOTH = Kernel("fp8_amax_both", "pppiii", _plan_amax_both)
+AMAX_BOTH = Kernel("fp8_amax_both", "pppiiii", _plan_amax_both)
 CAST = Kernel("fp8_cast", "pppppiii", _plan_cast)
 CAST_ROWS = Kernel("fp8_cast_rows", "pppiiii", _plan_cast_rows)
-CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiii", _plan_cast_transpose)
+CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiiii", _plan_cast_transpose)
 TRANSPOSE = Kernel("fp8_transpose", "ppii", _plan_transpose)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -150,12 +161,12 @@ SMALLEST = 1e-12  # amax of a tensor of zeros
 
 
 class Fp8(NamedTuple):
-    """A matrix in fp8.
+    """A matrix in fp8, or a stack of matrices.
 
     Attributes:
-        values: The 8-bit values [m, k], row-major.
+        values: The 8-bit values [m, k], row-major; of a stack, [n, m, k].
         inverse: The fp32 factor that turns the values into the matrix: [], or [m, 1] with a factor
-            for each row.
+            for each row; of a stack, [n, m, 1].
     """
 
     values: Tensor
@@ -237,12 +248,15 @@ class Fp8Casts:
         return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """Cast x with a scale for each row, for any m."""
-        return self.cast(x, x.abs().amax(dim=1, keepdim=True), fp8)
+        """Cast x with a scale for each row, for any m. A stack [n, m, k] is a matrix to it."""
+        return self.cast(x, x.abs().amax(dim=-1, keepdim=True), fp8)
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        """Cast x with a scale for each row, and x^T with a scale for each of its rows."""
-        return self.cast_rows(x, fp8), self.cast_rows(x.t().contiguous(), fp8)
+        """Cast x with a scale for each row, and x^T with a scale for each of its rows.
+
+        Of a stack [n, m, k], every matrix is transposed: [n, k, m].
+        """
+        return self.cast_rows(x, fp8), self.cast_rows(x.mT.contiguous(), fp8)
 
 
 class KernelCasts(Fp8Casts):
@@ -288,7 +302,8 @@ class KernelCasts(Fp8Casts):
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
         """Cast x and its transpose, each with a scale for each of its rows."""
         _check(x, rows=True)
-        of_rows, of_columns = (self._zeros(x, size)[:, None] for size in x.shape)
+        shapes = (*x.shape[:-1], 1), (*x.shape[:-2], x.shape[-1], 1)
+        of_rows, of_columns = (self._zeros(x, math.prod(shape)).view(shape) for shape in shapes)
         fp8_amax_both(self.library, x, of_rows, of_columns)
         values, turned, inverse, inverse_turned = fp8_cast_transpose(
             self.library, x, of_rows, of_columns, fp8, None
@@ -305,11 +320,16 @@ class KernelCasts(Fp8Casts):
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:
-    """Check that x is a matrix and that 16 divides its width and, with `rows`, its height."""
-    sizes = x.shape if rows else x.shape[1:]
-    assert x.dim() == 2 and not any(size % 16 for size in sizes), (
+    """Check that x has matrices, and that 16 divides their width and, with `rows`, height."""
+    sizes = x.shape[-2:] if rows else x.shape[-1:]
+    assert x.dim() in (2, 3) and not any(size % 16 for size in sizes), (
         f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"
     )
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Return the numbers of matrices, rows and columns of a matrix or stack."""
+    return math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
 
 
 @operator("result")
@@ -320,8 +340,8 @@ def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
 
 @operator("of_rows", "of_columns")
 def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
-    """Raise `of_rows` [m, 1] and `of_columns` [k, 1] to the largest magnitudes of x."""
-    library.launch(AMAX_BOTH, x, of_rows, of_columns, *x.shape, DTYPE_CODES[x.dtype])
+    """Raise `of_rows` [.., m, 1] and `of_columns` [.., k, 1] to the largest magnitudes of x."""
+    library.launch(AMAX_BOTH, x, of_rows, of_columns, *_sizes(x), DTYPE_CODES[x.dtype])
 
 
 @operator("values", "found")
@@ -339,8 +359,8 @@ def fp8_cast(
 def fp8_cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x in 8 bits, and the inverse scale of each row."""
     values = torch.empty_like(x, dtype=fp8)
-    inverse = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+    inverse = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    codes = (inverse.numel(), x.shape[-1], DTYPE_CODES[x.dtype], FP8_CODES[fp8])
     library.launch(CAST_ROWS, x, values, inverse, *codes)
     return values, inverse
 
@@ -358,11 +378,11 @@ def fp8_cast_transpose(
 
     Without `amax_columns` the first scale serves both, and the second is `None`.
     """
-    values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.shape[::-1], dtype=fp8)
+    values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)
     inverse_turned = None if amax_columns is None else torch.empty_like(amax_columns)
     scales = (inverse, inverse if inverse_turned is None else inverse_turned)
-    codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+    codes = (*_sizes(x), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
     library.launch(CAST_TRANSPOSE, x, values, turned, amax, amax_columns, *scales, found, *codes)
     return values, turned, inverse, inverse_turned
 

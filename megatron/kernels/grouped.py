@@ -8,14 +8,13 @@ processes are grouped in the same way, by process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.device import Device
+from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
@@ -26,6 +25,9 @@ from megatron.kernels.library import (
 )
 from megatron.kernels.plans import WARP, KernelLaunch, Pointer, divide_up, vector_size
 from megatron.kernels.sources import FLOATS, constant, instance
+
+
+Factors = tuple[Tensor, ...]
 
 
 def _threads_of(columns: int, name: str) -> int:
@@ -273,65 +275,150 @@ def combine_rows_backward(
     return rows_grad, weights_grad
 
 
-class GroupedProduct(NamedTuple):
-    """An implementation of the products in which each expert multiplies its rows.
+class GroupedProduct:
+    """The products in which each expert multiplies its rows, here one expert after another.
 
-    Attributes:
-        name: The name of the implementation.
-        forward: Maps rows [n, in], weights [experts, out, in] and `Grouping.ends` to [n, out].
-            Rows that belong to no expert get arbitrary values.
-        input_gradient: Maps the output's gradient [n, out], weights and ends to [n, in].
-        weight_gradient: Adds to the weights' gradient `into` [experts, out, in], or overwrites it,
-            given the output's gradient [n, out], the rows [n, in] and ends.
+    Rows are [n, in], weights [experts, out, in]; `ends` is `Grouping.ends`. Rows that belong to no
+    expert may get any values.
     """
 
-    name: str
-    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
-    weight_gradient: Callable[..., None]
+    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
+        """Return the outputs [n, out], and the weights as the backward pass takes them.
+
+        Waits for the device.
+        """
+        return _one_by_one(rows, weight.mT, ends), (weight,)
+
+    def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
+        """Map the outputs' gradient [n, out] to that of the rows [n, in]. Waits for the device."""
+        return _one_by_one(grad, weight[0], ends)
+
+    def weight_gradient(
+        self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
+    ) -> None:
+        """Write the weights' gradient to `into` [experts, out, in], or add it.
+
+        Waits for the device.
+        """
+        if not accumulate:
+            into.zero_()
+        for expert, span in _occupied(ends):
+            into[expert].add_(grad[span].t() @ rows[span])
+
+    def forget(self) -> None:
+        """Drop copies of the weights, because they have changed."""
+
+
+class LibraryGroupedProduct(GroupedProduct):
+    """PyTorch's grouped products, bf16 on a GPU. They do not wait for the device.
+
+    Args:
+        library: Compiled kernels, which write weight gradients; `None` means PyTorch's operations.
+    """
+
+    def __init__(self, library: KernelLibrary | None) -> None:
+        """Store the kernels."""
+        self._library = library
+
+    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
+        """Return the outputs, and the weights."""
+        return torch._grouped_mm(rows, weight.mT, offs=ends), (weight,)
+
+    def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
+        """Map the outputs' gradient to that of the rows."""
+        return torch._grouped_mm(grad, weight[0], offs=ends)
+
+    def weight_gradient(
+        self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
+    ) -> None:
+        """Write or add the weights' gradient."""
+        value = torch._grouped_mm(grad.t(), rows, offs=ends)
+        if self._library is not None and into.dtype == torch.float32 and into.is_contiguous():
+            take_gradient(self._library, value, into, accumulate)
+        elif accumulate:
+            into.add_(value)
+        else:
+            into.copy_(value)
+
+
+class Fp8GroupedProduct(GroupedProduct):
+    """Products in 8 bits, apart from weight gradients.
+
+    Each row of a factor has a scale of its own, so a token's results depend neither on what else is
+    in the batch nor on where its experts are. Gradients are e4m3 like everything else: grouped
+    products take no e5m2, and need less range when a scale serves one row only. The hardware may
+    keep fewer bits of its sums in both passes, because grouped products take 2.5 times as long if
+    it may not.
+
+    Args:
+        casts: The casts, in kernels or in plain PyTorch.
+        in_16_bits: The products of weight gradients.
+    """
+
+    def __init__(self, casts: Fp8Casts, in_16_bits: GroupedProduct) -> None:
+        """Create products that have not cast their weights yet."""
+        self._casts = casts
+        self._in_16_bits = in_16_bits
+        self._weight: tuple[Fp8, Fp8] | None = None
+
+    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
+        """Return the outputs, and the transposed weights in 8 bits."""
+        if self._weight is None:
+            self._weight = self._casts.cast_transpose_rows(weight, E4M3)
+        by_out, by_in = self._weight
+        return self._multiply(rows, by_out, ends), by_in
+
+    def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
+        """Map the outputs' gradient to that of the rows."""
+        return self._multiply(grad, Fp8(*weight), ends)
+
+    def weight_gradient(
+        self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
+    ) -> None:
+        """Write or add the weights' gradient, in 16 bits."""
+        self._in_16_bits.weight_gradient(grad, rows, ends, into, accumulate=accumulate)
+
+    def forget(self) -> None:
+        """Drop the weights in 8 bits."""
+        self._weight = None
+
+    def _multiply(self, rows: Tensor, factors: Fp8, ends: Tensor) -> Tensor:
+        """Multiply each expert's rows [n, a] by its factor [experts, b, a], transposed."""
+        left = self._casts.cast_rows(rows, E4M3)
+        if not Device(rows.device).is_gpu:
+            factor = factors.dequantized().mT
+            return _one_by_one(left.dequantized(), factor, ends).to(rows.dtype)
+        if not len(rows):
+            return rows.new_empty(0, factors.values.shape[1])
+        return torch._scaled_grouped_mm(
+            left.values,
+            factors.values.mT,
+            left.inverse.squeeze(-1),
+            factors.inverse.squeeze(-1),
+            offs=ends,
+            out_dtype=rows.dtype,
+            use_fast_accum=True,
+        )
 
 
 def choose_grouped_product(
-    device: torch.device, dtype: torch.dtype, library: KernelLibrary | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    library: KernelLibrary | None = None,
+    casts: Fp8Casts | None = None,
 ) -> GroupedProduct:
     """Choose PyTorch's grouped product, or products of one expert after another.
 
     Args:
         device: The device of the weights.
         dtype: The type of the weights.
-        library: Compiled kernels, which write weight gradients; `None` means PyTorch's operations.
+        library: Compiled kernels; `None` means PyTorch's operations.
+        casts: The casts with which to multiply in 8 bits; `None` multiplies in `dtype`.
     """
+    in_dtype = GroupedProduct()
     if Device(device).is_gpu and dtype == torch.bfloat16:
-        return GroupedProduct(
-            "grouped",
-            lambda x, weight, ends: torch._grouped_mm(x, weight.transpose(1, 2), offs=ends),
-            lambda grad, weight, ends: torch._grouped_mm(grad, weight, offs=ends),
-            partial(_grouped_weight_gradient, library),
-        )
-    return GroupedProduct(
-        "one after another",
-        lambda x, weight, ends: _one_by_one(x, weight.transpose(1, 2), ends),
-        _one_by_one,
-        _weight_gradient_one_by_one,
-    )
-
-
-def _grouped_weight_gradient(
-    library: KernelLibrary | None,
-    grad: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    into: Tensor,
-    *,
-    accumulate: bool,
-) -> None:
-    value = torch._grouped_mm(grad.t(), x, offs=ends)
-    if library is not None and into.dtype == torch.float32 and into.is_contiguous():
-        take_gradient(library, value, into, accumulate)
-    elif accumulate:
-        into.add_(value)
-    else:
-        into.copy_(value)
+        in_dtype = LibraryGroupedProduct(library)
+    return in_dtype if casts is None else Fp8GroupedProduct(casts, in_dtype)
 
 
 @operator("into")
@@ -365,12 +452,3 @@ def _one_by_one(x: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
     for expert, rows in _occupied(ends):
         torch.mm(x[rows], factors[expert], out=out[rows])
     return out
-
-
-def _weight_gradient_one_by_one(
-    grad: Tensor, x: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
-) -> None:
-    if not accumulate:
-        into.zero_()
-    for expert, rows in _occupied(ends):
-        into[expert].add_(grad[rows].t() @ x[rows])

@@ -263,10 +263,13 @@ class ExpertLinear(nn.Module):
                 is_expert=True,
             )
         self._bias_share = 1 / context.layout.expert_tensor.size if sums else 1.0
-        self._form = choose_grouped_product(
-            context.device, context.compute_dtype, context.kernels.library
+        self._product = choose_grouped_product(
+            context.device,
+            context.compute_dtype,
+            context.kernels.library,
+            context.kernels.expert_casts,
         )
-        context.registry.deferrable_weights.append(self.weight)
+        context.registry.add_products(self.weight, self._product)
         self._gradient = context.registry.reserve_slot(self.weight)
         self._queue = context.weight_gradients
 
@@ -278,7 +281,7 @@ class ExpertLinear(nn.Module):
             weight = weight.detach()
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
-        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._form, owner)
+        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner)
         if self.bias is None:
             return out
         # Rows without an expert take a row of zeros, so their gradients, which may be any values,
@@ -296,27 +299,29 @@ class _GroupedProduct(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         grouping: Grouping,
-        form: GroupedProduct,
+        product: GroupedProduct,
         owner: Owner | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, grouping.ends)
-        ctx.form, ctx.owner = form, owner
-        return form.forward(rows, weight, grouping.ends)
+        out, factors = product.forward(rows, weight, grouping.ends)
+        ctx.save_for_backward(rows, grouping.ends, *factors)
+        ctx.product, ctx.owner, ctx.like = product, owner, (weight.shape, weight.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, ends = ctx.saved_tensors
-        form: GroupedProduct = ctx.form
+        rows, ends, *factors = ctx.saved_tensors
+        product: GroupedProduct = ctx.product
+        shape, dtype = ctx.like
         owner: Owner | None = ctx.owner
         grad = grad.contiguous()
         input_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = form.input_gradient(grad, weight, ends)
+            input_grad = product.input_gradient(grad, tuple(factors), ends)
         if owner is not None and owner.weight.requires_grad:
-            owner.take(_WeightGradient(form, grad, rows, ends, weight.shape))
+            owner.take(_WeightGradient(product, grad, rows, ends, shape))
         elif ctx.needs_input_grad[1]:
-            weight_grad = torch.empty_like(weight)
-            form.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
+            weight_grad = grad.new_empty(shape, dtype=dtype)
+            product.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
         return input_grad, weight_grad, None, None, None
 
 
@@ -324,13 +329,14 @@ class _WeightGradient:
     """The product that gives all experts' weight gradients, still to be computed."""
 
     def __init__(
-        self, form: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
+        self, product: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
     ) -> None:
-        self._form, self._factors, self._shape = form, (grad, rows, ends), shape
+        self._product, self._factors, self._shape = product, (grad, rows, ends), shape
 
     def start(self) -> None:
         """Do nothing: both factors are here."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [experts out, in], or add it."""
-        self._form.weight_gradient(*self._factors, into.view(self._shape), accumulate=accumulate)
+        into = into.view(self._shape)
+        self._product.weight_gradient(*self._factors, into, accumulate=accumulate)

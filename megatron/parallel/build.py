@@ -25,7 +25,7 @@ from megatron.kernels.attention import (
     fused_attention,
 )
 from megatron.kernels.dropout import BiasDropoutAdd, bias_dropout_add, choose_bias_dropout_add
-from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.rope import (
@@ -57,6 +57,7 @@ class Kernels:
         library: The fused kernels; `None` means PyTorch's operations.
         new_products: Creates the products of one linear layer in attention or an MLP.
         output_products: The products that compute logits.
+        expert_casts: The casts of experts that multiply in 8 bits; `None` if they do not.
         attention: The implementation of the attention core.
         activation: Returns the implementation of an MLP's activation, given its name and
             `handovers`.
@@ -68,6 +69,7 @@ class Kernels:
     library: KernelLibrary | None = None
     new_products: Callable[[], Products] = Products
     output_products: Products = PLAIN
+    expert_casts: Fp8Casts | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
     activation: Callable[..., Activation] = choose_activation
     rotate: Rotate = rotate
@@ -229,7 +231,11 @@ def choose_kernels(
     product = choose_fp8_product(device)
     # Only casts that scale a whole tensor by its own largest magnitude need it.
     handed = zeros if precision.fp8_recipe == "tensorwise" else None
-    return replace(chosen, new_products=lambda: Fp8Products(form, casts, product, handed))
+    return replace(
+        chosen,
+        new_products=lambda: Fp8Products(form, casts, product, handed),
+        expert_casts=casts,
+    )
 
 
 def attention_over(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from megatron.kernels.grouped import GroupedProduct
 from megatron.parallel.fp8 import AmaxHistory, DelayedScaling, Fp8Products
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
@@ -45,7 +46,7 @@ class LayerRegistry:
     def __init__(self) -> None:
         """Create an empty registry."""
         self._reserved: list[tuple[nn.Parameter, int, ReservedSlot]] = []
-        self._products: list[Products] = []
+        self._products: list[Products | GroupedProduct] = []
         self.deferrable_weights: list[nn.Parameter] = []
         self._fp8: dict[nn.Parameter, Fp8Products] = {}
         self.routers = Routers()
@@ -62,7 +63,7 @@ class LayerRegistry:
         self._reserved.append((weight, uses, reserved))
         return reserved
 
-    def add_products(self, weight: nn.Parameter, products: Products) -> None:
+    def add_products(self, weight: nn.Parameter, products: Products | GroupedProduct) -> None:
         """Record the products that use a weight whose gradient can be deferred."""
         self._products.append(products)
         self.deferrable_weights.append(weight)

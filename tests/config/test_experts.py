@@ -211,7 +211,17 @@ RULES = [
         2,
         ["--expert-model-parallel-size 2 x 2 parts of an expert do not divide the 2 processes"],
     ),
-    (f"{MIXTURE} --bf16 --fp8-format hybrid", 1, ["experts multiply in 16 bits or fp32"]),
+    (f"{MIXTURE} --fp16 --fp8-format hybrid", 1, ["use --bf16 in place of --fp16"]),
+    (
+        f"{MIXTURE} --bf16 --fp8-format hybrid --fp8-param-gather --zero-stage 1",
+        2,
+        ["experts have a scale for each row"],
+    ),
+    (
+        f"{MIXTURE} --bf16 --fp8-format hybrid --moe-ffn-hidden-size 24",
+        1,
+        ["--moe-ffn-hidden-size 24 is not a multiple of 16"],
+    ),
     (f"{SELECTIVE} moe", 1, ["--recompute-modules moe requires --num-experts"]),
     (f"{SELECTIVE} core_attn mla_up_proj", 1, ["--recompute-modules core_attn mla_up_proj"]),
     (

@@ -21,6 +21,7 @@ CASES = (
     ("gpt", "--bf16 --no-masked-softmax-fusion --cross-entropy-fusion-impl linear"),
     ("gpt", "--bf16 --fp8-format hybrid"),
     ("gpt", "--bf16 --fp8-format e4m3 --fp8-recipe delayed"),
+    ("gpt", "--bf16 --fp8-format hybrid --num-experts 8 --moe-ffn-hidden-size 32"),
     ("gpt", ""),
     ("bert", "--bf16"),
     ("bert", "--bf16 --attention-dropout 0"),

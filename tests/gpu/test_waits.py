@@ -32,6 +32,7 @@ _MIXTURE = "--swiglu --num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coe
         ("gpt", "--cuda-graph-impl local --cuda-graph-warmup-steps 1"),
         ("gpt", "--eod-mask-loss --calculate-per-token-loss"),
         ("gpt", _MIXTURE + "--moe-z-loss-coeff 1e-3 --disable-bias-linear --qk-layernorm"),
+        ("gpt", _MIXTURE + "--fp8-format hybrid"),
         (
             "gpt",
             _MIXTURE + "--moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 64",

@@ -72,6 +72,21 @@ def test_kernels_equal_the_plain_form(kernels, shape, dtype, fp8):
         same(a, b)
 
 
+@pytest.mark.parametrize("shape", [(3, 16, 48), (2, 144, 80)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_matrix_of_a_stack_is_transposed(kernels, shape, dtype):
+    library, device = kernels
+    x = matrix((shape[0] * shape[1], shape[2]), dtype, device).view(shape)
+    casts = choose_fp8_casts(library)
+    same(casts.cast_rows(x, E4M3), REFERENCE.cast_rows(x.cpu(), E4M3))
+    stacked = casts.cast_transpose_rows(x, E4M3)
+    for i, one in enumerate(x):
+        for whole, alone in zip(stacked, casts.cast_transpose_rows(one, E4M3), strict=True):
+            same(Fp8(whole.values[i], whole.inverse[i]), Fp8(*(t.cpu() for t in alone)))
+    for ours, plain in zip(stacked, REFERENCE.cast_transpose_rows(x.cpu(), E4M3), strict=True):
+        same(ours, plain)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from megatron.device import Device
+from megatron.kernels.fp8 import E4M3, Fp8Casts, choose_fp8_casts
 from megatron.kernels.grouped import Grouping, choose_grouped_product, collect, spread
+from megatron.kernels.library import find_library
 
+CPU, GPU = torch.device("cpu"), Device.pick()
 EXPERTS, HIDDEN = 5, 6
 # Choices of six tokens: nobody chooses expert 3, and -1 is no expert.
 CHOICES = torch.tensor([[4, 0], [0, 1], [-1, 4], [2, 0], [-1, -1], [1, -1]])
@@ -77,7 +81,7 @@ def test_16_bit_rows_are_added_up_in_fp32():
     assert out.item() == 258
 
 
-PRODUCT = choose_grouped_product(torch.device("cpu"), torch.float32)
+PRODUCT = choose_grouped_product(CPU, torch.float32)
 # Ends of five experts' rows; seven rows, of which the last may belong to nobody.
 ENDS = [[2, 2, 3, 6, 7], [0, 0, 7, 7, 7], [7, 7, 7, 7, 7], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
 
@@ -89,8 +93,8 @@ def test_products_of_each_group(ends):
     weight = torch.randn(EXPERTS, 4, HIDDEN, dtype=torch.float64)
     grad = torch.randn(7, 4, dtype=torch.float64)
     limits = torch.tensor(ends, dtype=torch.int32)
-    out = PRODUCT.forward(rows, weight, limits)
-    back = PRODUCT.input_gradient(grad, weight, limits)
+    out, factors = PRODUCT.forward(rows, weight, limits)
+    back = PRODUCT.input_gradient(grad, factors, limits)
     assert out.shape == (7, 4)
     assert back.shape == (7, HIDDEN)
     start, sums = 0, torch.zeros_like(weight)
@@ -119,5 +123,71 @@ def test_the_gradient_of_16_bit_weights_may_be_kept_in_fp32():
     assert once.any()
 
 
-def test_a_cpu_computes_one_expert_after_another():
-    assert PRODUCT.name == "one after another"
+@pytest.mark.parametrize("stop", [40, 35])
+def test_products_in_8_bits_are_those_of_rounded_factors(stop):
+    torch.manual_seed(1)
+    limits = torch.tensor([0, 3, 20, stop], dtype=torch.int32)
+    rows, grad = torch.randn(40, 32).bfloat16(), torch.randn(40, 48).bfloat16()
+    weight = torch.randn(4, 48, 32).bfloat16()
+    casts, sixteen = Fp8Casts(), choose_grouped_product(CPU, torch.bfloat16)
+    ours = choose_grouped_product(CPU, torch.bfloat16, casts=casts)
+
+    def rounded(x):
+        return casts.cast_rows(x, E4M3).dequantized()
+
+    out, factors = ours.forward(rows, weight, limits)
+    assert out.dtype == torch.bfloat16
+    expected, _ = sixteen.forward(rounded(rows), rounded(weight), limits)
+    torch.testing.assert_close(out[:stop], expected[:stop].bfloat16())
+    back = ours.input_gradient(grad, factors, limits)
+    by_input = rounded(weight.mT.contiguous()).mT  # a scale for each input of each expert
+    expected = sixteen.input_gradient(rounded(grad), (by_input,), limits)
+    torch.testing.assert_close(back[:stop], expected[:stop].bfloat16())
+    into, exact = torch.zeros(2, 4, 48, 32)
+    ours.weight_gradient(grad, rows, limits, into, accumulate=False)
+    sixteen.weight_gradient(grad, rows, limits, exact, accumulate=False)
+    assert torch.equal(into, exact)  # in 16 bits
+
+
+def test_weights_are_cast_again_once_they_have_changed():
+    weight, rows = torch.ones(1, 16, 16).bfloat16(), torch.ones(1, 16).bfloat16()
+    ends = torch.tensor([1], dtype=torch.int32)
+    product = choose_grouped_product(CPU, torch.bfloat16, casts=Fp8Casts())
+    first, _ = product.forward(rows, weight, ends)
+    weight.fill_(2)
+    assert torch.equal(product.forward(rows, weight, ends)[0], first)
+    product.forget()
+    assert torch.equal(product.forward(rows, weight, ends)[0], 2 * first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU.is_gpu or GPU.capability < (8, 9), reason="needs a GPU with fp8")
+@pytest.mark.parametrize("ends", [[0, 3, 130, 333], [0, 0, 0, 0], [333] * 4])
+def test_a_gpu_gives_the_products_of_a_cpu(ends):
+    torch.manual_seed(1)
+    rows, grad = torch.randn(333, 256).bfloat16(), torch.randn(333, 512).bfloat16()
+    weight, limits = torch.randn(4, 512, 256).bfloat16(), torch.tensor(ends, dtype=torch.int32)
+
+    def products(device, library):
+        casts = choose_fp8_casts(library)
+        product = choose_grouped_product(device, torch.bfloat16, library, casts)
+        x, g, w, stops = (tensor.to(device) for tensor in (rows, grad, weight, limits))
+        out, factors = product.forward(x, w, stops)
+        into = torch.zeros(w.shape, device=device)
+        product.weight_gradient(g, x, stops, into, accumulate=False)
+        back = product.input_gradient(g, factors, stops)
+        return out[: ends[-1]], back[: ends[-1]], into
+
+    device = GPU.torch_device
+    ours = products(device, find_library(device).library)
+    for found, expected in zip(ours, products(CPU, None), strict=True):
+        scale = expected.abs().max().item() if expected.numel() else 1.0
+        torch.testing.assert_close(found.cpu(), expected, rtol=0.01, atol=2e-3 * scale)
+
+
+def test_there_may_be_no_rows():
+    product = choose_grouped_product(CPU, torch.bfloat16, casts=Fp8Casts())
+    weight, ends = torch.ones(2, 32, 16).bfloat16(), torch.zeros(2, dtype=torch.int32)
+    out, factors = product.forward(weight.new_empty(0, 16), weight, ends)
+    assert out.shape == (0, 32)
+    assert product.input_gradient(out, factors, ends).shape == (0, 16)

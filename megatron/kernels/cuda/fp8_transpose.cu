@@ -12,8 +12,8 @@ constexpr int kStripColumns = kStripWarps * 32 * 8;
 constexpr int kStripRows = 32;  // of a warp
 constexpr int kStripTiers = kThreads / 32 / kStripWarps;
 
-// Largest magnitudes of all rows and of all columns (bits, zero before), in one read. A thread keeps
-// 8 columns and goes through rows, loading several of them before it uses one.
+// Largest magnitudes of all rows and of all columns (bits, zero before) of each matrix in a stack, in
+// one read. A thread keeps 8 columns and goes through rows, loading several of them before it uses one.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
@@ -22,6 +22,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   __shared__ unsigned down_of[kStripTiers][kStripColumns];
   __shared__ unsigned across_of[kStripWarps][kStripTiers * kStripRows];
   wait_for_previous();
+  const int64_t matrix = blockIdx.z;
+  x += matrix * rows * columns;
+  of_rows += matrix * rows;
+  of_columns += matrix * columns;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int side = warp % kStripWarps, tier = warp / kStripWarps;
   const int64_t column = blockIdx.x * static_cast<int64_t>(kStripColumns) + side * 256 + lane * 8;
@@ -133,7 +137,8 @@ struct Scales {  // what a cast with its transpose reads and writes
   bool is_single;  // one for the whole tensor: the four have one element, used by both copies
 };
 
-// y [rows, columns] and its transpose, both from one read. rows and columns are multiples of 16.
+// y [rows, columns] and its transpose, both from one read, for each matrix in a stack. rows and columns
+// are multiples of 16; a stack of more than one has its own scales for all rows and columns.
 // While measuring, *found (bits) rises to the largest magnitude of x. A thread's loads wait in
 // shared memory: registers for them would leave too few threads to keep memory busy. Blocks go from the
 // end of x to its beginning: what was written or measured last is in the cache.
@@ -153,6 +158,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t left = (gridDim.x - 1 - blockIdx.x) * static_cast<int64_t>(kTile);
   const int64_t top = (gridDim.y - 1 - blockIdx.y) * static_cast<int64_t>(kTile);
   const int64_t column = left + group * 8, row = top + strip * 8;
+  const int64_t before = blockIdx.z * rows * columns;
+  x += before;
+  y += before;
+  transposed += before;
   wait_for_previous();
   const bool inside = row < rows && column < columns;
 #pragma unroll
@@ -174,10 +183,11 @@ __global__ void __launch_bounds__(kThreads, 4)
     const bool of_column = threadIdx.x >= kTile;
     const int64_t place = (of_column ? left : top) + threadIdx.x % kTile;
     if (place < (of_column ? columns : rows)) {
-      const Scale scale = scale_of((of_column ? scales.of_columns : scales.of_rows)[place], fp8);
+      const int64_t of_all = blockIdx.z * (of_column ? columns : rows) + place;
+      const Scale scale = scale_of((of_column ? scales.of_columns : scales.of_rows)[of_all], fp8);
       factors[of_column][threadIdx.x % kTile] = scale.forward;
-      if (!of_column && left == 0) scales.inverse_rows[place] = scale.inverse;
-      if (of_column && top == 0) scales.inverse_columns[place] = scale.inverse;
+      if (!of_column && left == 0) scales.inverse_rows[of_all] = scale.inverse;
+      if (of_column && top == 0) scales.inverse_columns[of_all] = scale.inverse;
     }
     __syncthreads();
   }
