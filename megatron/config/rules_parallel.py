@@ -71,6 +71,20 @@ _NOT_RECORDED: Exclusions = {
     ),
 }
 
+# The same for mixtures: rows have the same number in every pass only if all experts are here.
+_MIXTURE_NOT_RECORDED: Exclusions = {
+    "parallel.expert_model_parallel_size": (
+        (1,),
+        "the number of tokens that arrive differs between passes",
+    ),
+    "precision.bf16": ((True,), "only products of bf16 do not wait for the number of rows"),
+    "model.moe_router_gating": (("core",), "the host seeds its random choices"),
+    "model.moe_input_jitter_eps": ((None, 0.0), "the host seeds its noise"),
+}
+_BALANCING_NOT_RECORDED = {
+    "sinkhorn": "it waits for the device",
+    "global_aux_loss": "the host counts the micro-batches",
+}
 
 _NOT_WITH_EXPERTS: Exclusions = {
     "precision.fp8_param_gather": ((False,), "experts have a scale for each row"),
@@ -78,7 +92,6 @@ _NOT_WITH_EXPERTS: Exclusions = {
         ("local",),
         "experts are averaged over different processes than other layers",
     ),
-    "training.cuda_graph_impl": (("none",), "the number of an expert's tokens differs"),
     "checkpoint.ckpt_format": (("native", "torch_dist"), "Megatron-LM 23.08 has no such experts"),
 }
 
@@ -331,6 +344,15 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
             "in the first iteration: use 1 or more"
         )
     yield from excluded(config, shown, _NOT_RECORDED)
+    if model.num_experts:
+        yield from excluded(config, f"{shown} with --num-experts", _MIXTURE_NOT_RECORDED)
+        for kind in model.moe_router_load_balancing_type:
+            if kind in _BALANCING_NOT_RECORDED:
+                yield (
+                    f"{shown} cannot be combined with --moe-router-load-balancing-type {kind}: "
+                    f"{_BALANCING_NOT_RECORDED[kind]}: use aux_loss or seq_aux_loss, or drop "
+                    "--cuda-graph-impl"
+                )
     if parallel.tensor_model_parallel_size <= 1:
         return
     dropouts = {"--attention-dropout": model.attention_dropout}

@@ -236,7 +236,17 @@ RULES = [
     ),
     (f"{MIXTURE} --moe-layer-recompute", 1, ["--recompute-modules moe"]),
     (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over different processes"]),
-    (f"{MIXTURE} --cuda-graph-impl local", 1, ["the number of an expert's tokens differs"]),
+    (f"{MIXTURE} --cuda-graph-impl local", 1, ["only products of bf16 do not wait"]),
+    (
+        f"{MIXTURE} --bf16 --cuda-graph-impl local --moe-router-load-balancing-type sinkhorn",
+        1,
+        ["--moe-router-load-balancing-type sinkhorn: it waits for the device"],
+    ),
+    (
+        f"{MIXTURE} --bf16 --cuda-graph-impl local --expert-model-parallel-size 2",
+        2,
+        ["the number of tokens that arrive differs"],
+    ),
     (
         f"{MIXTURE} --ckpt-format legacy --save x --save-interval 5",
         1,

@@ -28,6 +28,10 @@ TOY = (
     "--hidden-size 64 --micro-batch-size 2 --global-batch-size 4 "
     "--eval-interval 4 --attention-dropout 0.1 --hidden-dropout 0.1"
 ).split()
+MIXTURE = (
+    "--bf16 --swiglu --num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01 "
+    "--moe-z-loss-coeff 1e-3 "
+)
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe "
 
 
@@ -61,6 +65,10 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         "--bf16 --train-samples 40 --rampup-batch-size 2 2 16",
         "--bf16 --cross-entropy-fusion-impl linear --eod-mask-loss",
         "--bf16 --eod-mask-loss --calculate-per-token-loss",
+        MIXTURE,
+        MIXTURE + "--fp8-format hybrid --moe-shared-expert-intermediate-size 64",
+        MIXTURE + "--moe-expert-capacity-factor 1.0 --eod-mask-loss --calculate-per-token-loss",
+        MIXTURE + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ],
 )
 def test_so_does_every_kind_of_training(words: str) -> None:

@@ -127,6 +127,7 @@ _OLMOE = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention "
     "--num-query-groups 2 --qk-layernorm --qk-layernorm-scope projection"
 )
+_FP8 = f"{_BF16} --fp8-format hybrid"
 _DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 1.0"
 
 MIXTURES: tuple[MixtureCase, ...] = (
@@ -234,6 +235,8 @@ MIXTURES: tuple[MixtureCase, ...] = (
         4, pipeline=2, expert=2, flags="--zero-stage 1", network=_FP16, tolerance=2e-4, iterations=6
     ),
     MixtureCase(2, expert=2, network=_BF16, tolerance=5e-3, iterations=4),
+    MixtureCase(2, expert=2, network=_FP8, tolerance=5e-3, iterations=4),
+    MixtureCase(4, pipeline=2, expert=2, network=_FP8, tolerance=5e-3, iterations=4),
     MixtureCase(4, expert=2, flags=_ZERO3, network=_BF16, tolerance=5e-3, iterations=4),
     MixtureCase(4, expert=2, flags=_ZERO3, network=_FP16, tolerance=2e-4, iterations=6),
     MixtureCase(
