@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.reader import Reader
-from megatron.config.experts import mixture_layers
+from megatron.config.experts import layer_experts
 from megatron.config.model import (
     NETWORK_FIELDS,
     ROTARY_SPEED,
@@ -71,11 +71,13 @@ def check_network(
 def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
     """Return whether a saved setting means the same as the model's."""
     here = getattr(model, name)
-    if name == "moe_layer_freq" and model.num_experts:  # there are many ways to write a pattern
+    if name == "num_experts":  # a single number in older checkpoints
+        saved = (saved,) if isinstance(saved, int) else tuple(saved or ())
+    if name in ("moe_layer_freq", "num_experts") and model.num_experts:  # written in many ways
         try:
-            there = replace(model, moe_layer_freq=saved)
+            there = replace(model, **{name: saved})
             layers = model.num_layers
-            return mixture_layers(there, layers) == mixture_layers(model, layers)
+            return layer_experts(there, layers) == layer_experts(model, layers)
         except ValueError:
             return False
     if name == "moe_ffn_hidden_size":

@@ -56,7 +56,8 @@ class ExpertOptions:
     """Mixture of experts.
 
     Attributes:
-        num_experts: Number of experts in each mixture layer. Default: all layers are dense.
+        num_experts: Number of experts in each mixture layer, or one number for each of them (1:
+            that layer is dense). Default: all layers are dense.
         moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, starting
             with the first; last-of-N makes it the last of every N layers; a pattern of ones and
             zeros such as ([0]*1+[1]*3) names them.
@@ -109,13 +110,7 @@ class ExpertOptions:
             files of metrics, in addition to their means over layers.
     """
 
-    num_experts: int | None = flag(
-        None,
-        unit="experts",
-        at_least=1,
-        at_most=MOST_EXPERTS,
-        alike="all mixture layers have the same number of experts: give one number",
-    )
+    num_experts: tuple[int, ...] = flag((), unit="experts", at_least=1, at_most=MOST_EXPERTS)
     moe_layer_freq: str = flag("1", needs=_MIXTURE)
     moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, needs=_MIXTURE)
     moe_shared_expert_intermediate_size: int | None = flag(
@@ -158,6 +153,12 @@ class ExpertOptions:
     moe_per_layer_logging: bool = flag(False, requires=_MIXTURE)
 
     @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """The different numbers of experts of mixture layers, the lowest first."""
+        counts = set(self.num_experts)
+        return tuple(sorted(counts - {1} if len(self.num_experts) > 1 else counts))
+
+    @property
     def balancing(self) -> tuple[tuple[str, float], ...]:
         """The load-balancing losses in use, each with its coefficient."""
         kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
@@ -169,14 +170,19 @@ class ExpertOptions:
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:
         """The names of the routers' losses, in the order of Megatron Core's log."""
-        if not self.num_experts:
+        if not self.expert_counts:
             return ()
         z_loss = (Z_LOSS,) if self.moe_z_loss_coeff is not None else ()
         return (*z_loss, *(BALANCING_LOSSES[kind] for kind, _ in self.balancing))
 
 
 def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
-    """Return which layers are mixtures of experts.
+    """Return which layers are mixtures of experts; see `layer_experts`."""
+    return tuple(count > 0 for count in layer_experts(options, layers))
+
+
+def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
+    """Return the number of experts of each layer, 0 for a dense one.
 
     Args:
         options: The flags.
@@ -184,11 +190,28 @@ def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
 
     Raises:
         ValueError: `moe_layer_freq` is neither a number, nor last-of- and a number, nor a pattern
-            of as many entries as layers.
+            of as many entries as layers; or `num_experts` is neither one number nor as many as
+            there are such layers.
     """
-    if not options.num_experts:
-        return (False,) * layers
-    text = "".join(options.moe_layer_freq.split())
+    counts = options.num_experts
+    if not counts:
+        return (0,) * layers
+    chosen = _chosen_layers(options.moe_layer_freq, layers)
+    if len(set(counts)) == 1:
+        return tuple(counts[0] if is_chosen else 0 for is_chosen in chosen)
+    if len(counts) != sum(chosen):
+        raise ValueError(
+            f"it chooses {sum(chosen)} layers, and --num-experts has {len(counts)} numbers: give "
+            "one number, or as many"
+        )
+    left = iter(counts)
+    found = [next(left) if is_chosen else 0 for is_chosen in chosen]
+    return tuple(count if count > 1 else 0 for count in found)
+
+
+def _chosen_layers(frequency: str, layers: int) -> tuple[bool, ...]:
+    """Return which layers `moe_layer_freq` chooses; see `layer_experts`."""
+    text = "".join(frequency.split())
     if re.fullmatch(r"[1-9][0-9]{0,4}", text):
         return tuple(index % int(text) == 0 for index in range(layers))
     last = _LAST_OF.fullmatch(text)

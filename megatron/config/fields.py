@@ -60,8 +60,6 @@ class FlagInfo:
         required: The remark in `--help` on a flag that must be given. Such a flag is always shown.
         is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
             keeps it.
-        alike: For a flag that may be given several values if they are all equal (older programs
-            take one for each layer), the error message if they differ.
     """
 
     unit: str = ""
@@ -80,7 +78,6 @@ class FlagInfo:
     is_common: bool = False
     required: str = ""
     is_flag: bool = True
-    alike: str = ""
 
 
 def flag(default: Any, **info: Any) -> Any:

@@ -299,10 +299,7 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
         except ValueError as error:
             line.problems.append(f"{flag}: {error}")
             line.spoilt.add(taker.name)
-        if taker.info.alike:
-            if len(set(flag.values)) > 1:
-                line.problems.append(f"{flag}: {taker.info.alike}")
-        elif not (taker.is_switch or taker.many):
+        if not (taker.is_switch or taker.many):
             stray += [
                 f"{word!r} belongs to no flag ({flag.name} takes one value): drop it"
                 for word in flag.values[1:]

@@ -112,12 +112,15 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the experts and their router."""
     model = config.model
-    count, chosen = model.num_experts, model.moe_router_topk
-    if not count:
+    counts, chosen = model.expert_counts, model.moe_router_topk
+    shown = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    if model.num_experts and not counts:
+        yield f"{shown}: no layer has more than one expert: drop the flag"
+    if not counts:
         return
     if model.architecture != "gpt":
         yield (
-            f"--num-experts {count}: only a GPT has mixture layers, and this model is a "
+            f"{shown}: only a GPT has mixture layers, and this model is a "
             f"{model.architecture.upper()}: drop the flag"
         )
     try:
@@ -125,8 +128,8 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     except ValueError as error:
         if model.num_layers or "layers" not in str(error):
             yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
-    if chosen > count:
-        yield f"--moe-router-topk {chosen} is above --num-experts {count}: lower it"
+    if chosen > counts[0] > 0:
+        yield f"--moe-router-topk {chosen} is above --num-experts {counts[0]}: lower it"
     if model.mlp_type == "residual" and model.moe_shared_expert_intermediate_size is not None:
         yield (
             "--mlp-type residual with --moe-shared-expert-intermediate-size "
@@ -189,13 +192,13 @@ def gating(config: RunOptions, world_size: int) -> Iterator[str]:
 def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in groups of experts."""
     model = config.model
-    count, chosen = model.num_experts, model.moe_router_topk
-    if not count:
-        return
+    chosen = model.moe_router_topk
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
     if (groups is None) != (best is None):
         yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
-    if groups is not None and best is not None:
+    if groups is None or best is None:
+        return
+    for count in model.expert_counts:
         if count % groups:
             yield (
                 f"--num-experts {count} is not divisible by --moe-router-num-groups {groups}: "

@@ -195,16 +195,18 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in how processes divide experts."""
     model, parallel = config.model, config.parallel
-    count, ranks = model.num_experts, parallel.expert_model_parallel_size
-    if not count:
+    counts, ranks = model.expert_counts, parallel.expert_model_parallel_size
+    if not counts:
         return
     tensor = parallel.tensor_model_parallel_size
     parts = parallel.expert_tensor_parallel_size or tensor
-    yield from excluded(config, f"--num-experts {count}", _NOT_WITH_EXPERTS)
-    if count % ranks:
+    shown = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    yield from excluded(config, shown, _NOT_WITH_EXPERTS)
+    divides = gcd(*counts)
+    if divides % ranks:
         yield (
-            f"--num-experts {count} is not divisible by --expert-model-parallel-size {ranks}: use "
-            f"{divisors(count)}"
+            f"{shown} is not divisible by --expert-model-parallel-size {ranks}: use "
+            f"{divisors(divides)}"
         )
     if parts not in (1, tensor):
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.experts import mixture_layers
+from megatron.config.experts import layer_experts
 from megatron.config.model import ModelConfig
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
@@ -33,7 +33,7 @@ _SEGMENTS = 2  # segments per sample of a BERT: token types, and classes of the 
 
 
 def layer_plan(
-    model: ModelConfig, *, causal: bool, crosses: bool = False, is_mixture: bool = False
+    model: ModelConfig, *, causal: bool, crosses: bool = False, experts: int = 0
 ) -> LayerPlan:
     """Return the record of a layer as the flags describe it.
 
@@ -41,7 +41,7 @@ def layer_plan(
         model: Resolved network flags.
         causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
-        is_mixture: Whether the layer's MLP is a mixture of experts.
+        experts: The number of experts in the mixture that takes the MLP's place; 0 for none.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
@@ -90,7 +90,7 @@ def layer_plan(
     )
     return LayerPlan(
         mixer=attention,
-        mlp=mixture_plan(model, mlp) if is_mixture else mlp,
+        mlp=mixture_plan(model, mlp, experts) if experts else mlp,
         norm=norm,
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
@@ -98,14 +98,14 @@ def layer_plan(
     )
 
 
-def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
+def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePlan:
     """Return the record of a mixture of experts.
 
     Args:
         model: Resolved network flags.
         dense: The record of the MLP of dense layers.
+        experts: The number of experts.
     """
-    assert model.num_experts is not None
     expert = replace(
         dense, inner=model.moe_ffn_hidden_size or model.ffn_hidden_size, defers_bias=False
     )
@@ -121,7 +121,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan) -> MixturePlan:
         router=RouterPlan(
             hidden=dense.hidden,
             init=dense.init,
-            experts=model.num_experts,
+            experts=experts,
             chosen=model.moe_router_topk,
             score="sigmoid"
             if is_sinkhorn and model.moe_router_topk == 1
@@ -214,13 +214,11 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a GPT, whose layers differ at most in their MLPs."""
     assert head.is_language_model, "only a BERT takes a task's head"
-    kinds = {
-        is_mixture: layer_plan(model, causal=True, is_mixture=is_mixture)
-        for is_mixture in ({False, True} if model.num_experts else {False})
-    }
+    experts = layer_experts(model, model.num_layers)
+    kinds = {count: layer_plan(model, causal=True, experts=count) for count in set(experts)}
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
-        layers=tuple(kinds[kind] for kind in mixture_layers(model, model.num_layers)),
+        layers=tuple(kinds[count] for count in experts),
         final_norm=norm_plan(model),
         heads=(output_plan(model, vocabulary),),
         positions=model.max_position_embeddings,

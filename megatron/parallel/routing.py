@@ -181,9 +181,10 @@ class Routers:
         states = [state for state in self.states if state.bias is not None]
         if not states:
             return
-        counts = torch.stack([state.counts for state in states])
+        counts = torch.cat([state.counts for state in states])
         counts = all_reduce(all_reduce(counts, layout.replica), layout.sequence)
-        for state, each in zip(states, counts, strict=True):
+        sizes = [len(state.counts) for state in states]
+        for state, each in zip(states, counts.split(sizes), strict=True):
             state.update_bias(each)
 
     def take_losses(self) -> list[Tensor]:

@@ -108,10 +108,12 @@ def expert_rows(
     mixtures = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MixturePlan)]
     if not mixtures:
         return []
-    mixture, count = mixtures[0], len(mixtures)
+    mixture, count = max(mixtures, key=lambda mixture: mixture.router.experts), len(mixtures)
+    fewest = min(mixture.router.experts for mixture in mixtures)
     exchange = plan_exchange(config, mixture, world_size)
     experts = mixture.router.experts
-    placed = f"{experts} in each of {count} layers, {mixture.router.chosen} for a token"
+    several = f"{experts}" if fewest == experts else f"{fewest} to {experts}"
+    placed = f"{several} in each of {count} layers, {mixture.router.chosen} for a token"
     if exchange.local == experts:
         return [("experts", f"{placed}, all of them on each process")]
     sent = exchange.bytes * micro_batches

@@ -15,7 +15,7 @@ SIGMOID = f"{MIXTURE} --moe-router-score-function sigmoid"
 
 
 def _layers(text, layers):
-    return mixture_layers(ExpertOptions(num_experts=8, moe_layer_freq=text), layers)
+    return mixture_layers(ExpertOptions(num_experts=(8,), moe_layer_freq=text), layers)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,22 @@ RULES = [
         1,
         ["Megatron-LM 23.08 has no such experts"],
     ),
+    ("--num-experts 1 1", 1, ["--num-experts 1 1: no layer has more than one expert"]),
+    (
+        "--num-experts 4 8 --moe-layer-freq ([0]*1+[1]*3)",
+        1,
+        ["it chooses 3 layers, and --num-experts has 2 numbers"],
+    ),
+    (
+        "--num-experts 4 2 8 --moe-layer-freq ([0]*1+[1]*3) --moe-router-topk 3",
+        1,
+        ["--moe-router-topk 3 is above --num-experts 2"],
+    ),
+    (
+        "--num-experts 4 8 12 --moe-layer-freq ([0]*1+[1]*3) --expert-model-parallel-size 8",
+        8,
+        ["--num-experts 4 8 12 is not divisible by --expert-model-parallel-size 8: use 1, 2 or 4"],
+    ),
     ("--num-experts 0", 1, ["--num-experts"]),
     (f"{MIXTURE} --moe-input-jitter-eps 1", 1, ["--moe-input-jitter-eps"]),
     (f"{MIXTURE} --moe-expert-capacity-factor 0", 1, ["--moe-expert-capacity-factor"]),
@@ -354,7 +370,7 @@ def test_all_mistakes_are_told_at_once():
     ],
 )
 def test_what_fits_is_taken(words, processes):
-    assert parse(words, world_size=processes).config.model.num_experts == 8
+    assert parse(words, world_size=processes).config.model.num_experts == (8,)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_mixture_of_megatron_deepspeed() -> None:
     )
     run = parse(words, world_size=2)
     model = run.config.model
-    assert (model.num_experts, model.moe_router_topk) == (4, 2)
+    assert (model.num_experts, model.moe_router_topk) == ((4, 4), 2)
     assert model.moe_aux_loss_coeff == (0.01,)
     assert (model.moe_expert_capacity_factor, model.moe_token_dropping) == (1.0, False)
     assert run.config.parallel.expert_model_parallel_size == 2
@@ -225,7 +225,6 @@ def test_a_line_of_megatron_deepspeed_has_its_defaults() -> None:
     ("words", "answer"),
     [
         ("--use-tutel", "--use-tutel: Tutel is not used"),
-        ("--num-experts 4 8", "--num-experts 4 8: all mixture layers have the same number"),
     ],
 )
 def test_what_megatron_deepspeed_has_and_mixtures_here_have_not(words: str, answer: str) -> None:

@@ -275,7 +275,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("flags", NETWORKS.values(), ids=NETWORKS)
 def test_counts_are_those_of_the_built_model(flags):
-    network = config(num_experts=4, **flags)
+    network = config(num_experts=(4,), **flags)
     record = plan(network)
     model = GPTModel(record, new_context(network, device="meta"))
     assert count_parameters(record) == sum(p.numel() for p in model.parameters())
@@ -299,7 +299,7 @@ GRIDS = [
 @pytest.mark.parametrize("flags", NETWORKS.values(), ids=NETWORKS)
 def test_counts_are_those_of_each_process(flags, grid):
     world, sizes = grid
-    network, layout = config(num_experts=4, **flags), Layout.at(world - 1, world, **sizes)
+    network, layout = config(num_experts=(4,), **flags), Layout.at(world - 1, world, **sizes)
     record = plan(network)
     split = WeightSplit(
         tensor=layout.tensor.size,
@@ -320,7 +320,9 @@ def test_counts_are_those_of_each_process(flags, grid):
 
 def test_active_parameters_are_those_of_one_token():
     """Those of a dense network as wide as the experts that a token uses, and the router's."""
-    network = config(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=8, add_bias_linear=False)
+    network = config(
+        num_experts=(4,), moe_router_topk=2, moe_ffn_hidden_size=8, add_bias_linear=False
+    )
     dense = config(ffn_hidden_size=16, add_bias_linear=False)
     active = count_active_parameters(plan(network))
     assert active == count_parameters(plan(dense)) + 3 * 4 * 16

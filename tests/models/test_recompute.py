@@ -17,7 +17,7 @@ from tests.models.small import batch, gpt, loss_and_gradients
 MIXTURE = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "num_experts": 4,
+    "num_experts": (4,),
     "moe_layer_freq": "([0]+[1]*2)",
     "moe_shared_expert_intermediate_size": 8,
     "moe_aux_loss_coeff": (1e-2,),

@@ -127,6 +127,11 @@ _OLMOE = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention "
     "--num-query-groups 2 --qk-layernorm --qk-layernorm-scope projection"
 )
+_PYRAMID = f"{SOFTMAX} --num-experts 4 8 2"
+_BIASED = (
+    f"{_CHOICE} --num-experts 2 8 4 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
+)
 _FP8 = f"{_BF16} --fp8-format hybrid"
 _DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 1.0"
 
@@ -249,6 +254,10 @@ MIXTURES: tuple[MixtureCase, ...] = (
         tolerance=5e-3,
         iterations=4,
     ),
+    # Layers with different numbers of experts, one of which may be dense.
+    MixtureCase(4, pipeline=2, expert=2, network=_PYRAMID),
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP}", network=_BIASED),
+    MixtureCase(2, expert=2, network=f"{SOFTMAX} --num-experts 4 1 8"),
     # A dense MLP beside the experts, as DeepSpeed has it.
     MixtureCase(4, tensor=2, expert=2, flags=_SP, network=RESIDUAL),
     MixtureCase(2, context=2, network=RESIDUAL),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.arguments import legacy_config, refuse_unknown
+from megatron.config.experts import MOST_EXPERTS
 from megatron.config.fields import MAX_LAYERS
 from megatron.errors import CheckpointError
 
@@ -69,18 +70,16 @@ def has_other_angles(args: Mapping[str, Json]) -> bool:
 def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings of a mixture of experts."""
     listed = args.get("num_experts")
-    counts = set(listed if isinstance(listed, list) else [listed]) - {None, 1}
-    if not counts:
-        return {"num_experts": None}
-    if len(counts) > 1 or 1 in (listed if isinstance(listed, list) else ()):
-        raise CheckpointError(
-            f"num_experts is {listed!r:.80}: all mixture layers must have equally many experts"
-        )
+    counts = listed if isinstance(listed, list) else [listed]
+    if not set(counts) - {None, 1}:
+        return {"num_experts": []}
+    if not all(type(count) is int and 0 < count <= MOST_EXPERTS for count in counts):
+        raise CheckpointError(f"num_experts is {listed!r:.80}")
     interval = args.get("expert_interval", 1)
     if type(interval) is not int or not 0 < interval <= MAX_LAYERS:
         raise CheckpointError(f"expert_interval is {interval!r:.80}")
     return {
-        "num_experts": counts.pop(),
+        "num_experts": counts,
         "moe_layer_freq": f"last-of-{interval}",
         "moe_router_gating": "deepspeed",
         "moe_expert_capacity_factor": args.get("moe_train_capacity_factor"),

@@ -38,6 +38,8 @@ from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
 from megatron.checkpoint.reader import HeldTensor, Reader
+from megatron.config.arguments import from_given
+from megatron.config.experts import ExpertOptions, layer_experts
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Axis
 
@@ -139,18 +141,23 @@ class DeepSpeedReader(Reader):
             told = f"{show(heads)} heads and {show(groups)} groups"
             raise CheckpointError(f"{self.path}: `args` say {told}")
         parts = [name.split(".") for name in self.held if name.startswith("model.layers.")]
-        found = {
-            "num_layers": {1 + max((int(part[2]) for part in parts), default=0)},
-            "num_experts": {
-                held.shape[0]
-                for name, held in self.held.items()
-                if name.startswith("model.") and ".mlp.experts." in name
-            },
-        }
-        for field, sizes in found.items():
-            if sizes - {self._args.get(field)}:
-                told = f"{field} is {show(self._args.get(field))} in `args`"
-                raise CheckpointError(f"{self.path}: {told}, and the weights have {sizes}")
+        layers = 1 + max((int(part[2]) for part in parts), default=0)
+        if layers != self._args.get("num_layers"):
+            told = f"num_layers is {show(self._args.get('num_layers'))} in `args`"
+            raise CheckpointError(f"{self.path}: {told}, and the weights have {layers}")
+        options = from_given(ExpertOptions, deepspeed_config(self._args)["model"])
+        try:
+            experts = layer_experts(options, layers)
+        except ValueError as error:
+            told = f"num_experts is {show(self._args.get('num_experts'))} in `args`"
+            raise CheckpointError(f"{self.path}: {told}: {error}") from None
+        for name, held in self.held.items():
+            if not (name.startswith("model.layers.") and ".mlp.experts." in name):
+                continue
+            layer = int(name.split(".")[2])
+            if held.shape[0] != experts[layer]:
+                told = f"layer {layer} has {experts[layer]} experts by `args`"
+                raise CheckpointError(f"{self.path}: {told}, and {held.shape[0]} in the weights")
         for name, held in self.held.items():
             if held.dtype not in _DTYPES.values():
                 raise CheckpointError(f"{self.path}: {name} is {held}")

@@ -54,13 +54,13 @@ class Mixtral(LlamaLike):
             settings.must_be(either, experts)
         return replace(
             dense,
-            num_experts=experts,
+            num_experts=(experts,),
             moe_router_topk=settings.size("num_experts_per_tok", None, experts),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json. A dense network becomes a mixture of a single expert."""
-        experts = model.num_experts or 1
+        experts = max(model.num_experts, default=1)
         return {
             **super().write(model, vocab),
             "intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
@@ -72,7 +72,9 @@ class Mixtral(LlamaLike):
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
         mixture = {
             ours: [
-                name.format(number) for number in range(model.num_experts or 0) for name in names
+                name.format(number)
+                for number in range(max(model.num_experts, default=0))
+                for name in names
             ]
             if ours.startswith("mlp.experts.")
             else names

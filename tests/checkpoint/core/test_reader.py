@@ -105,7 +105,7 @@ def test_its_network_is_taken_over_and_served(folders):
         [*TOY, "--train-iters", "6", *words], world_size=1, read_checkpoint=network_of
     )
     model = parsed.config.model
-    assert (model.num_layers, model.num_experts, model.moe_ffn_hidden_size) == (4, 4, 12)
+    assert (model.num_layers, model.num_experts, model.moe_ffn_hidden_size) == (4, (4,), 12)
     assert model.moe_router_enable_expert_bias
     assert model.moe_layer_freq == "[1,0,1,0]"
 

@@ -147,7 +147,7 @@ def arguments(reader: Reader, form: Form) -> Namespace:
         "rope_theta": values.pop("rotary_base", 10000),
         "use_rotary_position_embeddings": positions == "rope",
         "add_position_embedding": positions != "rope",
-        "num_experts": [values.get("num_experts") or 1],
+        "num_experts": list(values.get("num_experts") or [1]),
         "topk": values.pop("moe_router_topk", 1),
         "expert_interval": int(pattern.removeprefix("last-of-")),
         "moe_loss_coeff": 0.0,

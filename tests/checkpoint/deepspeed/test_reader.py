@@ -162,7 +162,7 @@ def test_its_network_is_taken_over(natives, tmp_path):
         [*TOY, "--train-iters", "6", *words], world_size=1, read_checkpoint=network_of
     )
     model = parsed.config.model
-    assert (model.num_layers, model.num_experts, model.moe_layer_freq) == (4, 4, "last-of-2")
+    assert (model.num_layers, model.num_experts, model.moe_layer_freq) == (4, (4,), "last-of-2")
     assert (model.mlp_type, model.moe_router_gating) == ("residual", "deepspeed")
 
 

@@ -140,7 +140,7 @@ def test_other_networks_are_refused_by_key(
 
 def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
     folder = _folder(tmp_path, num_local_experts=None, num_experts=6)
-    assert HFReader(folder).meta["config"]["model"]["num_experts"] == 6
+    assert HFReader(folder).meta["config"]["model"]["num_experts"] == [6]
 
 
 def _qwen(path: Path, name: str = "qwen2 mixture", **changes: Any) -> Path:
