@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.reader import Reader
 from megatron.config.experts import layer_experts
+from megatron.config.fields import from_yaml
 from megatron.config.model import (
     NETWORK_FIELDS,
     ROTARY_SPEED,
@@ -71,8 +72,8 @@ def check_network(
 def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
     """Return whether a saved setting means the same as the model's."""
     here = getattr(model, name)
-    if name == "num_experts":  # a single number in older checkpoints
-        saved = (saved,) if isinstance(saved, int) else tuple(saved or ())
+    if name == "num_experts":
+        saved = from_yaml(field_at(f"model.{name}"), saved)  # a single number in older checkpoints
     if name in ("moe_layer_freq", "num_experts") and model.num_experts:  # written in many ways
         try:
             there = replace(model, **{name: saved})

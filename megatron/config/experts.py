@@ -110,7 +110,9 @@ class ExpertOptions:
             files of metrics, in addition to their means over layers.
     """
 
-    num_experts: tuple[int, ...] = flag((), unit="experts", at_least=1, at_most=MOST_EXPERTS)
+    num_experts: tuple[int, ...] | None = flag(
+        None, unit="experts", at_least=1, at_most=MOST_EXPERTS
+    )
     moe_layer_freq: str = flag("1", needs=_MIXTURE)
     moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, needs=_MIXTURE)
     moe_shared_expert_intermediate_size: int | None = flag(
@@ -155,8 +157,8 @@ class ExpertOptions:
     @property
     def expert_counts(self) -> tuple[int, ...]:
         """The different numbers of experts of mixture layers, the lowest first."""
-        counts = set(self.num_experts)
-        return tuple(sorted(counts - {1} if len(self.num_experts) > 1 else counts))
+        given = self.num_experts or ()
+        return tuple(sorted(set(given) - {1} if len(given) > 1 else given))
 
     @property
     def balancing(self) -> tuple[tuple[str, float], ...]:

@@ -95,12 +95,12 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def not_computed(model: ModelOptions) -> Iterator[str]:
     """Yield the flags of a network that Megatron-LM 23.08 cannot compute, whatever its weights."""
-    counts = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    counts = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     for name, on in (
         ("--position-embedding-type relative", model.position_embedding_type == "relative"),
         ("--geglu", model.geglu),
         ("--relu", model.relu),
-        (counts, len(set(model.num_experts)) > 1),
+        (counts, len(set(model.num_experts or ())) > 1),
         ("--mlp-type residual", model.mlp_type == "residual"),
         ("--scale-decoder-outputs", model.scale_decoder_outputs),
         ("--disable-output-bias", not model.add_output_bias),

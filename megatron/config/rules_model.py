@@ -113,7 +113,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the experts and their router."""
     model = config.model
     counts, chosen = model.expert_counts, model.moe_router_topk
-    shown = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    shown = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     if model.num_experts and not counts:
         yield f"{shown}: no layer has more than one expert: drop the flag"
     if not counts:

@@ -200,7 +200,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     tensor = parallel.tensor_model_parallel_size
     parts = parallel.expert_tensor_parallel_size or tensor
-    shown = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    shown = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     yield from excluded(config, shown, _NOT_WITH_EXPERTS)
     divides = gcd(*counts)
     if divides % ranks:

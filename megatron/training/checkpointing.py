@@ -29,7 +29,7 @@ from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
-from megatron.config.yaml_file import to_dict
+from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.buckets import Span
@@ -337,7 +337,8 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
             "network's flags instead"
         )
     saved = reader.meta["config"]["model"]
-    network = {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
+    model = from_dict({"model": saved}, str(reader.path)).model
+    network = {f"model.{name}": getattr(model, name) for name in NETWORK_FIELDS if name in saved}
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions work at any length
     # Take over two flags that are not part of the network's shape but affect its results. The

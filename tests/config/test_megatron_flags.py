@@ -32,7 +32,6 @@ _OLD = {flag.name: flag for flag in OLD_FLAGS}
 _DEVIATIONS = {
     "--transformer-impl": "as in Megatron Core: it matters only to files for Megatron Core",
     "--exit-signal-handler": "SIGTERM and SIGINT save and leave unless told not to",
-    "--num-experts": "one number, or one for each mixture layer as in Megatron-DeepSpeed",
     "--no-save-optim": "off instead of unset: the same meaning",
     "--no-save-rng": "off instead of unset: the same meaning",
     "--no-load-optim": "off instead of unset: the same meaning",
@@ -175,7 +174,7 @@ def _expected(flag: dict[str, Any], words: str | None) -> Any:
     if _name(flag) == "--rampup-batch-size":
         return tuple(int(word) for word in words.split())
     kind = kinds.get(flag["type"], str)
-    if flag["nargs"] in ("*", "+"):
+    if flag["nargs"] in ("*", "+") or _name(flag) == "--num-experts":
         return tuple(kind(word) for word in words.split())
     return kind(words)
 

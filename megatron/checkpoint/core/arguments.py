@@ -82,7 +82,7 @@ def core_arguments(
     model, pattern = config.model, config.model.moe_layer_freq.strip()
     layers = mixture_layers(model, model.num_layers)
     vars(args).update(
-        num_experts=max(model.num_experts, default=None),
+        num_experts=max(model.num_experts or (), default=None),
         transformer_impl=config.checkpoint.transformer_impl,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         norm_epsilon=model.norm_epsilon,

@@ -72,7 +72,7 @@ def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
     listed = args.get("num_experts")
     counts = listed if isinstance(listed, list) else [listed]
     if not set(counts) - {None, 1}:
-        return {"num_experts": []}
+        return {"num_experts": None}
     if not all(type(count) is int and 0 < count <= MOST_EXPERTS for count in counts):
         raise CheckpointError(f"num_experts is {listed!r:.80}")
     interval = args.get("expert_interval", 1)

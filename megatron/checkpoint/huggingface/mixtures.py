@@ -60,7 +60,7 @@ class Mixtral(LlamaLike):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json. A dense network becomes a mixture of a single expert."""
-        experts = max(model.num_experts, default=1)
+        experts = max(model.num_experts or (1,))
         return {
             **super().write(model, vocab),
             "intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
@@ -73,7 +73,7 @@ class Mixtral(LlamaLike):
         mixture = {
             ours: [
                 name.format(number)
-                for number in range(max(model.num_experts, default=0))
+                for number in range(max(model.num_experts or (0,)))
                 for name in names
             ]
             if ours.startswith("mlp.experts.")
