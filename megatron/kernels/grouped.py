@@ -26,7 +26,6 @@ from megatron.kernels.library import (
 from megatron.kernels.plans import WARP, KernelLaunch, Pointer, divide_up, vector_size
 from megatron.kernels.sources import FLOATS, constant, instance
 
-
 Factors = tuple[Tensor, ...]
 
 

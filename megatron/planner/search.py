@@ -271,7 +271,8 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     """
     model, batch = start.model, start.training.global_batch_size or 1
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
-    experts, length = model.num_experts, start.data.seq_length or 1
+    experts = math.gcd(*model.expert_counts)  # 0 without a mixture
+    length = start.data.seq_length or 1
     micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MOST_TOKENS]
     for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
         if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
@@ -332,7 +333,7 @@ def _spread(layers: int, parts: int) -> tuple[int, ...]:
     return tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
 
 
-def _experts(experts: int | None, tensor: int, ranks: int) -> list[Values]:
+def _experts(experts: int, tensor: int, ranks: int) -> list[Values]:
     """Return the ways to divide experts over the ranks of a stage."""
     if not experts:
         return [{}]

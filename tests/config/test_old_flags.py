@@ -194,7 +194,7 @@ def test_a_single_expert_of_megatron_deepspeed_is_a_dense_network() -> None:
     assert len(run.notices) == 5  # four flags of Megatron-DeepSpeed, and what they lead to
     assert "--num-experts 1 is a dense network in Megatron-DeepSpeed" in run.notices[-1]
     core = parse("--num-experts 1 --moe-router-topk 1").config
-    assert core.model.num_experts == 1  # a mixture in Megatron Core
+    assert core.model.num_experts == (1,)  # a mixture in Megatron Core
 
 
 def test_a_line_of_megatron_deepspeed_has_its_defaults() -> None:

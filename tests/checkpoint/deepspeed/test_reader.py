@@ -35,6 +35,7 @@ NETWORKS = {
     "mixture": [*_LLAMA, *_MIXTURE],
     "mixture, bf16": [*_LLAMA, *_MIXTURE, "--bf16"],
     "residual mixture": [*_MIXTURE, "--mlp-type", "residual"],
+    "pyramid": [*_MIXTURE, "--num-experts", "2", "4"],
 }
 FORMS = {
     "GPT-2": [
@@ -57,6 +58,7 @@ FORMS = {
     ],
     "mixture, bf16": [Form(zero=-1, data=4, experts=4)],
     "residual mixture": [Form(), Form(zero=1, data=2, experts=2)],
+    "pyramid": [Form(experts=2)],
 }
 CASES = [(network, form) for network, forms in FORMS.items() for form in forms]
 
