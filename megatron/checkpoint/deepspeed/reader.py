@@ -268,7 +268,9 @@ class DeepSpeedReader(Reader):
 
     def _why_no_states(self, ranks: list[list[StateFile]]) -> str:
         """Return why the optimizer's states cannot be read, or ""."""
-        files = self._files
+        files, counts = self._files, self._args.get("num_experts")
+        if files.experts and isinstance(counts, list) and len(set(counts)) > 1:
+            return "the optimizer's states of layers with different experts are not supported"
         if not files.states:
             if files.layers and len(files.models) > self._tensor_size:
                 return "without ZeRO, the states of pipeline stages do not name their parameters"
