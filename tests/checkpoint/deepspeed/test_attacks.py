@@ -70,7 +70,7 @@ class _Mixture(Reader):
             "add_bias_linear": False,
             "untie_embeddings_and_output_weights": True,
             "position_embedding_type": "learned_absolute",
-            "num_experts": 4,
+            "num_experts": [4],
             "moe_layer_freq": "last-of-2",
         }
         self.meta = {
