@@ -269,8 +269,13 @@ class DeepSpeedReader(Reader):
     def _why_no_states(self, ranks: list[list[StateFile]]) -> str:
         """Return why the optimizer's states cannot be read, or ""."""
         files, counts = self._files, self._args.get("num_experts")
-        if files.experts and isinstance(counts, list) and len(set(counts)) > 1:
-            return "the optimizer's states of layers with different experts are not supported"
+        misfit = ""
+        if isinstance(counts, list) and len(set(counts)) > 1:
+            misfit = "layers with different experts"
+        elif files.states and self._tensor_size > 1:
+            misfit = "experts with tensor parallelism"
+        if files.experts and misfit:
+            return f"the optimizer's states of {misfit} are not supported"
         if not files.states:
             if files.layers and len(files.models) > self._tensor_size:
                 return "without ZeRO, the states of pipeline stages do not name their parameters"
@@ -285,8 +290,6 @@ class DeepSpeedReader(Reader):
             mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
             if not files.partitioned and not isinstance(mappings, list):
                 return "the optimizer's states were written by DeepSpeed before 0.7"
-        if files.experts and self._tensor_size > 1:
-            return "the optimizer's states of experts with tensor parallelism are not supported"
         return ""
 
     def _divided(self, rank: int, files: list[StateFile]) -> States:

@@ -76,6 +76,7 @@ class _Mixture(Reader):
         self.meta = {
             "config": {"model": model},
             "consumed_train_samples": 48,
+            "consumed_train_tokens": 48 * 16,
             "padded_vocab_size": words,
             "optimizer": {"step": 3, "loss_scale": {}},
             "schedule": {"num_steps": 48, "max_lr": 1.0},
