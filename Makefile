@@ -12,6 +12,7 @@
 # make test-lowest       test the server with the oldest network libraries that are allowed
 # make test-sanitizers   run a part of the kernel tests with AddressSanitizer and UBSan
 # make lint              run ruff and mypy
+# make docs              build the documentation site in build/site, and fail on any warning
 # Each command sets up .venv first and needs no root. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?=
@@ -32,7 +33,7 @@ PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
 PY = $(VENV)/bin/python
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo corpus serve test test-lowest test-sanitizers lint clean
+.PHONY: help setup demo corpus serve test test-lowest test-sanitizers lint docs clean
 
 help:
 	@sed -n '/^# /s/^# //p;/^$$/q' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +65,9 @@ lint: setup
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \
 	    echo "$(PY) -m $$check"; $(PY) -m $$check || failed=1; \
 	done; exit $$failed
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf "$(VENV)" build .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -126,7 +126,7 @@ def test_pins_are_exact_and_inside_the_ranges_of_pyproject() -> None:
     versions = {pin.name.lower(): next(iter(pin.specifier)).version for pin in pins}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for text in project["dependencies"] + extras["test"] + extras["lint"]:
+    for text in project["dependencies"] + extras["test"] + extras["docs"] + extras["lint"]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(versions[wanted.name.lower()]), text
 

@@ -1,0 +1,89 @@
+"""A hook of mkdocs: the files outside docs/ that pages link to become pages of the site.
+
+A link such as `../megatron/config/run.py` works on GitHub. The hook adds a page with the text of
+that file, and points the link to it. The site then needs no repository to be online.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+_ROOT = Path(__file__).resolve().parent.parent
+_DOCS = _ROOT / "docs"
+_FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_TARGET = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+(?=[)#])")
+_LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".sh": "bash"}
+_HEAD = "---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for each file or folder that a page names, and for those that it names in turn."""
+    waiting = [_DOCS / file.src_uri for file in files.documentation_pages()]
+    seen = set(waiting)
+    while waiting:
+        page = waiting.pop()
+        for target in _TARGET.findall(_prose(page)):
+            path = (page.parent / target).resolve()
+            if path in seen or path.is_relative_to(_DOCS) or not path.exists():
+                continue
+            seen.add(path)
+            text = _page_of(path)
+            added = File.generated(
+                config, _address(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV
+            )
+            files.append(added)
+            waiting += [path] if path.suffix == ".md" else []
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point a page's links to the pages that `on_files` added."""
+    address = page.file.src_uri
+    origin = _DOCS / address
+    if address.startswith("source/"):
+        origin = _ROOT / address.removeprefix("source/").removesuffix(".md")
+        if origin.suffix != ".md":
+            return markdown
+
+    def redirect(match: re.Match[str]) -> str:
+        path = (origin.parent / match.group()).resolve()
+        if not path.exists():
+            return match.group()  # mkdocs warns
+        return posixpath.relpath(_address(path), posixpath.dirname(address))
+
+    parts = _FENCED.split(markdown)
+    parts[::2] = [_TARGET.sub(redirect, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _prose(page: Path) -> str:
+    return _FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def _address(path: Path) -> str:
+    if path.is_relative_to(_DOCS):
+        return path.relative_to(_DOCS).as_posix()
+    return f"source/{path.relative_to(_ROOT).as_posix()}.md"
+
+
+def _page_of(path: Path) -> str:
+    """Return the Markdown page of a file or a folder outside docs/."""
+    name = path.relative_to(_ROOT).as_posix()
+    head = _HEAD.format(title=name)
+    if path.is_dir():
+        package = path / "__init__.py"
+        about = ast.get_docstring(ast.parse(package.read_text())) if package.is_file() else None
+        parts = [f"``````text\n{about}\n``````"] if about else []
+        files = sorted(file.name for file in path.iterdir() if not file.name.startswith("__"))
+        parts.append("\n".join(f"- `{file}`" for file in files))
+        return f"{head}# {name}/\n\n" + "\n\n".join(parts) + "\n"
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return head + text
+    return f"{head}# {name}\n\n``````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n``````\n"
