@@ -296,7 +296,9 @@ def build_gpt_datasets(
         options = EncodingOptions(tokenizer[0], (request.data.text_key,), append_eod=True)
         encoder = BlockEncoder(options, tokenizer[1])
         skip = request.data.skip_bad_lines
-        return TextDataset(corpus, pieces, count, seq_length, request.seed, encoder, skip, number)
+        text = TextDataset(corpus, pieces, count, seq_length, request.seed, encoder, skip, number)
+        text.require_tokens()  # fail now, not at some later evaluation
+        return text
 
     def build_mock(count: int, split: int) -> MockDataset:
         return MockDataset(count, seq_length, vocab_size, request.seed, split)

@@ -8,6 +8,9 @@ rows as `gpt` does: row k covers the tokens from `k * S` to `(k + 1) * S` inclus
 
     sample i  =  row i // streams of stream i % streams
 
+A piece in which no line begins is empty. A stream that gets only such pieces of a small text in one
+epoch reads on in the next, which gives it others; a split without any tokens is refused.
+
 Neighboring samples thus come from many places in the corpus, and a sample depends only on the seed,
 the text and its number, whatever the number of processes. The data-parallel processes and their
 loading processes take samples in turn, so each usually reads only its own share of the streams.
@@ -47,6 +50,7 @@ if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
 
 _PIECES = 1024  # number into which a small corpus is cut, so that it can be divided into splits
 _LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
+_PROBE = 1 << 12  # bytes of text to encode at a time until the first token is found
 _STREAMS = 128  # each holds a block's tokens, at most a few MB
 _TOLD = 3  # bad lines of a file that a loading process reports
 _KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
@@ -108,8 +112,10 @@ class TextCorpus:
         """Return the number of pieces."""
         return int(self._ends[-1])
 
-    def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
-        """Yield the encoded blocks of a piece, from block `first` on."""
+    def read(
+        self, piece: int, encoder: BlockEncoder, *, first: int = 0, block_bytes: int = _MOST
+    ) -> Iterator[EncodedBlock]:
+        """Yield the encoded blocks of a piece, each of `block_bytes`, from block `first` on."""
         from megatron.data.text_input import is_cut_anywhere, read_blocks
 
         file = int(np.searchsorted(self._ends, piece, side="right"))
@@ -120,7 +126,7 @@ class TextCorpus:
             bounds = start, min(start + self.piece_bytes, self.sizes[file])
         with _named_as_in_training(self.flag):
             blocks: Iterable[TextBlock]
-            blocks = read_blocks([path], encoder.options.keys, _MOST, bounds=bounds)
+            blocks = read_blocks([path], encoder.options.keys, block_bytes, bounds=bounds)
             if bounds is not None:
                 blocks = list(blocks)  # only their places; no file stays open between samples
             for number, block in enumerate(blocks):
@@ -199,6 +205,30 @@ class TextDataset:
         self._readers[stream] = at, rows
         return {"text": text, "id": i, PLACE: np.array([self.number, stream, *following])}
 
+    def require_tokens(self) -> None:
+        """Check that the split holds tokens, by reading up to the first.
+
+        Raises:
+            DataError: It holds none, a line before the first token has no document, or a file
+                cannot be read.
+        """
+        corpus = self.corpus
+        for piece in range(*self.pieces):
+            for encoded in corpus.read(piece, self.encoder, block_bytes=_PROBE):
+                self._report(encoded)
+                if len(encoded.columns[0].tokens):
+                    return
+        if self.pieces == (0, len(corpus)):
+            what = "the text holds no tokens: give more text"
+        else:
+            first, end = self.pieces
+            what = (
+                f"parts {first + 1} to {end} of {len(corpus)}, which --split gives to one split, "
+                "hold no tokens: give more text, enlarge this share, or give each split a text of "
+                "its own with --train-data-path, --valid-data-path and --test-data-path"
+            )
+        raise DataError(f"{corpus.flag} {corpus.prefix}: {what}")
+
     def _known_place(self, stream: int, row: int) -> RowPlace:
         """Return the last known place of a stream up to a row."""
         known = (place for place in self._places.get(stream, ()) if place.row <= row)
@@ -260,8 +290,7 @@ class TextDataset:
             for number, encoded in enumerate(
                 self.corpus.read(piece, self.encoder, first=block), start=block
             ):
-                if encoded.bad:
-                    self._report(encoded)
+                self._report(encoded)
                 if not place.row or (visit, number) != (place.visit, place.block):
                     bad += len(encoded.bad)
                 random = np.random.RandomState([self.seed, epoch, piece, number])
@@ -269,12 +298,10 @@ class TextDataset:
                 found = found or len(tokens) > 0
                 yield RowPlace(0, visit, number, 0, bad), tokens
             empty = 0 if found or block else empty + 1
-            if empty > pieces:
-                raise DataError(
-                    f"{self.corpus.flag} {self.corpus.prefix}: one of {self.streams} equal parts "
-                    "of the text holds no tokens: give more text, or remove lines of many "
-                    "megabytes, each of which fills several parts"
-                )
+            if empty == pieces:
+                # The lines of a small text are longer than its pieces, so that a stream may get
+                # only pieces without a beginning. It gets others in the next epoch.
+                self.require_tokens()
             visit, block = visit + 1, 0
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

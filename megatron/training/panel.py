@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
+from megatron.data.text_stream import text_members
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import (
@@ -55,6 +56,8 @@ def _describe_data(run: Run) -> str:
     data = run.config.data
     has_corpus = any((data.data_path, data.train_data_path, data.valid_data_path))
     source = "indexed files" if has_corpus else "the task's files"
+    if any(text_members(split, 0) for split in run.datasets):
+        source = "text, tokenized while training"
     source = "generated tokens (--mock-data)" if data.mock_data else source
     of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(

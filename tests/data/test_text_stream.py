@@ -26,6 +26,7 @@ from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
 from megatron.data.sample import PLACE
 from megatron.data.text_input import read_blocks
 from megatron.data.text_stream import (
+    RowPlace,
     TextCorpus,
     TextDataset,
     is_text,
@@ -174,6 +175,48 @@ def test_a_run_continues_where_it_stopped_without_reading_again(corpus, vocabula
     assert not load_places(fresh, saved)
     assert not load_places(fresh, None)
     assert load_places(None, None)
+
+
+@pytest.fixture
+def long_lines(tmp_path: Path) -> Path:
+    """Thirteen documents in 49 pieces of 1 KiB, most of which no line begins in."""
+    path = tmp_path / "long.jsonl"
+    words = (f"{number % 10} " * 1900 for number in range(13))
+    path.write_text("".join(json.dumps({"text": f"w{text}"}) + "\n" for text in words))
+    return path
+
+
+@pytest.mark.parametrize("pieces", [(0, 49), (40, 45)])
+def test_lines_longer_than_a_piece_are_read_again_and_again(long_lines, vocabulary, pieces):
+    dataset = dataset_of(long_lines, vocabulary, pieces=pieces)
+    assert len(dataset.corpus) == 49
+    dataset.require_tokens()
+    wanted = 300 * dataset.streams
+    expected = [dataset[i]["text"].tolist() for i in range(wanted)]
+    found = {}
+    for rank in range(3):
+        part = dataset_of(long_lines, vocabulary, pieces=pieces)
+        for i in range(rank, wanted, 3):
+            found[i] = part[i]["text"].tolist()
+    assert [found[i] for i in range(wanted)] == expected
+    world = Layout.single().world
+    for i in range(wanted // 2 + 7):
+        sample = dataset_of(long_lines, vocabulary, pieces=pieces)[i] if i < 3 else dataset[i]
+        dataset.remember(int(sample[PLACE][1]), RowPlace(*sample[PLACE][2:]))
+    again = dataset_of(long_lines, vocabulary, pieces=pieces)
+    assert load_places(again, save_places(dataset, wanted // 2 + 7, world))
+    rest = range(wanted // 2 + 7, wanted)
+    assert [again[i]["text"].tolist() for i in rest] == expected[rest.start :]
+
+
+def test_a_split_in_which_no_document_begins_is_refused(long_lines, vocabulary):
+    size = long_lines.stat().st_size // 13
+    dataset = dataset_of(long_lines, vocabulary, pieces=(1, size // 1024))
+    told = r"parts 2 to 3 of 49, which --split gives to one split, hold no tokens: give more text"
+    with pytest.raises(DataError, match=told):
+        dataset.require_tokens()
+    with pytest.raises(DataError, match=told):
+        _ = dataset[0]
 
 
 def test_other_files_hold_the_same_documents(corpus, vocabulary, tmp_path):
@@ -433,6 +476,15 @@ def test_mistakes_name_the_flag_of_the_text(corpus, vocabulary, tmp_path):
         paths = ["--train-data-path", train, "--valid-data-path", valid]
         with pytest.raises(DataError, match=rf"\A{told}"):
             toy.train_toy(Layout.single(), [*words, *paths])
+
+
+@pytest.mark.usefixtures("_no_mock_data")
+def test_a_split_without_tokens_is_refused_before_training(corpus, vocabulary, tmp_path):
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+    words = ["--vocab-file", vocabulary, "--tokenizer-type", "BertWordPieceLowerCase"]
+    words += ["--train-data-path", str(corpus), "--valid-data-path", str(tmp_path / "blank.jsonl")]
+    with pytest.raises(DataError, match=r"--valid-data-path .*blank\.jsonl: the text holds no tok"):
+        toy.build_toy(Layout.single(), words)
 
 
 @pytest.mark.usefixtures("_no_mock_data")
