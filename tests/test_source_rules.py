@@ -29,10 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {"config", "tokenizer", "parallel"},
     "corpora": {"config", "tokenizer", "data"},
     "optimizer": {"config", "parallel", "kernels"},
-    "planner": {
-        *("config", "parallel", "kernels", "models", "tokenizer", "recipes"),
-        "checkpoint",  # a Hugging Face config.json
-    },
+    "planner": {"config", "parallel", "kernels", "models", "tokenizer", "recipes"},
     "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
     "submit": {"config"},
     "processes": {"config", "parallel", "kernels"},

@@ -148,10 +148,14 @@ class Field:
         return self.off_names[0] if self.default is True else self.names[0]
 
     def spell(self, value: Any) -> str:
-        """Return a value as written on a command line: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
+        """Return a value as messages show it: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
+        return " ".join(word or '""' for word in self.words(value))
+
+    def words(self, value: Any) -> list[str]:
+        """Return a value as the words of a command line."""
         if self.is_switch and self.names and (value or self.off_names):
-            return self.names[0] if value else self.off_names[0]
-        unset = '""' if self.kind is str else "none"
+            return [self.names[0] if value else self.off_names[0]]
+        unset = "" if self.kind is str else "none"
         words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
         shown = [
             # Write 10000 instead of 10000.0 if that is the same number.
@@ -159,7 +163,7 @@ class Field:
             for word in words
         ]
         shown = ["true"] if value is True else shown
-        return " ".join([self.names[0] if self.names else self.name, *shown])
+        return [self.names[0] if self.names else self.name, *shown]
 
     def out_of_bounds(self, value: Any) -> str:
         """Return the rule that a value violates, such as "must be at least 1", or ""."""

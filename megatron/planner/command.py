@@ -20,12 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.huggingface.families import family_named
-from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.config import yaml_file
 from megatron.config.arguments import ToolParser, split
-from megatron.config.fields import fields_of
-from megatron.config.model import ModelOptions
 from megatron.config.parser import Program, parse_config
 from megatron.config.run import RunConfig, RunOptions, field_at
 from megatron.config.stages import chunks_of
@@ -42,6 +38,7 @@ from megatron.planner.machine import MACHINES, Machine, find_machine, read_machi
 from megatron.planner.prediction import Grid, Prediction, pipeline_of, predict
 from megatron.planner.search import PLANNED, Plan, Search, spell
 from megatron.recipes import catalog
+from megatron.recipes.derive import describe_network, network_flags
 from megatron.tokenizer.build import padded_vocab_size
 
 _GIB = 1024.0**3
@@ -56,7 +53,8 @@ def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("plan", __doc__)
     add = parser.add_argument
-    add("--model", metavar="MODEL", help="A recipe, a YAML file, or a config.json.")
+    add("--model", metavar="MODEL",
+        help="A recipe, a YAML file, or a Hugging Face folder or config.json.")  # fmt: skip
     add("--gpus", required=True, metavar="NxGPU", help="For example 256xH100.")
     add("--global-batch", type=int, metavar="N", help="Samples per update.")
     add("--memory", nargs="?", type=float, const=math.nan, metavar="GIB",
@@ -245,18 +243,13 @@ def _model_words(model: str | None) -> tuple[list[str], set[str], int, str]:
     """Return a model as flags, the values it sets, its vocabulary and the kind of network."""
     if model is None:
         return [], set(), _VOCABULARY, "gpt"
-    if not model.endswith(".json"):
+    path = Path(model)
+    if not catalog.is_huggingface(path):
         recipe = catalog.find(model)
         vocabulary = int(recipe.about.get("vocabulary", _VOCABULARY))
         return ["--config", str(recipe.path)], set(recipe.values), vocabulary, recipe.architecture
-    path = Path(model)
-    values = read_json(path)
-    described = family_named(values.get("model_type"), path).read(Settings(values, path))
-    words = []
-    for known in fields_of(ModelOptions):
-        value = getattr(described.model, known.name)
-        if known.names and known.name != "architecture" and value != known.default:
-            words += known.spell(value).split()
+    described = describe_network(path)
+    words = network_flags(described.model)
     length = min(described.model.max_position_embeddings, 8192)
     words += ["--seq-length", str(length), "--bf16"]
     return words, set(), described.vocab, described.model.architecture

@@ -140,10 +140,14 @@ def test_a_huggingface_folder_becomes_flags_of_the_same_network(tmp_path: Path) 
         "vocab_size": 1000,
         "tie_word_embeddings": True,
     }
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    for word in (str(tmp_path), str(tmp_path / "config.json")):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "tokenizer.json").write_text("{}")
+    for word in (str(folder), str(folder / "config.json")):
         _, script, flags = training_command([word])
         assert script.name == "pretrain_gpt.py"
+        assert str(folder / "tokenizer.json") in flags
     rest = "--mock-data --tokenizer-type NullTokenizer --vocab-size 999 --lr 1 --train-iters 1"
     rest += " --seq-length 32 --micro-batch-size 1"
     parsed = parse_config([*flags, *rest.split()], world_size=1)

@@ -182,8 +182,9 @@ def test_a_config_json_is_a_model(tmp_path):
         "vocab_size": 32000, "hidden_act": "silu", "tie_word_embeddings": False,
     }  # fmt: skip
     path.write_text(json.dumps(llama))
-    request, search = _search(f"--model {path} --gpus 8xH100 --global-batch 64")
-    assert request.vocabulary == 32000
+    for model in (tmp_path, path):
+        request, search = _search(f"--model {model} --gpus 8xH100 --global-batch 64")
+        assert request.vocabulary == 32000
     best = search.best(1)[0]
     assert best.config.data.seq_length == 4096
     assert math.isclose(best.prediction.mfu, 0.45, abs_tol=0.07)
