@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     guard_imports()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in _HELP:
-        print(overview("megatron", COMMANDS))
-        return 0
+        return run_command(lambda: print(overview("megatron", COMMANDS)))
     if words[0] == "--version":
         print(f"megatron {__version__}")
         return 0

@@ -1,8 +1,8 @@
 """`megatron pretrain`: start the script that trains a recipe's kind of network.
 
 The command becomes the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`) with the
-recipe as `--config`, under torchrun if several processes train. It prints that command line, which
-does the same without `megatron`.
+recipe as `--config`, under `megatron.processes.torchrun` if several processes train. It prints that
+command line, which does the same without `megatron`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from pathlib import Path
 from megatron.cli.programs import with_task
 from megatron.command import run_command, say
 from megatron.config.arguments import Given, split
+from megatron.config.fields import suggestion
 from megatron.config.parser import show_help
 from megatron.environment import module_command
-from megatron.errors import EXIT_OK, ConfigError
+from megatron.errors import ConfigError
 from megatron.kernels.build import detect_architectures
 from megatron.processes.launch import hide_gpus, is_launched
 from megatron.recipes import catalog
-from megatron.recipes.catalog import is_huggingface
 from megatron.tasks.table import TASKS
+
+# torchrun, with the exit code of the run, and with time to save at SIGTERM.
+_LAUNCHER = "megatron.processes.torchrun"
+_HELP = {"-h", "--help", "--help-all"}
 
 
 def pretrain(words: Sequence[str]) -> int:
@@ -37,37 +41,50 @@ def pretrain(words: Sequence[str]) -> int:
     names = {flag.name for flag in given}
     if "--small" in names:
         return run_command(lambda: _pretrain_small(given))
-    if names & {"-h", "--help", "--help-all"}:
-        _help("megatron pretrain", "--help-all" in names)
-        return EXIT_OK
+    if names & _HELP:
+        return run_command(lambda: _help("--help-all" in names))
     return run_command(lambda: _become(words))
 
 
 def finetune(words: Sequence[str]) -> int:
     """Train a classifier for a task, or a model further on other data, and return the exit code."""
     names = {flag.name for flag in split(words)}
-    if "--task" in names or (words and words[0] in TASKS):
+    if "--task" in names or (words and _is_task(words[0])):
         from megatron.tasks.main import main
 
         return main(with_task(words), "megatron finetune")
-    if names & {"-h", "--help", "--help-all"}:
-        _help("megatron finetune", "--help-all" in names)
-        tasks = [name for name, task in TASKS.items() if task.kind == "finetuning"]
-        print(
-            f"--load names the model to start from. Instead of a recipe, a task trains a "
-            f"classifier: {', '.join(tasks)}."
-        )
-        return EXIT_OK
+    if names & _HELP:
+        return run_command(lambda: _finetune_help("--help-all" in names))
     return run_command(lambda: _become([*words, "--finetune"]))
 
 
-def _help(program: str, everything: bool) -> None:
-    show_help(f"{program} RECIPE [--gpus N] [--small]", everything=everything)
+def _is_task(word: str) -> bool:
+    """Return whether a word names a task, or is closer to a task's name than to a recipe."""
+    if word in TASKS or word.startswith("-") or catalog.is_recipe(word):
+        return word in TASKS
+    return bool(suggestion(word.upper(), TASKS)) and not suggestion(word, catalog.names())
+
+
+_RECIPE_HELP = """
+RECIPE is a name (`megatron recipes` lists them), a YAML file, or a Hugging Face folder.
+--gpus N starts N processes on this machine, 0 one on its CPU (default: one for each GPU)."""
+
+
+def _help(everything: bool) -> None:
+    show_help("megatron pretrain RECIPE [--gpus N] [--small]", everything=everything)
     print(
-        "\nRECIPE is a name (`megatron recipes` lists them), a YAML file, or a Hugging Face folder "
-        "or config.json.\n"
-        "--gpus N starts N processes on this machine, 0 one on its CPU (default: one for each GPU)."
-        "\n--small trains a small model of the same kind on text of Python's library, in minutes."
+        f"{_RECIPE_HELP}\n"
+        "--small trains a small model of the same kind on text of Python's library, in minutes."
+    )
+
+
+def _finetune_help(everything: bool) -> None:
+    show_help("megatron finetune RECIPE --load CHECKPOINTS [--gpus N]", everything=everything)
+    tasks = [name for name, task in TASKS.items() if task.kind == "finetuning"]
+    print(
+        f"{_RECIPE_HELP}\n"
+        "--load names the model to start from. Instead of a recipe, a task trains a classifier: "
+        f"{', '.join(tasks)}."
     )
 
 
@@ -83,6 +100,9 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     name = _only_name(given)
     if name is None:
         raise ConfigError("--small: name a recipe before it, for example gpt-125m")
+    for flag in given:
+        if flag.name in ("--gpus", "--model"):
+            raise ConfigError(f"{flag}: --small chooses this itself: drop the flag")
     recipe = catalog.find(name)
     parser = demo.build_parser()
     parser.prog = "megatron pretrain RECIPE --small"
@@ -97,10 +117,12 @@ def _pretrain_small(given: Sequence[Given]) -> None:
 def _become(words: Sequence[str]) -> None:
     program, script, flags = training_command(words)
     if not is_launched():
-        say(f"$ {shlex.join([*program, script.name, *flags])}\n")
+        here = Path.cwd()
+        shown = script.relative_to(here) if script.is_relative_to(here) else script
+        say(f"$ {shlex.join([*program, str(shown), *flags])}\n")
     start = [sys.executable]
-    if program[0] == "torchrun":
-        start = [*module_command("torch.distributed.run"), *program[1:]]
+    if len(program) > 1:
+        start = [*module_command(_LAUNCHER), *program[3:]]
     os.execv(start[0], [*start, str(script), *flags])
 
 
@@ -111,7 +133,8 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
         words: The words after `megatron pretrain`.
 
     Returns:
-        `python`, or `torchrun` with its flags; the script; the script's flags.
+        `python`, with the launcher and its flags if there are several processes; the script; the
+        script's flags.
 
     Raises:
         UserError: The recipe or --gpus is wrong.
@@ -122,7 +145,7 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
     name, architecture = _only_name(given), "gpt"
     if name is not None and "--config" in {flag.name for flag in given}:
         raise ConfigError(f"{name} and --config: both name a YAML file: give one of them")
-    if name is not None and is_huggingface(Path(name)):
+    if name is not None and catalog.is_huggingface(Path(name)):
         from megatron.recipes.derive import derive_flags
 
         architecture, derived = derive_flags(Path(name))
@@ -131,9 +154,14 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
         recipe = catalog.find(name)
         architecture = recipe.architecture
         flags = ["--config", str(recipe.path), *flags]
+    elif not set(flags) - {"--finetune"}:
+        raise ConfigError(
+            "no recipe: name one (`megatron recipes` lists them), a YAML file or a Hugging Face "
+            "folder, or give all flags of the network"
+        )
     count = _processes(counts[-1] if counts else None)
-    launcher = f"torchrun --standalone --nproc-per-node {count}" if count > 1 else "python"
-    return launcher.split(), _path_of(f"pretrain_{architecture}"), flags
+    launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
+    return ["python", *launcher.split()], _path_of(f"pretrain_{architecture}"), flags
 
 
 def _only_name(given: Sequence[Given]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.cli import main
+from megatron.command import run_command
 from megatron.config.generation import SamplesConfig, ServerConfig
 from megatron.config.parser import help_if_asked
 
@@ -47,6 +48,5 @@ def convert(words: Sequence[str]) -> int:
 def data(words: Sequence[str]) -> int:
     """Run a command about data, and return the exit code."""
     if not words or words[0] in ("-h", "--help"):
-        print(main.overview("megatron data", main.DATA))
-        return 0
+        return run_command(lambda: print(main.overview("megatron data", main.DATA)))
     return main.dispatch("megatron data", main.DATA, words)

@@ -13,6 +13,7 @@ from megatron.config.run import Findings
 from megatron.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
+_YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ def is_huggingface(path: Path) -> bool:
     return path.suffix == ".json" or (path / "config.json").is_file()
 
 
+def is_recipe(word: str) -> bool:
+    """Return whether a word names a recipe, a YAML file, or what `is_huggingface` accepts."""
+    path = Path(word)
+    return word in names() or path.suffix in _YAML or is_huggingface(path)
+
+
 def names() -> list[str]:
     """Return the names of all recipes of the package, in alphabetical order."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -63,8 +70,10 @@ def find(word: str) -> NamedRun:
     if word in names():
         return read(FOLDER / f"{word}.yaml")
     path = Path(word)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _YAML:
         return read(path)
+    if path.is_dir():
+        raise ConfigError(f"{word}: this folder has no config.json: name a recipe or a YAML file")
     hint = suggestion(word, names()) or ": `megatron recipes` lists all of them"
     raise ConfigError(f"no recipe is named {word!r}{hint}")
 

@@ -61,6 +61,19 @@ def test_a_misspelled_command_gets_the_nearest_one() -> None:
     assert done.stderr == "error: unknown command pretain: did you mean pretrain?\n"
 
 
+@pytest.mark.parametrize("words", [[], ["data"], ["pretrain", "--help"]], ids=str)
+def test_a_reader_that_leaves_ends_help_quietly(words: list[str]) -> None:
+    command = [sys.executable, "-m", "megatron", *words]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" | true; echo ${PIPESTATUS[0]}', "bash", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
 def test_python_m_megatron_is_the_same() -> None:
     words = [sys.executable, "-m", "megatron", "--version"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)

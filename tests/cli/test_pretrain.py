@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def test_a_recipe_becomes_its_script_and_flags_follow_it(monkeypatch: pytest.Mon
 def test_gpus_starts_torchrun_with_as_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
     program, _, flags = training_command(["gpt-tiny", "--gpus", "4", "--lr=0.1"])
-    assert program == "torchrun --standalone --nproc-per-node 4".split()
+    launcher = "python -m megatron.processes.torchrun --standalone --nproc-per-node 4"
+    assert program == launcher.split()
     assert flags == ["--config", TINY, "--lr", "0.1"]
     assert training_command(["gpt-tiny", "--gpus", "0"])[0] == ["python"]
 
@@ -63,6 +66,9 @@ def test_processes_of_a_launcher_start_none_of_their_own(monkeypatch: pytest.Mon
         (["gpt-tiny", "gpt-125m"], "gpt-tiny gpt-125m: give one recipe"),
         (["gpt-tiny", "--config", "x.yaml"], "gpt-tiny and --config: both name a YAML file"),
         (["no.yaml"], "--config no.yaml: cannot be read"),
+        ([], "no recipe: name one (`megatron recipes` lists them)"),
+        (["--gpus", "2", "--finetune"], "no recipe: name one"),
+        ([str(catalog.FOLDER)], "this folder has no config.json: name a recipe or a YAML file"),
     ],
 )
 def test_mistakes_say_the_remedy(words: list[str], message: str) -> None:
@@ -168,6 +174,42 @@ def test_finetune_begins_from_weights_and_a_task_is_the_task_s_command(monkeypat
         ["gpt-tiny", "--load", "x", "--finetune"],
         (["--task", "MNLI", "--load", "x"], "megatron finetune"),
     ]
+
+
+@pytest.mark.parametrize(("word", "near"), [("MNLY", "MNLI"), ("mnli", "MNLI"), ("Cola", "CoLA")])
+def test_a_misspelled_task_gets_the_nearest_one(
+    word: str, near: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.finetune([word, "--load", "x"]) == 9
+    assert f"there is no such task: did you mean {near}?" in capfd.readouterr().err
+
+
+def test_a_misspelled_recipe_is_not_a_task(capfd: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.finetune(["gpt-tiny2"]) == 9
+    assert "no recipe is named 'gpt-tiny2': did you mean gpt-tiny?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--gpus", "--model"])
+def test_small_refuses_flags_that_it_would_ignore(
+    flag: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.pretrain(["gpt-tiny", "--small", flag, "2"]) == 9
+    assert f"error: {flag} 2: --small chooses this itself" in capfd.readouterr().err
+
+
+def test_the_exit_code_of_several_processes_is_that_of_the_run() -> None:
+    words = ["pretrain", "gpt-tiny", "--gpus", "2", "--lr", "fast"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 9, done.stderr
+    assert "error: --lr fast:" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert", "t5"])
