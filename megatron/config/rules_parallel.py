@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # this module imports torch
     from megatron.device import Device
 
 _OLDEST_FP8 = (8, 9)
+# PyTorch's kernel is Hopper's. It is started on a B200 too, where it fails.
+_GROUPED_FP8 = 9  # major compute capability
 # By "section.field": the allowed values, and why others are not.
 Exclusions = Mapping[str, tuple[Collection[Any], str]]
 _NOT_WITH_TORCH_DDP: Exclusions = {
@@ -399,6 +401,11 @@ def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]
         yield (
             f"--fp8-format {fp8}: {device.name} does not support 8-bit matrix products (Ada, "
             "Hopper and later GPUs do): drop the flag"
+        )
+    elif fp8 is not None and config.model.num_experts and device.capability[0] != _GROUPED_FP8:
+        yield (
+            f"--fp8-format {fp8} with --num-experts: PyTorch's grouped 8-bit products run only on "
+            f"Hopper GPUs (H100, H200), and this is a {device.name}: drop --fp8-format"
         )
     if config.parallel.tp_comm_overlap and neighbours % tensor:
         yield (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class Driver:
         self.launch.restype = ctypes.c_int
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[tuple[int, int], int] = {}
+        self._asking = threading.Lock()  # two threads that ask could leave the lower number
         for name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
             getattr(loaded, name).restype = ctypes.c_int
         self.call("cuInit", 0)
@@ -132,10 +134,13 @@ class Driver:
         Raises:
             DriverError: The GPU has less.
         """
-        if count > max(_UNASKED_SHARED, self._shared.get((kernel, gpu), 0)):
-            handle = ctypes.c_void_p(kernel)
-            self.call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, count, handle, gpu)
-            self._shared[kernel, gpu] = count
+        if count <= _UNASKED_SHARED:
+            return
+        with self._asking:
+            if count > self._shared.get((kernel, gpu), 0):
+                handle = ctypes.c_void_p(kernel)
+                self.call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, count, handle, gpu)
+                self._shared[kernel, gpu] = count
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class PreparedLaunches:
 
     Attributes:
         packer: What writes a call's values into `values`.
-        values: The memory of the values that differ from call to call.
+        values: The memory of the values that differ from call to call, and of constants.
         picks: The place among the call's values and the offset of each packed value; `None` if
             they are the values as they are.
         calls: The arguments of the driver's launch function, for each launch.
@@ -199,7 +204,7 @@ def prepare(
         PlanError: A plan's parameters do not match its kernel's.
     """
     slots: dict[tuple[int, int, str], int] = {}
-    constants: list[ctypes.Array[ctypes.c_char]] = []
+    constants: list[bytes] = []
     wanted: list[list[int]] = []  # for each launch the slots, or the constants as negative numbers
     for launch, kinds in zip(launches, letters, strict=True):
         if len(kinds) != len(launch.parameters):
@@ -217,15 +222,17 @@ def prepare(
                 row.append(-len(constants))
         wanted.append(row)
     packer = struct.Struct("=" + "".join({"P": "Q", "f": "f4x"}.get(s[2], s[2]) for s in slots))
-    values = ctypes.create_string_buffer(max(1, packer.size))
+    # The values, and after them the constants, in one allocation: under expert parallelism the
+    # number of rows changes in every pass, and with an allocation for each constant preparing took
+    # twice as long.
+    values = ctypes.create_string_buffer(bytes(packer.size) + b"".join(constants))
     start = ctypes.addressof(values)
-    addresses = [start + 8 * slot for slot in range(len(slots))]
-    fixed = [ctypes.addressof(constant) for constant in constants]
-    kept: list[Any] = [constants]
+    after = start + packer.size
+    kept: list[Any] = []
     calls = []
     for launch, handle, row in zip(launches, handles, wanted, strict=True):
         parameters = (ctypes.c_void_p * len(row))(
-            *(addresses[i] if i >= 0 else fixed[-i - 1] for i in row)
+            *(start + 8 * i if i >= 0 else after + 8 * (-i - 1) for i in row)
         )
         early = launch.early and target.overlaps
         config = LaunchConfig(
@@ -243,13 +250,13 @@ def prepare(
     return PreparedLaunches(packer, values, None if straight else picks, calls, kept)
 
 
-def _constant(kernel: str, letter: str, value: int | float | None) -> ctypes.Array[ctypes.c_char]:
-    """Return the memory of a parameter that stays."""
+def _constant(kernel: str, letter: str, value: int | float | None) -> bytes:
+    """Return the 8 bytes of a parameter that stays."""
     try:
         content = struct.pack("Q" if letter == "P" else letter, 0 if value is None else value)
     except struct.error as error:
         raise PlanError(f"{kernel}: {value} for a parameter {letter!r}: {error}") from None
-    return ctypes.create_string_buffer(content, 8)
+    return content.ljust(8, b"\0")
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:

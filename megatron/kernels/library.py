@@ -142,7 +142,7 @@ class KernelLibrary:
         tensor: Tensor,
         stream: int,
     ) -> int:
-        """KernelLaunch what the kernel's plan says, and return the driver's error, or 0."""
+        """Launch what the kernel's plan says, and return the driver's error, or 0."""
         plans = self._thread.plans
         key = (kernel.name, tensor.get_device(), stream, *shape)
         prepared = plans.get(key)

@@ -138,7 +138,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _tensor_sums(
     tables: Sequence[tuple[TensorTable, int]], device: torch.device, library: KernelLibrary
 ) -> Tensor:
-    """KernelLaunch two kernels for each dtype. Usually there is only one dtype."""
+    """Launch two kernels for each dtype. Usually there is only one dtype."""
     totals = torch.zeros(len(tables), 2, dtype=torch.float64, device=device)
     for total, (table, dtype) in zip(totals, tables, strict=True):
         count = len(table.pieces)

@@ -221,8 +221,14 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
     program = Program(name=f"pretrain_{architecture}.py", rules=())
     gpus = int(found[1])
     start = parse_config(words, world_size=gpus, architecture=architecture, program=program).config
-    if start.precision.fp8_format is not None and machine.products_fp8 is None:
-        raise ConfigError(f"--fp8-format: an {machine.name} does not multiply in 8 bits: drop it")
+    fp8, name = start.precision.fp8_format, machine.name
+    if fp8 is not None and machine.products_fp8 is None:
+        raise ConfigError(f"--fp8-format: an {name} does not multiply in 8 bits: drop it")
+    if fp8 is not None and start.model.num_experts and not machine.experts_in_fp8:
+        raise ConfigError(
+            f"--fp8-format with --num-experts: a {name} does not multiply experts in 8 bits: drop "
+            "--fp8-format"
+        )
     return PlanRequest(start, words, vocabulary, gpus, machine)
 
 

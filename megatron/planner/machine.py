@@ -36,6 +36,7 @@ class Machine:
         peak: Dense 16-bit FLOP/s by datasheet, for MFU.
         products: FLOP/s of large 16-bit matrix products.
         products_fp8: The same in FP8; `None` if the device does not support FP8.
+        experts_in_fp8: Whether it supports FP8 in the grouped products of experts, too.
         grouped: FLOP/s of the grouped products of experts.
         attention: FLOP/s of attention with heads of 128 channels and long sequences, forward and
             backward together, counting 3 products of the backward pass as 2 (as model FLOPs do).
@@ -54,6 +55,7 @@ class Machine:
     peak: float
     products: float
     products_fp8: float | None
+    experts_in_fp8: bool = True
     grouped: float
     attention: float
     ring: float = 0.6
@@ -128,6 +130,7 @@ MACHINES = {
         peak=2250e12,
         products=1500e12,
         products_fp8=2900e12,
+        experts_in_fp8=False,
         grouped=1300e12,
         attention=900e12,
         copy=6.2e12,
@@ -165,7 +168,8 @@ def read_machine(path: Path, start: Machine) -> Machine:
         raise DataError(f"--machine {path}: cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"--machine {path}: must hold a JSON object")
-    numbers = {entry.name for entry in fields(Machine)} - {"name", "link", "network"}
+    others = {"name", "link", "network", "experts_in_fp8"}
+    numbers = {entry.name for entry in fields(Machine)} - others
     values = {name: value for name, value in found.items() if name in numbers}
     if "attention_forward" in found:  # a file of ceilings, which count 2 products and 5
         seconds = 2 / found["attention_forward"] + 5 / found["attention_backward"]

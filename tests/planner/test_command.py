@@ -146,6 +146,10 @@ def test_a_layout_as_given_is_only_predicted(capsys):
         ("--gpus 8xH100 --global-batch 8 --model gpt-5", "megatron recipes"),
         ("--gpus 8xH100 --global-batch 8 --memory -3", "must be above 0"),
         (f"--gpus 8xA100 --global-batch 8 -- {SMALL} --fp8-format hybrid", "8 bits: drop it"),
+        (
+            f"--gpus 8xB200 --global-batch 8 -- {SMALL} --num-experts 8 --bf16 --fp8-format hybrid",
+            "B200 does not multiply experts in 8 bits: drop --fp8-format",
+        ),
         ("--gpus 1xA100 --global-batch 1 --memory 1 --model gpt-125m", "none of"),
     ],
 )

@@ -68,6 +68,21 @@ def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
     )
 
 
+def test_experts_in_8_bits_need_a_hopper() -> None:
+    """PyTorch's grouped products have no kernel for Ada and Blackwell."""
+
+    def problems(capability):
+        gpu = SimpleNamespace(is_gpu=True, capability=capability, name="B200")
+        config = parse("--bf16 --fp8-format hybrid --num-experts 4").config
+        return list(rules_parallel.device(config, gpu, 1))
+
+    assert not problems((9, 0))
+    for other in ((8, 9), (10, 0), (12, 0)):
+        (line,) = problems(other)
+        assert line.startswith("--fp8-format hybrid with --num-experts")
+        assert "B200" in line
+
+
 def test_memory_of_several_machines_is_not_mapped() -> None:
     gpu = Device(torch.device("cuda", 0))
     words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
