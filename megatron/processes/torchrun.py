@@ -29,11 +29,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or the exit code of the first rank that failed: 128 and the signal's number if a signal
-        killed it.
+        killed it. The same number for this process, if a signal other than SIGTERM ended it: the
+        ranks then had 30 seconds to save.
     """
     signal.signal(signal.SIGTERM, _pass_on)
     name_ranks()
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     given = list(sys.argv[1:] if words is None else words)
@@ -44,6 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
             say_on_stderr(str(error))  # the table of all ranks, which torchrun prints too
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except SignalException as error:  # Ctrl-C: the ranks have said what they did
+        return 128 + error.sigval
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
     return 0

@@ -66,3 +66,13 @@ def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
     assert process.returncode == 3, errors
     assert len(list(tmp_path.glob("saved*"))) == 2
     assert "FAILED" not in errors  # it is no failure
+
+
+def test_ctrl_c_ends_the_launcher_without_a_traceback(tmp_path: Path) -> None:
+    process = _start(tmp_path, 100, 2)
+    until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "SignalException" not in errors
+    assert "torch/distributed/run.py" not in errors
