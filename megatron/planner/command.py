@@ -34,7 +34,7 @@ from megatron.parallel.pipeline.draw import as_text, draw
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Timeline, simulate
 from megatron.planner.goodput import Failures
-from megatron.planner.machine import MACHINES, Machine, find_machine, read_machine
+from megatron.planner.machine import DEFAULT, MACHINES, Machine, find_machine, read_machine
 from megatron.planner.prediction import Grid, Prediction, pipeline_of, predict
 from megatron.planner.search import PLANNED, Plan, Search, spell
 from megatron.recipes import catalog
@@ -46,6 +46,7 @@ _VOCABULARY = 50257  # GPT-2's, if nothing else says how large the vocabulary is
 _DRAWN = 4  # micro-batches per stage in a drawing, which would otherwise be too dense to read
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
+_MOST_RULES = 3  # rules to name if they refuse all layouts
 _HOST_BOUND = 0.05  # share of the time from which waiting for the host is worth a line
 
 
@@ -130,10 +131,11 @@ def run(options: argparse.Namespace) -> None:
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in search.dropped.items())
     tried = search.dropped.total() + len(plans)
     if not plans:
+        rules = [text for text, _ in search.problems.most_common(_MOST_RULES)]
         raise ConfigError(
             f"none of {tried:,} layouts fits {request.gpus} x {request.machine.name} ({dropped}): "
             "use more GPUs, a --global-batch that more numbers divide, or a higher --memory or "
-            "--time"
+            + "\n".join(["--time", *(f"refused: {rule}" for rule in rules)])
         )
     best = plans[0]
     network = search.plan_for(best.config.parallel.tensor_model_parallel_size)
@@ -167,6 +169,18 @@ def check(options: argparse.Namespace) -> None:
         problems.append(f"--restart-seconds {options.restart_seconds:g}: must be at least 0")
     if problems:
         raise ConfigError(problems)
+    if predicts_only(options):
+        limits = [
+            f"--{name} {getattr(options, name):g}"
+            for name in ("memory", "time")
+            if getattr(options, name) is not None and not math.isnan(getattr(options, name))
+        ]
+        ignored = [f"--{name}" for name in ("draw", "output") if getattr(options, name) is not None]
+        if limits or ignored:
+            raise ConfigError(
+                f"{' and '.join(limits + ignored)}: without a number, --memory and --time predict "
+                "one layout and search no other: drop this flag, or give each of them a number"
+            )
     for flag in ("draw", "output"):
         path = getattr(options, flag)
         if path is not None:
@@ -180,9 +194,13 @@ def predicts_only(options: argparse.Namespace) -> bool:
 
 def without_layout(words: list[str]) -> list[str]:
     """Return flags without those that set what is planned."""
-    planned = {name for path in PLANNED for name in field_at(path).spellings}
-    kept = [flag for flag in split(words) if flag.name not in planned]
-    return [word for flag in kept for word in (flag.name, *flag.values) if word]
+    return _without(words, {name for path in PLANNED for name in field_at(path).spellings})
+
+
+def _without(words: list[str], names: set[str]) -> list[str]:
+    """Return flags without those of these names."""
+    kept = [flag for flag in split(words) if flag.name not in names]
+    return [word for flag in kept for word in ((flag.name,) * bool(flag.name) + tuple(flag.values))]
 
 
 def read_request(options: argparse.Namespace) -> PlanRequest:
@@ -191,15 +209,7 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
     Raises:
         UserError: A model or machine is unknown, or flags have mistakes.
     """
-    found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
-    if found is None or int(found[1]) < 1:
-        raise ConfigError(f"--gpus {options.gpus}: give a number and a kind, such as 256xH100")
-    if found[2] is None and options.machine is None:
-        kinds = ", ".join(MACHINES)
-        raise ConfigError(f"--gpus {options.gpus}: add the kind, such as {found[1]}xH100 ({kinds})")
-    machine = find_machine(found[2] or "H200")
-    if options.machine is not None:
-        machine = read_machine(options.machine, machine)
+    gpus, machine = _read_cluster(options)
     words, known, vocabulary, architecture = _model_words(options.model)
     words += options.words if predicts_only(options) else without_layout(options.words)
     if options.global_batch is not None:
@@ -213,13 +223,15 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
         words += ["--mock-data"]
     if not {"tokenizer.tokenizer_model", "tokenizer.vocab_file"} & given:
         words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
-    for path, default in (("training.train_iters", "100"), ("schedule.lr", "1e-4")):
-        if path not in given and "training.train_samples" not in given:
-            words += [field_at(path).names[0], default]
+        if "tokenizer.vocab_extra_ids" in given:  # a recipe counts them in its vocabulary
+            words += ["--vocab-extra-ids", "0"]
+    if not {"training.train_iters", "training.train_samples"} & given:
+        words += ["--train-iters", "100"]
+    if "schedule.lr" not in given:
+        words += ["--lr", "1e-4"]
     if "training.micro_batch_size" not in given:
         words += ["--micro-batch-size", "1"]
     program = Program(name=f"pretrain_{architecture}.py", rules=())
-    gpus = int(found[1])
     start = parse_config(words, world_size=gpus, architecture=architecture, program=program).config
     fp8, name = start.precision.fp8_format, machine.name
     if fp8 is not None and machine.products_fp8 is None:
@@ -230,6 +242,31 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
             "--fp8-format"
         )
     return PlanRequest(start, words, vocabulary, gpus, machine)
+
+
+def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
+    """Return the number of GPUs and what they are.
+
+    Raises:
+        UserError: The number or the kind is wrong, or the file of --machine.
+    """
+    found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
+    if found is None or int(found[1]) < 1:
+        raise ConfigError(f"--gpus {options.gpus}: give a number and a kind, such as 256xH100")
+    if found[2] is None and options.machine is None:
+        kinds = ", ".join(MACHINES)
+        raise ConfigError(f"--gpus {options.gpus}: add the kind, such as {found[1]}xH100 ({kinds})")
+    machine = find_machine(found[2]) if found[2] else DEFAULT
+    if options.machine is not None:
+        machine = read_machine(options.machine, machine)
+    gpus = int(found[1])
+    if gpus > machine.node and gpus % machine.node:
+        raise ConfigError(
+            f"--gpus {options.gpus}: does not fill nodes of {machine.node} GPUs: use "
+            f"{gpus - gpus % machine.node} or {gpus - gpus % machine.node + machine.node} GPUs, or "
+            'set another "node" in a --machine FILE'
+        )
+    return gpus, machine
 
 
 _PATHS = (
@@ -368,8 +405,9 @@ def command(request: PlanRequest, plan: Plan) -> str:
     launcher = f"torchrun --nproc-per-node {each}"
     if nodes > 1:
         launcher = f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-endpoint HOST:29400"
-    words = shlex.join([*request.words, *spell(plan.values, request.start)])
-    return f"{launcher} {request.program} {words}"
+    chosen = spell(plan.values, request.start)
+    others = _without(request.words, {flag.name for flag in split(chosen)})
+    return f"{launcher} {request.program} {shlex.join([*others, *chosen])}"
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:

@@ -6,10 +6,12 @@ import json
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError, DataError
 
 _GIB = 1024.0**3
+_CEILINGS = ("attention_forward", "attention_backward", "copy")
 _OF_COPY = 0.87  # the rate of kernels without products, relative to a copy's
 
 
@@ -150,7 +152,10 @@ def find_machine(name: str) -> Machine:
     """
     if name.upper() not in MACHINES:
         known = ", ".join(MACHINES)
-        raise ConfigError(f"--gpus: unknown GPU {name!r}; use one of {known}, or --machine FILE")
+        raise ConfigError(
+            f"--gpus: unknown GPU {name!r}: use one of {known}, or give its rates with --machine "
+            "FILE and only the number of GPUs here"
+        )
     return MACHINES[name.upper()]
 
 
@@ -164,35 +169,38 @@ def read_machine(path: Path, start: Machine) -> Machine:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"--machine {path}: cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"--machine {path}: must hold a JSON object")
     others = {"name", "link", "network", "experts_in_fp8"}
-    numbers = {entry.name for entry in fields(Machine)} - others
-    values = {name: value for name, value in found.items() if name in numbers}
-    if "attention_forward" in found:  # a file of ceilings, which count 2 products and 5
-        seconds = 2 / found["attention_forward"] + 5 / found["attention_backward"]
-        values |= {"attention": 6 / seconds, "peak": found["datasheet"]}
-        values["copy"] = _OF_COPY * found["copy"]
-    for name in ("link", "network"):
-        if name in found:
-            try:
-                values[name] = Link(**found[name])
-            except TypeError:
-                raise DataError(
-                    f"--machine {path}: {name}: give it a bandwidth and a latency"
-                ) from None
-    values = {name: value for name, value in values.items() if value is not None}
-    if not values:
+    rates = {entry.name for entry in fields(Machine)} - others
+    numbers = {"peak": found.get("datasheet")} | {name: found[name] for name in rates & set(found)}
+    known = {name: found.get(name) for name in _CEILINGS} if "attention_forward" in found else {}
+    links = {name: found[name] for name in ("link", "network") if name in found}
+    for name, link in links.items():
+        if not isinstance(link, dict) or set(link) != {"bandwidth", "latency"}:
+            raise DataError(f"--machine {path}: {name}: give it a bandwidth and a latency")
+        known |= {f"{name}.{part}": value for part, value in link.items()}
+    numbers = {name: value for name, value in numbers.items() if value is not None}
+    if not numbers and not known:
         raise DataError(
-            f"--machine {path}: no rates found; write it by tools/benchmark.py --ceilings"
+            f"--machine {path}: no rates found: write it with tools/benchmark.py --ceilings"
         )
-    wrong = [
-        name
-        for name, value in values.items()
-        if not isinstance(value, Link) and not (isinstance(value, int | float) and value > 0)
-    ]
+    wrong = [name for name, value in (numbers | known).items() if not _is_rate(name, value)]
     if wrong:
         raise DataError(f"--machine {path}: {', '.join(wrong)}: must be a number above 0")
-    return replace(start, name=str(found.get("device", found.get("name", start.name))), **values)
+    if not isinstance(numbers.get("node", 1), int):
+        raise DataError(f"--machine {path}: node {numbers['node']}: must be a whole number")
+    if "attention_forward" in known:  # a file of ceilings, which count 2 products and 5
+        seconds = 2 / known["attention_forward"] + 5 / known["attention_backward"]
+        numbers |= {"attention": 6 / seconds, "copy": _OF_COPY * known["copy"]}
+    name = str(found.get("device", found.get("name", start.name)))
+    return replace(start, name=name, **numbers, **{one: Link(**links[one]) for one in links})
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    """Return whether a value can be a rate, or the latency of a link, which may be 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return value > 0 or (name.endswith(".latency") and value == 0)

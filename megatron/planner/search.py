@@ -137,6 +137,7 @@ class Search:
         memory: Bytes that a process may use.
         seconds: The longest update to accept.
         dropped: How many layouts were left out, by reason.
+        problems: How many layouts each rule refused, by its message.
     """
 
     start: RunOptions
@@ -146,6 +147,7 @@ class Search:
     memory: float
     seconds: float = math.inf
     dropped: Counter[str] = field(default_factory=Counter)
+    problems: Counter[str] = field(default_factory=Counter)
     _fits: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def best(self, count: int) -> list[Plan]:
@@ -159,7 +161,8 @@ class Search:
         for candidate in candidates:
             limit = found[count - 1].prediction.seconds if len(found) >= count else self.seconds
             if candidate.bound > limit:
-                self.dropped["slower than those shown"] += 1
+                faster = len(found) >= count
+                self.dropped["slower than those shown" if faster else "slower than --time"] += 1
                 continue
             plan = self._examine(candidate, limit, pipelines)
             if plan is None:
@@ -222,8 +225,10 @@ class Search:
         ):
             self.dropped["too large"] += 1
             return None
-        if find_problems(config, self.gpus):
+        problems = find_problems(config, self.gpus)
+        if problems:
             self.dropped["refused by the rules"] += 1
+            self.problems.update(problems)
             return None
         found = predict(config, plan, self.gpus, self.machine, pipelines=pipelines)
         if found.seconds > self.seconds:
@@ -274,6 +279,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     experts = math.gcd(*model.expert_counts)  # 0 without a mixture
     length = start.data.seq_length or 1
     micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MOST_TOKENS]
+    overlaps = start.training.cuda_graph_impl == "none"  # recorded passes send nothing beside them
     for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
         if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
             continue
@@ -289,7 +295,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 **_UNSET,
                 "parallel.tensor_model_parallel_size": tensor,
                 "parallel.sequence_parallel": tensor > 1,
-                "parallel.tp_comm_overlap": tensor > 1,
+                "parallel.tp_comm_overlap": tensor > 1 and overlaps,
                 "parallel.context_parallel_size": context,
                 "parallel.pipeline_model_parallel_size": stages,
             }
@@ -297,7 +303,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 [{}, {"parallel.cp_comm_type": "a2a"}] if context > 1 else [{}],
                 _schedules(model, stages),
                 _experts(experts, tensor, tensor * context * data),
-                _sharding(data * context, stages),
+                _sharding(data * context, stages, overlaps),
                 _RECOMPUTATION,
                 [n for n in micro_batches if batch // data % n == 0],
             ):
@@ -348,11 +354,14 @@ def _experts(experts: int, tensor: int, ranks: int) -> list[Values]:
     ]
 
 
-def _sharding(replicas: int, stages: int) -> list[Values]:
-    """Return the ZeRO stages worth trying."""
+def _sharding(replicas: int, stages: int, overlaps: bool) -> list[Values]:
+    """Return the ZeRO stages worth trying, whose messages overlap with computation if allowed."""
     if replicas == 1:
         return [{"parallel.zero_stage": 0}]
-    overlap = {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}
+    overlap = {
+        "parallel.overlap_grad_reduce": overlaps,
+        "parallel.overlap_param_gather": overlaps,
+    }
     first = {"parallel.use_distributed_optimizer": True, "parallel.zero_stage": 1, **overlap}
     kinds: list[Values] = [first, {"parallel.zero_stage": 2, **overlap}]
     return kinds + [{"parallel.zero_stage": 3}] if stages == 1 else kinds

@@ -74,6 +74,32 @@ def test_printed_commands_start():
         assert "PP 2" in done.stdout or "PP 4" in done.stdout
 
 
+def test_recipes_whose_layouts_differ_from_the_planned_one(tmp_path):
+    """What the recipe sets is unset, extra entries of its vocabulary are not counted twice."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        "model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, "
+        "max_position_embeddings: 64}\ndata: {seq_length: 64}\n"
+        "training: {recompute_granularity: selective}\n"
+    )
+    for model in (str(recipe), "t5-base"):
+        request, search = _search(f"--model {model} --gpus 2xA100 --global-batch 8")
+        for plan in search.best(5):
+            line = shlex.split(command(request, plan))
+            flags = line[line.index(request.program) + 1 :]
+            kind = request.start.model.architecture
+            found = parse_config(flags, world_size=2, architecture=kind).config
+            assert (found.parallel, found.training) == (plan.config.parallel, plan.config.training)
+            assert len([word for word in flags if word == "--micro-batch-size"]) <= 1
+
+
+def test_recorded_passes_are_planned_without_overlap():
+    _, search = _search("--gpus 2xH200 --global-batch 8 --", SMALL, "--cuda-graph-impl local")
+    best = search.best(3)
+    assert best
+    assert not any(plan.config.parallel.overlap_grad_reduce for plan in best)
+
+
 def test_nothing_left_out_is_faster():
     """Search stops early; simulating all candidates finds the same layouts."""
     _, search = _search("--gpus 4xH100 --global-batch 16 --", SMALL)
@@ -151,6 +177,17 @@ def test_a_layout_as_given_is_only_predicted(capsys):
             "B200 does not multiply experts in 8 bits: drop --fp8-format",
         ),
         ("--gpus 1xA100 --global-batch 1 --memory 1 --model gpt-125m", "none of"),
+        ("--gpus 12xH100 --global-batch 24 --model gpt-125m", "use 8 or 16 GPUs"),
+        (
+            "--gpus 8xH100 --global-batch 8 --model gpt-125m --memory 9 --time",
+            "--memory 9: without",
+        ),
+        ("--gpus 8xH100 --global-batch 8 --model gpt-125m --time --draw x.png", "--draw: without"),
+        ("--gpus 2xH100 --global-batch 8 --model gpt-125m --time 1e-6", "slower than --time"),
+        (
+            f"--gpus 2xH100 --global-batch 8 -- {SMALL} --rampup-batch-size 4 4 8",
+            "refused: --rampup-batch-size 4 4 8 counts samples",
+        ),
     ],
 )
 def test_errors_name_the_remedy(words, message):
@@ -171,7 +208,11 @@ def test_measured_rates_replace_built_in_ones(tmp_path):
     assert machine.link == MACHINES["H200"].link
     assert machine.copy == pytest.approx(MACHINES["H200"].copy, rel=0.02)
     assert machine.attention == pytest.approx(MACHINES["H200"].attention, rel=0.1)
-    for wrong in ("{}", "[1]", "no JSON", '{"products": -1}', '{"link": {"speed": 3}}'):
+    for wrong in (
+        "{}", "[1]", "no JSON", '{"products": -1}', '{"products": Infinity}', '{"node": 8.5}',
+        '{"link": {"speed": 3}}', '{"link": {"bandwidth": "x", "latency": 0}}', "[" * 100_000,
+        '{"network": {"bandwidth": 0, "latency": 0}}', '{"attention_forward": 3}',
+    ):  # fmt: skip
         path.write_text(wrong)
         with pytest.raises(DataError, match="--machine"):
             read_machine(path, MACHINES["H200"])
@@ -194,3 +235,4 @@ def test_a_config_json_is_a_model(tmp_path):
     assert math.isclose(best.prediction.mfu, 0.45, abs_tol=0.07)
     flags = [*request.words, *spell(best.values, request.start)]
     assert parse_config(flags, world_size=8).config.model == best.config.model
+    assert _search(f"--model {tmp_path} --gpus 8xH100 --global-batch 64")[0].vocabulary == 32000
