@@ -176,7 +176,8 @@ def read_machine(path: Path, start: Machine) -> Machine:
     others = {"name", "link", "network", "experts_in_fp8"}
     rates = {entry.name for entry in fields(Machine)} - others
     numbers = {"peak": found.get("datasheet")} | {name: found[name] for name in rates & set(found)}
-    known = {name: found.get(name) for name in _CEILINGS} if "attention_forward" in found else {}
+    is_measured = "attention_forward" in found
+    known: dict[str, Any] = {name: found.get(name) for name in _CEILINGS * is_measured}
     links = {name: found[name] for name in ("link", "network") if name in found}
     for name, link in links.items():
         if not isinstance(link, dict) or set(link) != {"bandwidth", "latency"}:
@@ -192,11 +193,12 @@ def read_machine(path: Path, start: Machine) -> Machine:
         raise DataError(f"--machine {path}: {', '.join(wrong)}: must be a number above 0")
     if not isinstance(numbers.get("node", 1), int):
         raise DataError(f"--machine {path}: node {numbers['node']}: must be a whole number")
-    if "attention_forward" in known:  # a file of ceilings, which count 2 products and 5
+    if is_measured:  # a file of ceilings, which count 2 products and 5
         seconds = 2 / known["attention_forward"] + 5 / known["attention_backward"]
         numbers |= {"attention": 6 / seconds, "copy": _OF_COPY * known["copy"]}
     name = str(found.get("device", found.get("name", start.name)))
-    return replace(start, name=name, **numbers, **{one: Link(**links[one]) for one in links})
+    changed: dict[str, Any] = numbers | {one: Link(**links[one]) for one in links}
+    return replace(start, name=name, **changed)
 
 
 def _is_rate(name: str, value: Any) -> bool:
