@@ -11,16 +11,23 @@ holds the same settings by section (docs/clusters.md).
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
-import subprocess
+import sys
 from pathlib import Path
 
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.fields import fields_of
 from megatron.durable import replace_file, writing_to
 from megatron.errors import ConfigError, say_on_stderr
-from megatron.submit.description import SECTIONS, TARGETS, Description, read_description
+from megatron.submit.description import (
+    SECTIONS,
+    TARGETS,
+    Description,
+    read_description,
+    unused_flags,
+)
 from megatron.submit.render import render
 
 _PROGRAMS = {
@@ -45,11 +52,8 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print, write or submit a job file.
-
-    Returns:
-        0, or the exit code of the program that was given the file.
+def run(options: argparse.Namespace) -> None:
+    """Print or write a job file. To submit it, this process becomes sbatch, kubectl or bash.
 
     Raises:
         ConfigError: The description has mistakes, or a program is missing.
@@ -61,27 +65,30 @@ def run(options: argparse.Namespace) -> int:
         if options.submit:
             raise ConfigError("--submit needs --output: the job file is kept, to show what ran")
         print(text, end="")
-        return 0
+        return
     with writing_to("--output", options.output):
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, text.encode())
     words = submit_command(options.to, options.output)
     if not options.submit:
         say_on_stderr(f"wrote {options.output}; submit it with: {shlex.join(words)}")
-        return 0
+        return
     program, remedy = _PROGRAMS[options.to]
     if shutil.which(program) is None:
         raise ConfigError(f"--to {options.to} --submit: there is no {program} here: {remedy}")
     if options.to == "slurm":  # which does not create the folder of a job's output
         Path(described.job.workdir or ".", described.job.logs).mkdir(parents=True, exist_ok=True)
-    return subprocess.run(words, check=False).returncode
+    sys.stdout.flush()
+    # In place of this process: Python would kill a child a moment after Ctrl-C, before it can save.
+    os.execvp(program, words)
 
 
 def describe(options: argparse.Namespace) -> Description:
     """Return the run that a command line describes, with its --run file.
 
     Raises:
-        ConfigError: The file cannot be read, or has unknown keys or values of another kind.
+        ConfigError: The file cannot be read, or has unknown keys or values of another kind; or
+            a flag has no effect on this kind of cluster.
     """
     given = {
         name: {
@@ -91,6 +98,8 @@ def describe(options: argparse.Namespace) -> Description:
         }
         for name, kind in SECTIONS.items()
     }
+    if problems := unused_flags(given, options.to):
+        raise ConfigError(problems)
     return read_description(options.run, given, options.words)
 
 

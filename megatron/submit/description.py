@@ -6,10 +6,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.config.arguments import split
 from megatron.config.fields import fields_of, flag
 from megatron.config.generation import bounds_problems
 from megatron.config.parser import parse_config
@@ -233,6 +233,33 @@ _PATTERNS = {
 }  # fmt: skip
 
 
+# The targets that use a section or field. A file may set it for others too; a flag may not.
+_USED_BY: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("job.memory_gb", "job.time", "job.volume"), ("slurm", "kubernetes")),
+    "slurm": ("slurm",),
+    "kubernetes": ("kubernetes",),
+    "hosts": ("hostfile",),
+    "hosts.port": ("hostfile", "kubernetes"),
+    "job.nodes": ("slurm", "kubernetes", "local"),
+}
+
+
+def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[str]:
+    """Return a line for each flag that a target would ignore.
+
+    Args:
+        given: The values of the flags that were given, by section and field.
+        target: "slurm", "kubernetes", "hostfile" or "local".
+    """
+    return [
+        f"{field.shown} has no effect with --to {target}: remove it"
+        for name, kind in SECTIONS.items()
+        for field in fields_of(kind)
+        if field.name in given[name]
+        and target not in _USED_BY.get(f"{name}.{field.name}", _USED_BY.get(name, TARGETS))
+    ]
+
+
 def problems_of(run: Description, target: str) -> list[str]:
     """Return a line for each mistake in a description, with the remedy."""
     found = [problem for part in run for problem in bounds_problems(part)]
@@ -293,8 +320,10 @@ def training_problems(job: JobConfig) -> list[str]:
     """
     program, *words = job.words or [""]
     kind = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)
-    files = [Path(value) for flag, value in pairwise(words) if flag == "--config"]
-    if kind is None or "--use-checkpoint-args" in words or not all(map(Path.is_file, files)):
+    given = split(words)
+    files = [Path(value) for flag in given if flag.name == "--config" for value in flag.values[:1]]
+    asks_checkpoint = "--use-checkpoint-args" in {flag.name for flag in given}
+    if kind is None or asks_checkpoint or not all(map(Path.is_file, files)):
         return []
     try:
         parse_config(words, world_size=job.nodes * job.processes, architecture=kind[1])
@@ -328,7 +357,7 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
 
 
 def _slurm_problems(run: Description) -> Iterator[str]:
-    slurm, words = run.slurm, run.job.words
+    slurm, names = run.slurm, {flag.name for flag in split(run.job.words)}
     if run.job.volume and run.job.image is None:
         yield "--volume needs --image: without a container a job sees the folders of the machine"
     if slurm.requeue and slurm.chain > 1:
@@ -336,8 +365,8 @@ def _slurm_problems(run: Description) -> Iterator[str]:
     if slurm.requeue or slurm.chain > 1:
         asked = "--requeue" if slurm.requeue else f"--chain {slurm.chain}"
         # A configuration file may set both, so it cannot be told from the command.
-        if "--config" not in words:
-            missing = [name for name in ("--load", "--save") if name not in words]
+        if "--config" not in names:
+            missing = [name for name in ("--load", "--save") if name not in names]
             if missing:
                 yield (
                     f"{asked} continues from a checkpoint, but the command has no "

@@ -80,12 +80,20 @@ _RESUME = (*COMMAND, *RESUME)
         (("--processes-per-node", "9", *COMMAND), "is more than --gpus-per-node 8"),
         (("--requeue", "--", "a.py", "--save", "x"), "--requeue continues from a checkpoint, but"),
         (("--requeue", "--", "a.py", "--save", "x"), "has no --load: add --load and --save"),
+        (("--requeue", "--", "a.py", "--save=x"), "has no --load: add --load and --save"),
         (("--requeue", "--chain", "2", *_RESUME), "both continue a run: give one of them"),
         (("--chain", "2", *_RESUME), "--chain 2 needs --time"),
     ],
 )
 def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None:
     assert message in _problems(*words)
+
+
+def test_flags_with_an_equals_sign_are_read() -> None:
+    job_file("slurm", "--requeue", "--", "a.py", "--load=x", "--save=x")
+    assert "--global-batch-size 3" in _problems(
+        "--nodes", "2", "--", "pretrain_gpt.py", f"--config={COMMAND[-1]}", "--global-batch-size=3"
+    )
 
 
 def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
@@ -108,6 +116,12 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
         ("hostfile", ("--hostfile", "/no/file", *COMMAND), "--hostfile /no/file: cannot be read"),
         ("local", ("--nodes", "2", *COMMAND), "--to local is one machine, but --nodes is 2"),
         ("local", ("--image", "a", *COMMAND), "--to local starts no containers"),
+        ("local", ("--volume", "/a:/b", *COMMAND), "has no effect with --to local: remove it"),
+        ("local", ("--time", "1:00:00", *COMMAND), "--time has no effect with --to local"),
+        ("local", ("--hostfile", "x", *COMMAND), "--hostfile has no effect with --to local"),
+        ("slurm", ("--port", "3000", *COMMAND), "--port has no effect with --to slurm"),
+        ("kubernetes", ("--requeue", *COMMAND), "--requeue has no effect with --to kubernetes"),
+        ("hostfile", ("--nodes", "2", *COMMAND), "--nodes has no effect with --to hostfile"),
     ],
 )
 def test_each_target_has_its_needs(target: str, words: tuple[str, ...], message: str) -> None:

@@ -71,7 +71,8 @@ def hostfile(tmp_path: Path) -> str:
 
 
 def _files(hostfile: str) -> dict[str, str]:
-    every = ("--env", "A=1", "--time", "24:00:00", "--cpus-per-node", "64", "--memory-gb", "512")
+    plain = ("--env", "A=1", "--cpus-per-node", "64")
+    every = (*plain, "--time", "24:00:00", "--memory-gb", "512")
     container = ("--image", "a/b:1", "--volume", "/a:/b", "--workdir", "/b")
     queue = ("--partition", "gpu", "--account", "me", "--qos", "high", "--module", "cuda/12.8")
     return {
@@ -80,9 +81,9 @@ def _files(hostfile: str) -> dict[str, str]:
         "container": job_file("slurm", "--nodes", "2", *container, *every, *COMMAND),
         "requeue": job_file("slurm", "--requeue", *COMMAND, *RESUME),
         "chain": job_file("slurm", "--chain", "4", *every, *COMMAND, *RESUME),
-        "local": job_file("local", *every, *COMMAND),
-        "ssh": job_file("hostfile", "--hostfile", hostfile, *every, *COMMAND),
-        "mpi": job_file("hostfile", "--hostfile", hostfile, "--launcher", "mpi", *every, *COMMAND),
+        "local": job_file("local", *plain, *COMMAND),
+        "ssh": job_file("hostfile", "--hostfile", hostfile, *plain, *COMMAND),
+        "mpi": job_file("hostfile", "--hostfile", hostfile, "--launcher", "mpi", *plain, *COMMAND),
     }
 
 

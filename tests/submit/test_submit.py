@@ -1,0 +1,61 @@
+"""`--submit` hands the job file on, and leaves signals to the program that has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.processes import until
+from tests.repository import ROOT
+from tests.submit.descriptions import COMMAND
+
+# Stands for the launcher: at Ctrl-C it takes a while to save.
+_SAVES = f"""#!{sys.executable}
+import signal, sys, time
+from pathlib import Path
+
+def save(number, frame):
+    time.sleep(2)
+    sys.exit(3)
+
+signal.signal(signal.SIGINT, save)
+Path(sys.argv[0] + ".ready").touch()
+time.sleep(60)
+"""
+
+
+def _submit(folder: Path, *words: str) -> list[str]:
+    output = ["--output", str(folder / "job file.sh"), "--submit", *words, *COMMAND]
+    return [sys.executable, "-m", "megatron", "submit", *output]
+
+
+def test_ctrl_c_leaves_time_to_save(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(_SAVES)
+    (tmp_path / "python").chmod(0o755)
+    words = _submit(tmp_path, "--to", "local", "--python", str(tmp_path / "python"))
+    with subprocess.Popen(words, cwd=ROOT, start_new_session=True) as process:
+        until((tmp_path / "python.ready").exists, 60.0)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "program"), [(["slurm"], "sbatch"), (["kubernetes", "--image", "a"], "kubectl")]
+)
+def test_a_missing_program_is_named(target: list[str], program: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        _submit(tmp_path, "--to", *target, "--logs", str(tmp_path / "logs")),
+        cwd=ROOT,
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 9
+    assert f"--submit: there is no {program} here" in done.stderr
+    assert (tmp_path / "job file.sh").exists()
