@@ -64,6 +64,8 @@ _SAME = {
 }
 # Parts that are off unless "enabled" is true. Of other parts --fp16 and --bf16 decide that.
 _OFF_BY_DEFAULT = ("curriculum_learning", "flops_profiler", "tensorboard", "wandb")
+# Keys that are true or false and are read here, not as the value of a field.
+_SWITCHES = ("wall_clock_breakdown", "activation_checkpointing.profile")
 # Numbers that DeepSpeed takes if a file has the first key without the second.
 _DEFAULTS = (
     ("fp16.enabled", "fp16.initial_scale_power", 16),
@@ -162,14 +164,23 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
     content, lines = _parse(path)
     where = {key: f"{key} ({path}, line {line})" for key, line in lines.items()}
     keys = _collect(content, "", where, found)
+    for key in [key for key in keys if key.endswith(".enabled") or key in _SWITCHES]:
+        if type(keys[key]) not in (bool, type(None)):
+            found.problems.append(
+                f"{where[key]}: expected true or false, got {json.dumps(keys.pop(key))}"
+            )
     for first, second, default in _DEFAULTS:
-        if keys.get(first) and second not in keys:
+        # "auto" leaves a value to the flags. Reports have no flag for it, and take the default.
+        is_open = first.startswith(_OFF_BY_DEFAULT) and keys.get(second) is None
+        if keys.get(first) and (second not in keys or is_open):
             keys[second] = default
             where[second] = f"DeepSpeed's default {second} {default} (for {where[first]})"
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     read_as = []
     for key, field_path, plain in _settings(keys, given, where, found):
+        if plain is None:
+            continue
         field = field_at(field_path)
         try:
             value = from_yaml(field, plain)
@@ -242,7 +253,10 @@ def check_flags(flags: Sequence[Given], found: Findings) -> None:
 def _settings(
     keys: Mapping[str, Any], given: Mapping[str, Any], where: Mapping[str, str], found: Findings
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield what the keys set: the key, "section.field", and the value as YAML has it."""
+    """Yield what the keys set: the key, "section.field", and the value as YAML has it.
+
+    The value is `None` if the file leaves it to the flags.
+    """
     for key, field_path in _SAME.items():
         if key in keys:
             yield key, field_path, keys[key]
@@ -251,8 +265,9 @@ def _settings(
     yield from _scheduler(keys, where, found)
     yield from _curriculum(keys, where, found)
     yield from _reports(keys, given)
-    if "steps_per_print" in keys:
-        steps, interval = keys["steps_per_print"], given.get("logging.log_interval")
+    steps = keys.get("steps_per_print")
+    if steps is not None:
+        interval = given.get("logging.log_interval")
         if interval in (None, steps):
             yield "steps_per_print", "logging.log_interval", steps
         else:
@@ -267,8 +282,7 @@ def _precision(
 ) -> Iterator[tuple[str, str, Any]]:
     if keys.get("fp16.loss_scale"):  # 0 asks for a dynamic one
         yield "fp16.loss_scale", "precision.loss_scale", keys["fp16.loss_scale"]
-    elif "fp16.initial_scale_power" in keys:
-        power = keys["fp16.initial_scale_power"]
+    elif (power := keys.get("fp16.initial_scale_power")) is not None:
         is_power = type(power) is int and 0 <= power < 128
         scale = 2.0**power if is_power else f"2 to the power of {power}"
         yield "fp16.initial_scale_power", "precision.initial_loss_scale", scale
@@ -289,13 +303,13 @@ def _optimizer(
     key = "zero_optimization.offload_optimizer.device"
     if keys.get(key) in ("cpu", "none"):
         yield key, "optimizer.optimizer_cpu_offload", keys[key] == "cpu"
-    elif key in keys:
+    elif keys.get(key) is not None:
         found.problems.append(f"{where[key]}: expected cpu or none, got {keys[key]!r}")
-    if "optimizer.type" in keys:
+    if keys.get("optimizer.type") is not None:
         name = str(keys["optimizer.type"])
         yield "optimizer.type", "optimizer.optimizer", _OPTIMIZERS.get(name.lower(), name)
-    if "optimizer.params.betas" in keys:
-        key, betas = "optimizer.params.betas", keys["optimizer.params.betas"]
+    key, betas = "optimizer.params.betas", keys.get("optimizer.params.betas")
+    if betas is not None:
         if isinstance(betas, list) and len(betas) == 2:
             yield key, "optimizer.adam_beta1", betas[0]
             yield key, "optimizer.adam_beta2", betas[1]
@@ -313,7 +327,7 @@ def _scheduler(
     }
     key, kind = "scheduler.type", keys.get("scheduler.type")
     if kind is None:
-        if params:
+        if any(value is not None for value in params.values()):
             found.problems.append(f"{where['scheduler.params']}: scheduler.type is missing: add it")
     elif kind == "LRRangeTest":
         yield key, "schedule.lr_decay_style", "range-test"
@@ -352,15 +366,16 @@ def _curriculum(
     if not keys.get(f"{part}.enabled"):
         return
     for key in (f"{part}.{name}" for name in ("min_difficulty", "max_difficulty", "schedule_type")):
-        if key not in keys:
+        if keys.get(key) is None:
             found.problems.append(f"{where[part]}: {key} is missing: add it")
-    kind = keys.get(f"{part}.curriculum_type", "seqlen")
-    if kind != "seqlen":
+    kind = keys.get(f"{part}.curriculum_type")
+    if kind not in (None, "seqlen"):
         found.problems.append(
             f"{where[f'{part}.curriculum_type']}: expected seqlen, got {kind!r}: sequences can "
             "only be ordered by their length"
         )
     last = keys.get(f"{part}.max_difficulty")
+    lengths = keys.get(f"{part}.schedule_config.difficulty")
     if keys.get(f"{part}.schedule_type") != "fixed_discrete":
         for name, field_name in (
             ("min_difficulty", "min_length"),
@@ -369,7 +384,7 @@ def _curriculum(
             if f"{part}.{name}" in keys:
                 key = f"{part}.{name}"
                 yield key, f"curriculum.curriculum_{field_name}", keys[key]
-    elif keys.get(f"{part}.schedule_config.difficulty", [last])[-1:] != [last]:
+    elif isinstance(lengths, list) and lengths[-1:] != [last]:
         found.problems.append(
             f"{where[f'{part}.max_difficulty']}: {last} is not the last of "
             f"{part}.schedule_config.difficulty: make them equal"
@@ -468,6 +483,7 @@ def _collect(
 ) -> dict[str, Any]:
     """Return the values of the translated keys of a part of the file, by path.
 
+    The value of a key that leaves it to the flags is `None`.
     Other keys are answered: unknown and refused ones as problems, others with notices.
     """
     table = key_table()
@@ -478,6 +494,7 @@ def _collect(
         inner = [one for one in (*table.translated, *table.answers) if one.startswith(f"{key}.")]
         answer = table.answers.get(key)
         if value is None or value == "auto":
+            keys |= dict.fromkeys(table.translated.keys() & {key})
             continue
         if answer is not None:
             if isinstance(value, dict) and value.get("enabled") is False and len(value) > 1:

@@ -15,7 +15,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
             f"the command ended with exit code {code}: correct it as its last lines say "
             f"({' '.join(command[:4])} ...)"
         )
-    curve = read_curve(files["metrics.jsonl"], rates_of(options))
+    curve = read_curve(files["metrics.jsonl"], options.min_lr, options.iterations)
     finding = look_at(curve)
     content = {"command": command, **asdict(curve), **asdict(finding)}
     with writing_to("--output", folder):
@@ -124,25 +124,24 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def rates_of(options: argparse.Namespace) -> list[float]:
-    """Return the learning rate of each update of the test."""
-    ratio, last = options.max_lr / options.min_lr, options.iterations - 1
-    return [options.min_lr * ratio ** (update / last) for update in range(options.iterations)]
-
-
 def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     """Return the command with the flags of the test, which win over those before them."""
     words = list(options.words)
     program = [sys.executable] if words[0].endswith(".py") else []
-    unset = (
+    unset: tuple[str, ...] = (
         *("--train-samples", "--train-tokens"),
         *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--decoupled-lr", "--decoupled-min-lr"),
         *("--exit-interval", "--exit-duration-in-mins", "--save-interval"),
         *("--save-retain-interval", "--save-interval-in-mins"),
     )
     texts = ["--save", "--tensorboard-dir", "--wandb-project"]
+    # Flags that no later word switches off, or that need those above.
+    dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
+    dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
     if "--finetune" not in words:
         texts.append("--load")
+        unset += ("--ckpt-step",)
+        dropped.add("--exit-on-missing-checkpoint")
     flags = {
         "--lr-decay-style": "range-test",
         "--lr-range-test-min-lr": repr(options.min_lr),
@@ -157,7 +156,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     }
     return [
         *program,
-        *words,
+        *_without(words, dropped),
         *(word for name in unset for word in (name, "none")),
         *(word for name in texts for word in (name, "")),
         *(word for pair in flags.items() for word in pair),
@@ -166,26 +165,43 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     ]
 
 
-def read_curve(metrics: Path, rates: Sequence[float]) -> RateCurve:
+def _without(words: Sequence[str], dropped: Set[str]) -> list[str]:
+    """Return the words without these flags and their values."""
+    kept, is_kept = [], True
+    for word in words:
+        if word.startswith("--"):
+            is_kept = word.partition("=")[0] not in dropped
+        if is_kept:
+            kept.append(word)
+    return kept
+
+
+def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
     """Return the loss after each update, from the file that --metrics-jsonl wrote.
+
+    The rates are the recorded ones: an update that is skipped because fp16 overflowed does not
+    raise the rate.
 
     Raises:
         DataError: The file lacks the loss of an iteration.
     """
     losses: dict[int, float] = {}
+    rates = {1: first_rate}
     if metrics.is_file():
         for line in metrics.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if "lm loss" in record:
                 losses[record["iteration"]] = float(record["lm loss"])
-    missing = [str(number + 1) for number in range(len(rates)) if number + 1 not in losses]
+                rates[record["iteration"] + 1] = float(record["learning-rate"])  # of the next
+    missing = [number for number in range(1, iterations + 1) if number not in losses]
     if missing:
         raise DataError(
             f"{metrics} has no lm loss of iteration {missing[0]}: the command must train a "
             "language model and use the flags that follow it"
         )
     # The loss of an iteration is computed before its update: it shows the effect of the last one.
-    return RateCurve(list(rates[:-1]), [losses[number + 1] for number in range(1, len(rates))])
+    updates = range(1, iterations)
+    return RateCurve([rates[at] for at in updates], [losses[at + 1] for at in updates])
 
 
 def look_at(curve: RateCurve) -> Finding:

@@ -311,6 +311,55 @@ def test_what_agrees_with_the_flags_is_no_contradiction(
     read(tmp_path, content, words)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": "auto"}},
+            "--fp16 --initial-loss-scale 1024",
+        ),
+        (
+            {
+                "optimizer": {
+                    "type": "AdamW",
+                    "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"},
+                }
+            },
+            "--lr 2",
+        ),
+        ({"optimizer": {"type": None, "params": {"weight_decay": None}}}, "--weight-decay 0.3"),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {
+                        "warmup_type": "linear",
+                        "warmup_min_lr": "auto",
+                        "warmup_max_lr": "auto",
+                        "warmup_num_steps": "auto",
+                    },
+                }
+            },
+            "--lr-warmup-iters 10 --lr-warmup-init 1e-4 --lr-decay-style constant",
+        ),
+        ({"scheduler": {"params": {"warmup_num_steps": "auto"}}}, "--lr-warmup-iters 10"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "--lr 2"),
+        ({"steps_per_print": "auto", "tensorboard": {"enabled": "auto"}}, "--log-interval 7"),
+    ],
+)
+def test_auto_leaves_a_value_to_the_flags(
+    tmp_path: Path, content: dict[str, Any], words: str
+) -> None:
+    ours, theirs = read(tmp_path, content, words).config, parse(words).config
+    assert flatten(ours) == flatten(theirs)
+
+
+def test_reports_have_defaults_where_there_is_no_flag(tmp_path: Path) -> None:
+    content = {"tensorboard": {"enabled": True, "output_path": None, "job_name": "auto"}}
+    run = read(tmp_path, content, "")
+    assert run.config.logging.tensorboard_dir == "DeepSpeedJobName"
+
+
 def test_the_log_interval_of_the_flag_holds(tmp_path: Path) -> None:
     run = read(tmp_path, {"steps_per_print": 2000}, "--log-interval 10")
     assert run.config.logging.log_interval == 10
@@ -415,6 +464,23 @@ def test_a_file_that_is_not_there_and_one_with_a_byte_order_mark(tmp_path: Path)
             },
             "curriculum_learning.max_difficulty (ds.json, line 5): 64 is not the last of",
         ),
+        (
+            {
+                "curriculum_learning": {
+                    "enabled": True,
+                    "min_difficulty": 8,
+                    "max_difficulty": 64,
+                    "schedule_type": "fixed_discrete",
+                    "schedule_config": {"difficulty": 64, "max_step": [5]},
+                }
+            },
+            "--curriculum-schedule fixed_discrete requires --curriculum-lengths with two or more",
+        ),
+        (
+            {"curriculum_learning": {"enabled": "no"}},
+            'curriculum_learning.enabled (ds.json, line 3): expected true or false, got "no"',
+        ),
+        ({"wall_clock_breakdown": 2}, "wall_clock_breakdown (ds.json, line 2): expected true or"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype (ds.json, li"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},

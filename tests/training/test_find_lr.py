@@ -20,7 +20,6 @@ from megatron.training.find_lr import (
     build_parser,
     draw,
     look_at,
-    rates_of,
     read_curve,
     run,
 )
@@ -112,10 +111,9 @@ def test_the_rates_are_those_of_the_run(tmp_path: Path) -> None:
     schedule = Schedules.from_config(
         config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
     ).learning_rate
-    rates = rates_of(options)
-    assert len(rates) == config.training.train_iters == 40
-    assert [schedule.at(4 * update) for update in range(40)] == pytest.approx(rates)
-    assert (rates[0], rates[-1]) == pytest.approx((1e-5, 0.3))
+    assert config.training.train_iters == 40
+    expected = [1e-5 * 3e4 ** (update / 39) for update in range(40)]
+    assert [schedule.at(4 * update) for update in range(40)] == pytest.approx(expected)
     assert config.evaluation.eval_iters == 0
     assert "--load" in flags
     options.words += ["--finetune", "--load", "weights"]
@@ -131,9 +129,43 @@ def test_mistakes(tmp_path: Path) -> None:
         "--min-lr 1 and --max-lr 1",
         "--iterations 9",
     ]
-    (tmp_path / "metrics").write_text('{"iteration": 1, "lm loss": 3.0}\n')
+    (tmp_path / "metrics").write_text('{"iteration": 1, "lm loss": 3.0, "learning-rate": 1.0}\n')
     with pytest.raises(DataError, match="has no lm loss of iteration 2: the command must train"):
-        read_curve(tmp_path / "metrics", [1.0, 2.0])
+        read_curve(tmp_path / "metrics", 1.0, 2)
+
+
+def test_an_update_that_is_skipped_does_not_raise_the_rate(tmp_path: Path) -> None:
+    records = [
+        {"iteration": number, "lm loss": 9.0 - number, "learning-rate": rate}
+        for number, rate in enumerate((0.1, 0.2, 0.4, 0.4), start=1)
+    ]
+    (tmp_path / "metrics").write_text("".join(json.dumps(record) + "\n" for record in records))
+    curve = read_curve(tmp_path / "metrics", 0.1, 4)
+    assert curve == RateCurve([0.1, 0.1, 0.2], [7.0, 6.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--rampup-batch-size 4 4 8 --global-batch-size 8 --train-samples 80",
+        "--iterations-to-skip 1 2",
+        "--train-tokens 9000 --lr-decay-tokens 800 --lr-warmup-tokens 10",
+        "--save x --save-interval 5 --async-save --log-sample-ids",
+        "--load x --ckpt-step 3 --exit-on-missing-checkpoint --no-load-optim",
+        "--wandb-project x --wandb-exp-name y --wandb-save-dir z",
+        "--tensorboard-dir x --tensorboard-queue-size 7",
+        "--decoupled-lr 0.1 --decoupled-min-lr 0.01",
+        "--load x --finetune --ckpt-step 3",
+    ],
+)
+def test_flags_of_a_long_run_do_not_stand_in_the_way(words: str, tmp_path: Path) -> None:
+    options = build_parser().read(["--output", "x", "--", *command(words)])
+    config = parse_config(command_of(options, tmp_path / "metrics"), world_size=1).config
+    training = config.training
+    assert (training.train_iters, training.rampup_batch_size) == (120, None)
+    assert not training.iterations_to_skip
+    assert (config.checkpoint.load is not None) == ("--finetune" in words)
+    assert (config.checkpoint.ckpt_step is not None) == ("--finetune" in words)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
