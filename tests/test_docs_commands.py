@@ -199,8 +199,12 @@ def _check_megatron(words: list[str]) -> None:
     """Each command by the flags of the script that does the same."""
     from megatron.cli.main import COMMANDS, DATA
     from megatron.cli.pretrain import training_command
+    from megatron.tasks.table import TASKS
 
     command, *rest = words
+    if command == "evaluate" or rest and rest[0] in TASKS:
+        _check_task(["--task", *rest], world_size=1)
+        return
     if command in ("pretrain", "finetune") and not {"--help", "--small"} & set(rest):
         if Path(rest[0]).name == rest[0] and rest[0][:1].isupper():
             network = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 100"
@@ -208,9 +212,6 @@ def _check_megatron(words: list[str]) -> None:
             rest = [*of_folder.split(), *rest[1:]]  # for a Hugging Face folder, which is not there
         program, script, flags = training_command(rest)
         _check_pretrain([name(script), *flags], int(program[-1]) if len(program) > 1 else 1)
-        return
-    if command == "evaluate":
-        _check_task(["--task", *rest], world_size=1)
         return
     entry = DATA[rest.pop(0)] if command == "data" and rest else COMMANDS[command]
     if ":" not in entry.module and rest:
@@ -305,8 +306,8 @@ def test_modules_that_the_page_of_kernels_names_exist() -> None:
     assert not [x for x in named if not any((folder / x).is_file() for folder in folders)]
 
 
-def test_file_tree_of_the_readme_names_what_exists() -> None:
-    block = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+def test_file_tree_names_what_exists() -> None:
+    block = re.search(r"^```text\n(.*?)^```$", (ROOT / "docs/files.md").read_text(), re.M | re.S)
     assert block
     listed, folder = set(), ""
     for line in block.group(1).splitlines():
@@ -319,7 +320,7 @@ def test_file_tree_of_the_readme_names_what_exists() -> None:
         listed.add(path.rstrip("/"))
     rooms = {name(file).split("/")[1] for file in tracked_files() if _in_a_room(file)}
     missing = {room for room in rooms if f"megatron/{room}" not in listed}
-    assert not missing, "rooms of megatron/ that the README's tree leaves out"
+    assert not missing, "rooms of megatron/ that the tree leaves out"
 
 
 def _in_a_room(file: Path) -> bool:
