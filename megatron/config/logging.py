@@ -16,6 +16,10 @@ _RECORDS = Need(
 _TENSORBOARD = Need(lambda run: run.logging.tensorboard_dir, "--tensorboard-dir")
 _TIMES = Need(lambda run: run.logging.timing_log_level, "--timing-log-level")
 _PROFILES = Need(lambda run: run.profiling.profile, "--profile")
+_STEPS = Need(
+    lambda run: run.profiling.profile and not run.profiling.profile_windows,
+    "--profile, or with --profile-windows",
+)
 _PROJECT = Need(lambda run: run.logging.wandb_project, "--wandb-project")
 
 
@@ -112,8 +116,8 @@ class ProfilingConfig:
     """
 
     profile: bool = False
-    profile_step_start: int = flag(10, unit="iteration", at_least=0, needs=_PROFILES)
-    profile_step_end: int = flag(12, unit="iteration", needs=_PROFILES)
+    profile_step_start: int = flag(10, unit="iteration", at_least=0, needs=_STEPS)
+    profile_step_end: int = flag(12, unit="iteration", needs=_STEPS)
     profile_windows: tuple[str, ...] = flag((), needs=_PROFILES)
     profile_ranks: tuple[int, ...] = flag((0,), needs=_PROFILES)
     profile_dir: str | None = flag(None, needs=_PROFILES)

@@ -10,6 +10,7 @@ from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError
 from megatron.report.sources import open_runs
 
+_PORT = 6010
 _DOC = """Write a report of a run as one HTML page.
 
     megatron report runs/demo
@@ -39,9 +40,8 @@ def build_parser() -> ToolParser:
     add(
         "--port",
         type=int,
-        default=6010,
         metavar="N",
-        help="Port of --live; 0 picks a free one (default: %(default)s).",
+        help=f"Port of --live; 0 picks a free one (default: {_PORT}).",
     )
     add("--overwrite", action="store_true", help="Replace FILE even if it is not a report.")
     return parser
@@ -57,12 +57,16 @@ def run(options: argparse.Namespace) -> None:
     if options.live:
         from megatron.report.live import serve
 
-        if options.output is not None:
-            raise ConfigError("--output with --live: give one of them, --live writes no file")
-        if not 0 <= options.port < 1 << 16:
-            raise ConfigError(f"--port {options.port}: use 0 to 65535")
-        serve(open_runs(options.runs, may_be_empty=True), options.port)
+        if options.output is not None or options.overwrite:
+            flag = "--overwrite" if options.output is None else "--output"
+            raise ConfigError(f"{flag} with --live: give one of them, --live writes no file")
+        port = _PORT if options.port is None else options.port
+        if not 0 <= port < 1 << 16:
+            raise ConfigError(f"--port {port}: use 0 to 65535")
+        serve(open_runs(options.runs, may_be_empty=True), port)
         return
+    if options.port is not None:
+        raise ConfigError(f"--port {options.port}: only --live serves a page: give --live, too")
     from megatron.report.page import GENERATOR, render  # imports numpy, which --help need not
 
     first: Path = options.runs[0]

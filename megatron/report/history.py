@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# What reading a damaged record as JSON, and `History.add`, can raise.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
 _MOST_ITERATIONS = 1 << 48
 _LONGEST_TEXT = 2000  # characters of a setting or an event

@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.errors import DataError
-from megatron.report.history import Event, History
+from megatron.report.history import MALFORMED, Event, History
 from megatron.report.timeline import find_timelines
 
-_MALFORMED = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
 _EVENT_FILES = "events.out.tfevents.*"
 
 
@@ -78,7 +70,7 @@ class MetricsFile:
                 self._offset += len(line)
                 try:
                     self.history.add(json.loads(line))
-                except _MALFORMED:
+                except MALFORMED:
                     self.history.damaged += 1
         self.history.sources = [str(self._path)]
         return self._offset > start
@@ -213,7 +205,7 @@ def _is_metrics(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             History("").add(json.loads(file.readline()))
-    except (OSError, *_MALFORMED):
+    except (OSError, *MALFORMED):
         return False
     return True
 
@@ -233,8 +225,13 @@ def open_runs(paths: list[Path], *, may_be_empty: bool = False) -> list[RunRecor
         source.read()
         source.history.timelines, source.history.notes = find_timelines(source.folder)
         if not (source.history.curves or may_be_empty):
+            files, damaged = ", ".join(source.history.sources), source.history.damaged
+            if damaged:
+                raise DataError(
+                    f"{files}: {damaged} damaged lines and no record of an iteration: give a file "
+                    "that --metrics-jsonl wrote"
+                )
             raise DataError(
-                f"{', '.join(source.history.sources)}: no record of an iteration yet: try again "
-                "after the first one"
+                f"{files}: no record of an iteration yet: try again after the first one"
             )
     return sources

@@ -16,6 +16,7 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, writing_to
 from megatron.errors import DataError
+from megatron.report.history import MALFORMED, Curve, History
 
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
 
@@ -23,7 +24,8 @@ Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
 def read_metrics(path: Path) -> tuple[Points, Points]:
     """Return the training and validation loss by iteration.
 
-    A resumed run appends to the file: if an iteration has two records, the later one counts.
+    A resumed run appends to the file: what it repeats replaces what was there. A last line that is
+    still being written is left out.
 
     Raises:
         DataError: The file is missing, is not JSON lines, or has no training loss.
@@ -32,23 +34,26 @@ def read_metrics(path: Path) -> tuple[Points, Points]:
         raise DataError(
             f"--metrics {path}: no such file; train with --metrics-jsonl {path} to write it"
         )
-    training: dict[int, float] = {}
-    validation: dict[int, float] = {}
+    history = History(path.name)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break
             try:
-                record = json.loads(line)
-                iteration = int(record["iteration"])
-                if "lm loss" in record:
-                    training[iteration] = float(record["lm loss"])
-                if "lm loss validation" in record:
-                    validation[iteration] = float(record["lm loss validation"])
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                history.add(json.loads(line))
+            except MALFORMED:
                 shown = line[:80].decode("utf-8", "replace")
                 raise DataError(f"{path}:{number}: not a metrics record: {shown!r}") from None
+    training, validation = (
+        list(zip(curve.iterations, curve.values, strict=True))
+        for curve in (
+            history.curves.get("lm loss", Curve()),
+            history.curves.get("lm loss validation", Curve()),
+        )
+    )
     if not training:
         raise DataError(f"{path}: no record holds a training loss ('lm loss')")
-    return sorted(training.items()), sorted(validation.items())
+    return training, validation
 
 
 def smoothed(points: Points) -> Points:

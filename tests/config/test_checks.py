@@ -349,6 +349,10 @@ def test_what_a_run_needs(name: str) -> None:
     [
         ("--num-query-groups 2", "--num-query-groups 2 changes nothing without"),
         ("--save-interval 5", "--save-interval 5 changes nothing without --save"),
+        (
+            "--profile --profile-windows 2-3 --profile-step-start 5",
+            "--profile-step-start 5 changes nothing without --profile, or with --profile-windows",
+        ),
         ("--ckpt-format legacy", "--ckpt-format legacy changes nothing without --save"),
         (
             "--cp-comm-type a2a",

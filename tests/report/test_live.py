@@ -88,6 +88,7 @@ def test_only_this_machine_may_ask_and_nothing_can_be_sent(served):
     [
         (["--port", "70000"], "--port 70000: use 0 to 65535"),
         (["--output", "x.html"], "--output with --live: give one of them"),
+        (["--overwrite"], "--overwrite with --live: give one of them"),
     ],
 )
 def test_flags_that_cannot_be(tmp_path, capsys, words, message):

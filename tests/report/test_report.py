@@ -113,6 +113,15 @@ def test_a_run_without_metrics_is_an_error_with_the_remedy(tmp_path, capsys, mak
     assert message in capsys.readouterr().err
 
 
+def test_a_file_of_damaged_lines_and_a_port_without_a_server(tmp_path, capsys):
+    path = tmp_path / "broken.jsonl"
+    path.write_text("x\ny\n")
+    assert report(path) == 6
+    assert "2 damaged lines and no record of an iteration: give a file" in capsys.readouterr().err
+    assert report(write_run(tmp_path / "run", [record(1)]), "--port", 80) == 9
+    assert "--port 80: only --live serves a page" in capsys.readouterr().err
+
+
 def test_only_an_earlier_report_is_replaced(tmp_path, capsys):
     folder = write_run(tmp_path / "run", [record(1)])
     assert report(folder) == report(folder) == 0

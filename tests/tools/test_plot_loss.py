@@ -69,3 +69,11 @@ def test_mistakes_are_named(tmp_path, capsys, text, message):
         metrics.write_text(text)
     assert plot_loss.main(["--metrics", str(metrics), "--output", str(tmp_path / "x.png")]) == 6
     assert message in capsys.readouterr().err
+
+
+def test_what_a_resumed_run_repeats_is_replaced_and_a_half_written_line_left_out(tmp_path):
+    metrics = tmp_path / "m.jsonl"
+    records = [{"iteration": i, "lm loss": 5.0} for i in (1, 2, 3, 2)]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    metrics.write_text(text + '{"iteration": 3, "lm l')
+    assert plot_loss.read_metrics(metrics) == ([(1, 5.0), (2, 5.0)], [])
