@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "optimizer": {"config", "parallel", "kernels"},
     "planner": {"config", "parallel", "kernels", "models", "tokenizer", "recipes"},
     "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
-    "submit": {"config"},
+    "submit": {"config", "recipes"},
     "processes": {"config", "parallel", "kernels"},
 }
 BASE = {"device", "durable", "environment", "errors"}  # modules that every room may use

@@ -18,7 +18,7 @@ from megatron.cli.programs import with_task
 from megatron.command import run_command, say
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
-from megatron.config.parser import show_help
+from megatron.config.parser import parse_config, show_help
 from megatron.environment import module_command
 from megatron.errors import ConfigError
 from megatron.kernels.build import detect_architectures
@@ -97,7 +97,7 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     from megatron.tools import demo
     from megatron.tools.demo_kinds import small_kind
 
-    name = _only_name(given)
+    name = catalog.name_of(given)
     if name is None:
         raise ConfigError("--small: name a recipe before it, for example gpt-125m")
     for flag in given:
@@ -107,7 +107,7 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     parser = demo.build_parser()
     parser.prog = "megatron pretrain RECIPE --small"
     parser.set_defaults(out=Path("runs") / f"{recipe.name}-small")
-    rest = [word for flag in given if flag.name not in ("", "--small") for word in _words(flag)]
+    rest = catalog.words_of([flag for flag in given if flag.name not in ("", "--small")])
     options = parser.read(rest)
     options.model = recipe.name
     model = {path.removeprefix("model."): value for path, value in recipe.values.items()}
@@ -137,47 +137,16 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
         script's flags.
 
     Raises:
-        UserError: The recipe or --gpus is wrong.
+        UserError: The recipe, --gpus, or the flags for several processes have mistakes.
     """
-    given = split(words)
-    flags = [word for flag in given if flag.name not in ("", "--gpus") for word in _words(flag)]
-    counts = [flag for flag in given if flag.name == "--gpus"]
-    name, architecture = _only_name(given), "gpt"
-    if name is not None and "--config" in {flag.name for flag in given}:
-        raise ConfigError(f"{name} and --config: both name a YAML file: give one of them")
-    if name is not None and catalog.is_huggingface(Path(name)):
-        from megatron.recipes.derive import derive_flags
-
-        architecture, derived = derive_flags(Path(name))
-        flags = [*derived, *flags]
-    elif name is not None:
-        recipe = catalog.find(name)
-        architecture = recipe.architecture
-        flags = ["--config", str(recipe.path), *flags]
-    elif not set(flags) - {"--finetune"}:
-        raise ConfigError(
-            "no recipe: name one (`megatron recipes` lists them), a YAML file or a Hugging Face "
-            "folder, or give all flags of the network"
-        )
+    counts = [flag for flag in split(words) if flag.name == "--gpus"]
+    architecture, flags = catalog.as_script(words)
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
+    if count > 1 and "--use-checkpoint-args" not in flags:
+        # A mistake ends here in its own line, and not in torchrun's report on each process.
+        parse_config(flags, world_size=count, architecture=architecture)
     return ["python", *launcher.split()], _path_of(f"pretrain_{architecture}"), flags
-
-
-def _only_name(given: Sequence[Given]) -> str | None:
-    """Return the word before all flags, or `None` if there is none.
-
-    Raises:
-        ConfigError: There are several.
-    """
-    named = [value for flag in given if not flag.name for value in flag.values]
-    if len(named) > 1:
-        raise ConfigError(f"{' '.join(named)}: give one recipe: `megatron recipes` lists them")
-    return named[0] if named else None
-
-
-def _words(flag: Given) -> list[str]:
-    return [flag.name, *flag.values]
 
 
 def _processes(asked: Given | None) -> int:

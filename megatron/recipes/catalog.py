@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config import yaml_file
+from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
 from megatron.config.run import Findings
 from megatron.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 _YAML = (".yaml", ".yml")
+FILES = (*_YAML, ".json")  # how the names of files with a recipe end
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,53 @@ def read(path: Path) -> NamedRun:
     return NamedRun(
         path.stem, path, data.get("recipe") or {}, values, tuple(sorted(data.get("layouts") or ()))
     )
+
+
+def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the kind of network, and the flags with which its script trains.
+
+    Args:
+        words: The words after `megatron pretrain`, whose --gpus is dropped.
+
+    Raises:
+        UserError: There is no recipe, or several, or it has mistakes.
+    """
+    given = split(words)
+    flags = words_of([flag for flag in given if flag.name not in ("", "--gpus")])
+    name = name_of(given)
+    if name is None:
+        if not set(flags) - {"--finetune"}:
+            raise ConfigError(
+                "no recipe: name one (`megatron recipes` lists them), a YAML file or a Hugging "
+                "Face folder, or give all flags of the network"
+            )
+        return "gpt", flags
+    if "--config" in {flag.name for flag in given}:
+        raise ConfigError(f"{name} and --config: both name a YAML file: give one of them")
+    if is_huggingface(Path(name)):
+        from megatron.recipes.derive import derive_flags
+
+        architecture, derived = derive_flags(Path(name))
+        return architecture, [*derived, *flags]
+    recipe = find(name)
+    return recipe.architecture, ["--config", str(recipe.path), *flags]
+
+
+def name_of(given: Sequence[Given]) -> str | None:
+    """Return the word before all flags, or `None` if there is none.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    named = [value for flag in given if not flag.name for value in flag.values]
+    if len(named) > 1:
+        raise ConfigError(f"{' '.join(named)}: give one recipe: `megatron recipes` lists them")
+    return named[0] if named else None
+
+
+def words_of(flags: Sequence[Given]) -> list[str]:
+    """Return flags as the words of a command line."""
+    return [word for flag in flags for word in (flag.name, *flag.values)]
 
 
 def short(number: object) -> str:

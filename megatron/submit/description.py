@@ -15,7 +15,8 @@ from megatron.config.generation import bounds_problems
 from megatron.config.parser import parse_config
 from megatron.config.run import Findings
 from megatron.config.yaml_file import load, read_sections
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+from megatron.recipes import catalog
 
 TARGETS = ("slurm", "kubernetes", "hostfile", "local")
 
@@ -320,15 +321,30 @@ def training_problems(job: JobConfig) -> list[str]:
     """
     program, *words = job.words or [""]
     kind = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)
-    given = split(words)
-    files = [Path(value) for flag in given if flag.name == "--config" for value in flag.values[:1]]
-    asks_checkpoint = "--use-checkpoint-args" in {flag.name for flag in given}
-    if kind is None or asks_checkpoint or not all(map(Path.is_file, files)):
+    is_recipe = words[:2] == ["megatron", "pretrain"]
+    given = split(words[2:] if is_recipe else words)
+    names = {flag.name for flag in given}
+    files = [
+        Path(value)
+        for flag in given
+        for value in flag.values
+        if flag.name == "--config" or (not flag.name and Path(value).suffix in catalog.FILES)
+    ]
+    if kind is None and not is_recipe or not all(map(Path.is_file, files)):
+        return []
+    if is_recipe and "--gpus" in names:
+        return ["--gpus: the job starts the processes: drop it, and set --processes-per-node"]
+    if {"--use-checkpoint-args", "--small"} & names:
         return []
     try:
-        parse_config(words, world_size=job.nodes * job.processes, architecture=kind[1])
+        architecture, flags = (kind[1] if kind else "gpt"), words
+        if is_recipe:
+            architecture, flags = catalog.as_script(words[2:])
+        parse_config(flags, world_size=job.nodes * job.processes, architecture=architecture)
     except ConfigError as error:
         return error.problems
+    except CheckpointError as error:
+        return [str(error)]
     return []
 
 

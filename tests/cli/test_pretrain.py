@@ -197,19 +197,31 @@ def test_small_refuses_flags_that_it_would_ignore(
     assert f"error: {flag} 2: --small chooses this itself" in capfd.readouterr().err
 
 
-def test_the_exit_code_of_several_processes_is_that_of_the_run() -> None:
-    words = ["pretrain", "gpt-tiny", "--gpus", "2", "--lr", "fast"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron", *words],
+def _pretrain(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron", "pretrain", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 9, done.stderr
-    assert "error: --lr fast:" in done.stderr
-    assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_is_told_before_several_processes_start() -> None:
+    done = _pretrain("gpt-tiny", "--gpus", "2", "--lr", "fast")
+    assert done.returncode == 9
+    assert done.stderr.startswith("error: --lr fast:")
+    assert len(done.stderr.splitlines()) == 1
+    assert not done.stdout
+
+
+def test_the_exit_code_of_several_processes_is_that_of_the_run(tmp_path: Path) -> None:
+    load = ("--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint")
+    done = _pretrain("gpt-tiny", "--gpus", "2", *load)
+    assert done.returncode == 4, done.stderr
+    assert "none" in done.stderr
+    assert "megatron.processes.torchrun --standalone --nproc-per-node 2" in done.stdout
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert", "t5"])

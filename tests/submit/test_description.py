@@ -89,6 +89,15 @@ def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None
     assert message in _problems(*words)
 
 
+def test_mistakes_of_a_recipe_are_told_before_the_queue() -> None:
+    recipe = ("--", "megatron", "pretrain", "gpt-tiny")
+    assert "--nproc-per-node 8" in job_file("slurm", *recipe)
+    assert "unknown flag --micro-batch:" in _problems(*recipe, "--micro-batch", "1")
+    assert "did you mean gpt-tiny?" in _problems("--", "megatron", "pretrain", "gpt-tny")
+    job_file("slurm", "--", "megatron", "pretrain", "/not/here.yaml")
+    assert "--gpus: the job starts the processes" in _problems(*recipe, "--gpus", "8")
+
+
 def test_flags_with_an_equals_sign_are_read() -> None:
     job_file("slurm", "--requeue", "--", "a.py", "--load=x", "--save=x")
     assert "--global-batch-size 3" in _problems(
