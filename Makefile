@@ -68,6 +68,7 @@ lint: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo 'Open build/site/index.html, or, with a search: python3 -m http.server --directory build/site'
 
 clean:
 	rm -rf "$(VENV)" build .pytest_cache .mypy_cache .ruff_cache *.egg-info
