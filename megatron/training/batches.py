@@ -18,7 +18,7 @@ from megatron.training.curriculum import Lengths, lengths_of, updates_of_length
 from megatron.training.recipe import Batch, SampleCounts
 
 if TYPE_CHECKING:
-    from megatron.training.run import Run
+    from megatron.training.run import Progress, Run
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,31 @@ class BatchPlan:
         """Return the number of tokens in the update that follows the given ones."""
         return self.global_batch_at(consumed_samples) * self.length_at(iteration)
 
-    def iterations_of(self, training: TrainingConfig) -> int:
-        """Return the number of updates in a run that starts at its beginning."""
+    def iterations_of(self, training: TrainingConfig, start: Progress) -> int:
+        """Return the number of updates in a run, those before `start` included.
+
+        What tokens remain is counted from there, because earlier updates may have had other
+        lengths.
+        """
         limits = [training.train_iters]
         if training.train_samples is not None:
             limits.append(self.iterations_for(training.train_samples))
         if training.train_tokens is not None:
-            limits.append(self.iterations_for_tokens(training.train_tokens))
+            done = start.iteration, start.consumed_samples, start.consumed_tokens
+            limits.append(self.iterations_for_tokens(training.train_tokens, *done))
         return min(limit for limit in limits if limit is not None)
 
-    def iterations_for_tokens(self, train_tokens: int) -> int:
-        """Return the number of updates until at least `train_tokens` have been read."""
-        iterations = samples = tokens = 0
+    def iterations_for_tokens(
+        self, train_tokens: int, iterations: int = 0, samples: int = 0, tokens: int = 0
+    ) -> int:
+        """Return the number of updates until at least `train_tokens` have been read.
+
+        Args:
+            train_tokens: The number of tokens.
+            iterations: The number of updates that are done.
+            samples: The number of samples in them.
+            tokens: The number of tokens in them.
+        """
         while tokens < train_tokens:
             batch, each = self.global_batch_at(samples), self.tokens_at(iterations, samples)
             count = -(-(train_tokens - tokens) // each)
@@ -145,10 +158,16 @@ class BatchPlan:
         )
 
 
-def samples_needed(config: RunConfig, train_iterations: int) -> SampleCounts:
-    """Count training, validation and test samples of the whole run, as Megatron counts them."""
+def samples_needed(config: RunConfig, train_iterations: int, start: Progress) -> SampleCounts:
+    """Count training, validation and test samples of the whole run, as Megatron counts them.
+
+    If batches or sequences have become shorter before `start`, more training samples are needed.
+    """
     batch, evaluation = config.training.global_batch_size, config.evaluation
-    train = config.training.train_samples or train_iterations * batch
+    train = config.training.train_samples
+    if train is None:
+        left = train_iterations - start.iteration
+        train = max(train_iterations * batch, start.consumed_samples + left * batch)
     evaluations = train_iterations // evaluation.eval_interval + 1
     one_evaluation = evaluation.eval_iters * batch
     return train, evaluations * one_evaluation, one_evaluation

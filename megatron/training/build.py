@@ -37,7 +37,7 @@ from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.passes import message_shape
 from megatron.training.recipe import Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
-from megatron.training.run import ParallelModel, Progress, Run
+from megatron.training.run import ParallelModel, Run
 from megatron.training.tensor_overlap import new_exchange
 from megatron.training.timers import OperationClock, SaveClock, Timers
 
@@ -60,8 +60,9 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(config, layout.data.size)
-    train_iterations = batches.iterations_of(training)
-    samples = samples_needed(config, train_iterations)
+    start = checkpointing.progress_at_start(config, reader)
+    train_iterations = batches.iterations_of(training, start)
+    samples = samples_needed(config, train_iterations, start)
     has_corpus = layout.world.rank == 0 and not training.skip_train
     level, barrier = config.logging.timing_log_level, config.logging.barrier_with_l1_time
     run = Run(
@@ -88,7 +89,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
         else None,
-        progress=Progress(dropout_seed=training.seed),
+        progress=start,
         corpus=corpus_fingerprint(config.data) if has_corpus else None,
     )
     if reader is not None:

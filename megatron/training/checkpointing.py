@@ -39,7 +39,7 @@ from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.batches import evaluation_position
 from megatron.training.loaded_settings import beyond_window, changed_corpus, changed_settings
-from megatron.training.run import Run
+from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
@@ -354,6 +354,24 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     return network | ({"model.onnx_safe": True} if saved.get("onnx_safe") else {})
 
 
+def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:
+    """Return the counters with which a run begins: those of the checkpoint that it continues.
+
+    The position in the schedules follows with the schedules.
+    """
+    progress = Progress(dropout_seed=config.training.seed)
+    if reader is None or config.checkpoint.finetune:
+        return progress
+    meta = reader.meta
+    progress.iteration = meta["iteration"]
+    progress.consumed_samples = meta["consumed_train_samples"]
+    progress.consumed_tokens = _consumed_tokens(meta, config.data.seq_length)
+    progress.skipped_samples = meta.get("skipped_train_samples", 0)
+    if meta.get("rng") and not config.checkpoint.no_load_rng:
+        progress.dropout_seed = meta["rng"]["seed"]
+    return progress
+
+
 def restore_run(run: Run, reader: Reader) -> None:
     """Load weights, optimizer and position from the checkpoint, as the flags ask."""
     options, started = run.config.checkpoint, time.perf_counter()
@@ -447,12 +465,7 @@ def _consumed_tokens(meta: Json, seq_length: int) -> int:
 def _restore_position(run: Run, reader: Reader) -> None:
     """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
     meta, options = reader.meta, run.config.schedule
-    run.progress.iteration = meta["iteration"]
-    run.progress.consumed_samples = meta["consumed_train_samples"]
-    run.progress.consumed_tokens = _consumed_tokens(meta, run.config.data.seq_length)
-    run.progress.skipped_samples = meta.get("skipped_train_samples", 0)
-    if meta.get("rng") and not run.config.checkpoint.no_load_rng:
-        run.progress.dropout_seed = meta["rng"]["seed"]
+    run.progress = progress_at_start(run.config, reader)
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer restarts its schedule
         try:
             run.schedules, run.progress.scheduled_samples = run.schedules.resumed(

@@ -75,6 +75,26 @@ def test_tokens_are_saved_and_gone_on_with(tmp_path: Path) -> None:
     assert taken.schedules.learning_rate == whole.schedules.learning_rate
 
 
+@pytest.mark.parametrize("before", ["curriculum", "batch"])
+def test_a_run_that_goes_on_with_other_batches_has_all_its_samples(
+    before: str, tmp_path: Path
+) -> None:
+    words = ["--train-tokens", "640", "--save", str(tmp_path), "--save-interval", "4"]
+    first = "--curriculum-schedule fixed_discrete --curriculum-lengths 8 16 --curriculum-until 8"
+    steps = 4 * _BATCH // 2
+    if before == "batch":
+        first, steps = "--global-batch-size 8", 8 * _BATCH
+    train_toy(Layout.single(), [*words, *first.split(), "--exit-interval", "4"])
+    for _ in range(2):  # the second begins in the middle of what is left
+        run = train_toy(Layout.single(), [*words, "--load", str(tmp_path), "--exit-interval", "5"])
+        run = run[1]
+        left = -(-(640 - steps) // _BATCH)
+        assert run.train_iterations == 4 + left
+    run = train_toy(Layout.single(), [*words, "--load", str(tmp_path)])[1]
+    assert run.progress.iteration == run.train_iterations == 4 + left
+    assert run.progress.consumed_tokens == 640
+
+
 def test_a_schedule_of_megatron_deepspeed_is_read() -> None:
     config = parse("--lr-decay-tokens 9000 --lr-warmup-tokens 100").config
     ours = Schedules.from_config(
