@@ -29,7 +29,10 @@ ARG MEGATRON_CUDA_ARCHS="sm_80 sm_90a sm_100a"
 RUN pip install --no-deps -e .
 
 FROM build AS build-cpu
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu -r requirements.txt
+# PyTorch's own package index has builds without CUDA, which are a fifth as large:
+# --build-arg INDEX=URL.
+ARG INDEX=
+RUN pip install ${INDEX:+--extra-index-url "$INDEX"} -r requirements.txt
 COPY . .
 RUN pip install --no-deps -e .
 

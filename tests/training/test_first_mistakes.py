@@ -31,7 +31,8 @@ _BPE = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json", "--mer
                     "num-layers", "hidden-size", "num-attention-heads", "seq-length",
                     "micro-batch-size", "lr",
                 )),
-                "error: the length of the run is required: give --train-iters or --train-samples",
+                "error: the length of the run is required: give --train-iters, --train-samples or "
+                "--train-tokens",
                 "error: no corpus: give --data-path PREFIX, or --mock-data to train on generated "
                 "tokens",
                 "error: --tokenizer-type is required: for example HuggingFaceTokenizer with "
