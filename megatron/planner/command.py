@@ -333,6 +333,8 @@ def describe(config: RunConfig, gpus: int) -> str:
         words += ["uneven"] if text is not None else []
     if grid.expert > 1:
         words.append(f"EP {grid.expert}")
+    if config.model.num_experts and grid.expert_tensor > 1:
+        words.append(f"ETP {grid.expert_tensor}")
     words.append(f"DP {grid.data}")
     words += [f"ZeRO {parallel.zero_stage}"] if parallel.zero_stage else []
     words.append(f"micro-batch {training.micro_batch_size}")

@@ -96,7 +96,7 @@ class History:
 
     def renewed(self) -> History:
         """Return an empty history of the same run, whose records are read from the beginning."""
-        return History(self.name, timelines=self.timelines, notes=self.notes)
+        return History(self.name, sources=self.sources, timelines=self.timelines, notes=self.notes)
 
     def point(self, tag: str, iteration: int, value: float) -> None:
         """Add a point to the curve of `tag`."""

@@ -49,7 +49,7 @@ class MetricsFile:
             path: The file.
         """
         self._path, self._offset, self.folder = path, 0, path.parent
-        self.history = History(name)
+        self.history = History(name, sources=[str(path)])
 
     def read(self) -> bool:
         """Add the lines that were written since the last call.
@@ -72,7 +72,6 @@ class MetricsFile:
                     self.history.add(json.loads(line))
                 except MALFORMED:
                     self.history.damaged += 1
-        self.history.sources = [str(self._path)]
         return self._offset > start
 
 
@@ -97,7 +96,7 @@ class EventFiles:
         sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1}
         self._events = EventAccumulator(str(folder), size_guidance=sizes)
         self._counts: dict[str, int] = {}
-        self.history = History(name)
+        self.history = History(name, sources=[str(folder)])
 
     def read(self) -> bool:
         """Read the event files to their end. A damaged record ends a file."""
@@ -108,7 +107,6 @@ class EventFiles:
             return False
         self._counts = counts
         self.history = history = self.history.renewed()
-        history.sources = [str(self.folder)]
         times: dict[int, float] = {}
         for tag in tags["scalars"]:
             if tag.endswith(" vs samples"):

@@ -113,6 +113,12 @@ def test_a_run_without_metrics_is_an_error_with_the_remedy(tmp_path, capsys, mak
     assert message in capsys.readouterr().err
 
 
+def test_damaged_event_files_are_named(tmp_path, capsys):
+    (tmp_path / "events.out.tfevents.1").write_text("junk")
+    assert report(tmp_path) == 6
+    assert f"{tmp_path}: no record of an iteration yet" in capsys.readouterr().err
+
+
 def test_a_file_of_damaged_lines_and_a_port_without_a_server(tmp_path, capsys):
     path = tmp_path / "broken.jsonl"
     path.write_text("x\ny\n")
