@@ -13,7 +13,7 @@ from typing import IO
 
 from megatron.command import run_command, say
 from megatron.environment import module_command
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.tools.text_generation_cli import build_parser, run
 
 _PATIENCE = 0.2  # seconds between two looks at a server that starts
@@ -33,6 +33,11 @@ def chat(words: Sequence[str]) -> int:
     def work() -> None:
         folder = Path(options.server)
         if not folder.is_dir():
+            if "/" in options.server and "//" not in options.server:
+                raise ConfigError(
+                    f"{folder}: there is no such folder: name a folder of checkpoints, or a server "
+                    "as HOST:PORT"
+                )
             run(options)
             return
         with serving(folder) as options.server:

@@ -65,7 +65,7 @@ def render(run: Description, target: str) -> str:
     is_pytorch_job = run.kubernetes.kind == "pytorchjob"
     return environment.get_template(f"{name}.j2").render(
         run=run,
-        environment=[tuple(one.split("=", 1)) for one in run.job.env],
+        environment=list(_variables(run).items()),
         flags=_flags(run.job.words),
         volumes=volumes(run),
         mounts=",".join(run.job.volume),
@@ -81,6 +81,12 @@ def render(run: Description, target: str) -> str:
         tolerations=[_toleration(one) for one in run.kubernetes.toleration],
         resources=_resources(run),
     )
+
+
+def _variables(run: Description) -> dict[str, str]:
+    """Return the environment variables of all ranks, by name. Those of the user win."""
+    ours = {"OMP_NUM_THREADS": str(run.job.threads), "NCCL_DEBUG": "WARN"}
+    return ours | dict(one.split("=", 1) for one in run.job.env)
 
 
 def _hosts(run: Description) -> list[Host]:

@@ -9,6 +9,7 @@
     plot_loss            a picture of a loss curve
     demo, demo_kinds     all steps from text to a model that writes
     text_generation_cli  a client of the text generation server
+    fill_in              the masked words of a text
     checkpoint           conversion between checkpoint formats
 
 `megatron.cli.main` has most of them in its tables of commands.

@@ -25,3 +25,8 @@ def test_the_address_is_what_the_server_prints(tmp_path: Path) -> None:
         finally:
             server.kill()
             server.wait()
+
+
+def test_a_missing_folder_is_not_taken_for_an_address(capfd: pytest.CaptureFixture[str]) -> None:
+    assert chat.chat(["runs/none/checkpoints", "--prompt", "x"]) == 9
+    assert "runs/none/checkpoints: there is no such folder" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -78,3 +79,10 @@ def test_python_m_megatron_is_the_same() -> None:
     words = [sys.executable, "-m", "megatron", "--version"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("megatron ")
+
+
+def test_the_guide_lists_every_command() -> None:
+    table = (ROOT / "docs/recipes.md").read_text(encoding="utf-8").partition("## All commands")[2]
+    first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `megatron")]
+    listed = set(re.findall(r"[a-z-]+", " ".join(first)))
+    assert cli.COMMANDS.keys() | cli.DATA.keys() <= listed

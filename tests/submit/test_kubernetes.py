@@ -174,3 +174,10 @@ def test_a_debug_pod_has_what_the_job_has() -> None:
     for key in ("image", "env", "resources", "volumeMounts", "workingDir"):
         assert ours[key] == theirs[key]
     assert _pods(_objects("debug"))  # it needs no command
+
+
+def test_a_variable_of_the_user_is_there_once() -> None:
+    (pod,) = _pods(_objects("job", "--env", "NCCL_DEBUG=INFO", "NO=1", *COMMAND))
+    names = [one["name"] for one in pod["containers"][0]["env"]]
+    assert names == ["OMP_NUM_THREADS", "NCCL_DEBUG", "NO"]
+    assert pod["containers"][0]["env"][1]["value"] == "INFO"

@@ -160,3 +160,13 @@ def test_what_happens_after_a_run(
     assert _run(text, tmp_path, CODE=str(code), SLURM_ARRAY_JOB_ID="77") == ends
     record = tmp_path / "asked"
     assert (record.read_text().strip() if record.exists() else None) == asked
+
+
+@pytest.mark.parametrize("target", ["slurm", "local", "hostfile"])
+def test_variables_of_the_user_win(target: str, hostfile: str, tmp_path: Path) -> None:
+    hosts = ["--hostfile", hostfile] if target == "hostfile" else []
+    assert _run(job_file(target, *hosts, *COMMAND), tmp_path) == 0
+    assert _started(tmp_path)[1]["NCCL_DEBUG"] == "WARN"
+    text = job_file(target, *hosts, "--env", "NCCL_DEBUG=INFO", "--", "a.py")
+    assert _run(text, tmp_path) == 0
+    assert _started(tmp_path)[1]["NCCL_DEBUG"] == "INFO"
