@@ -107,9 +107,12 @@ def _lengths_in_tokens(config: RunOptions) -> Iterator[str]:
                     f"--{name}-tokens{tokens}"
                 )
     if schedule.lr_decay_style == "WSD":
+        remedy = "drop --lr-decay-tokens and --lr-warmup-tokens"
+        if not training.has_count:
+            remedy = "give --train-iters or --train-samples, too, without lengths in tokens"
         yield (
             f"--lr-decay-style WSD cannot be combined with {cause}, because its final decay counts "
-            "iterations or samples: use another style or --lr-decay-samples"
+            f"iterations or samples: use another style, or {remedy}"
         )
 
 

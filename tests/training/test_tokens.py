@@ -157,6 +157,10 @@ def test_tokens_as_the_only_length() -> None:
     assert said == (
         "--lr-warmup-samples 8 cannot be combined with --train-tokens: use --lr-warmup-tokens 1024"
     )
+    style = "--lr-decay-style WSD --lr-wsd-decay-samples 2"
+    (said,) = problems(f"--train-tokens 900 {style}", without=_NO_LENGTH)
+    assert said.endswith("or give --train-iters or --train-samples, too, without lengths in tokens")
+    parse(f"--train-tokens 900 --train-samples 40 {style}", without=_NO_LENGTH)
     (said,) = problems("--train-tokens 900 --decoder-seq-length 8", architecture="t5")
     assert said.startswith("--train-tokens 900 is only for GPT and BERT")
     config = parse("--train-tokens 900 --lr-warmup-fraction 0.1", without=_NO_LENGTH).config
