@@ -56,8 +56,8 @@ class ExpertOptions:
     """Mixture of experts.
 
     Attributes:
-        num_experts: Number of experts in each mixture layer, or one number for each of them (1:
-            that layer is dense). Default: all layers are dense.
+        num_experts: Number of experts in each mixture layer, or one number for each of these
+            layers, where 1 makes a layer dense. Default: all layers are dense.
         moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, starting
             with the first; last-of-N makes it the last of every N layers; a pattern of ones and
             zeros such as ([0]*1+[1]*3) names them.

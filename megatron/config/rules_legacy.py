@@ -100,7 +100,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         ("--position-embedding-type relative", model.position_embedding_type == "relative"),
         ("--geglu", model.geglu),
         ("--relu", model.relu),
-        (counts, len(set(model.num_experts or ())) > 1),
+        (counts, len(model.expert_counts) > 1),
         ("--mlp-type residual", model.mlp_type == "residual"),
         ("--scale-decoder-outputs", model.scale_decoder_outputs),
         ("--disable-output-bias", not model.add_output_bias),

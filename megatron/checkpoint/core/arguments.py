@@ -14,6 +14,7 @@ from megatron.checkpoint.legacy.arguments import (
     refuse_unknown,
 )
 from megatron.config.experts import mixture_layers
+from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
 
 # Fields that change what the weights mean, each with the values that our networks support.
@@ -79,8 +80,7 @@ def core_arguments(
     args = megatron_arguments(config, meta, rows=rows, dtype=dtype, data_parallel=data_parallel)
     for name in ("attention_backend", "exit_signal"):  # enums, which we would write as texts
         vars(args).pop(name, None)
-    model, pattern = config.model, config.model.moe_layer_freq.strip()
-    layers = mixture_layers(model, model.num_layers)
+    model = config.model
     vars(args).update(
         num_experts=max(model.num_experts or (), default=None),
         transformer_impl=config.checkpoint.transformer_impl,
@@ -91,9 +91,20 @@ def core_arguments(
         if model.moe_router_gating == "deepspeed"
         else model.moe_router_pre_softmax,
         moe_token_dropping=False,  # always off there; a capacity factor drops tokens nevertheless
-        moe_layer_freq=int(pattern) if pattern.isdigit() else [int(one) for one in layers],
+        moe_layer_freq=layer_frequency(model),
         ckpt_format="torch_dist",
         use_dist_ckpt=True,
         dist_ckpt_optim_fully_reshardable=config.parallel.use_distributed_optimizer,
     )
     return args
+
+
+def layer_frequency(model: ModelConfig) -> int | list[int]:
+    """Return which layers are mixtures, as Megatron Core's `moe_layer_freq`: N, or ones and zeros.
+
+    Core stacks the layers' tensors only if it is 1.
+    """
+    pattern = model.moe_layer_freq.strip()
+    if pattern.isdigit() and len(set(model.num_experts or ())) < 2:
+        return int(pattern)
+    return [int(is_one) for is_one in mixture_layers(model, model.num_layers)]

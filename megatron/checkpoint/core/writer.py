@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.checkpoint import store
-from megatron.checkpoint.core.arguments import core_arguments
+from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
 from megatron.checkpoint.core.index import INDEX
 from megatron.checkpoint.core.names import MASTER, Form
 from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
@@ -168,7 +168,7 @@ class CoreFiles:
         own_norms = {layer for layer, is_one in enumerate(mixtures) if is_one and self._is_engine}
         self._shards_states = config.parallel.use_distributed_optimizer
         form = Form(
-            is_stacked=not model.num_experts or model.moe_layer_freq.strip() == "1",
+            is_stacked=not model.num_experts or layer_frequency(model) == 1,
             gated=model.swiglu or model.geglu,
             own_norms=frozenset(own_norms),
             shards_states=self._shards_states,

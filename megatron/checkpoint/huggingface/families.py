@@ -117,6 +117,8 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "openai_gelu":
             # Compare both as a pair, because a head for masked tokens has an activation of its own.
             value = model.activation, family.head_activates and model.openai_gelu
+        case "num_experts":  # a layer of one expert among others is dense, as the pattern says
+            value = model.expert_counts
         case "add_qkv_bias":
             value = model.add_bias_linear or model.add_qkv_bias
         case "ffn_hidden_size" if all(mixture_layers(model, model.num_layers)):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron.checkpoint.core.arguments import core_arguments
+from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
+from megatron.config.rules_legacy import not_computed
 from tests.config.command import parse
 
 MIXTURE = "--num-experts 8 --moe-expert-capacity-factor 1.5"
@@ -25,3 +26,21 @@ def test_core_computes_what_a_network_with_deepspeed_s_gating_computes(flags, ov
     args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)
     assert args.moe_router_pre_softmax == over_all
     assert args.moe_token_dropping is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "frequency"),
+    [
+        ("--num-experts 8 8 8 8", 1),
+        ("--num-experts 8 8 1 8", [1, 1, 0, 1]),
+        ("--num-experts 8 1 --moe-layer-freq 2", [1, 0, 0, 0]),
+        ("--num-experts 8 --moe-layer-freq 2", 2),
+    ],
+)
+def test_a_layer_of_one_expert_among_others_is_dense(flags, frequency):
+    """Core has a single number of experts, so such a network is written as a pattern."""
+    model = parse(f"--num-layers 4 {flags}").config.model
+    assert layer_frequency(model) == frequency
+    assert not list(not_computed(model))
+    several = parse("--num-layers 4 --num-experts 8 4 1 8").config.model
+    assert list(not_computed(several)) == ["--num-experts 8 4 1 8"]

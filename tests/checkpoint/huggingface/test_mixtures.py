@@ -233,7 +233,13 @@ def _model(folder: Path, **changes: Any) -> Any:
 def test_a_network_that_means_the_same_is_written(tmp_path: Path) -> None:
     """A pattern of ones, a width of its own, and a dense width that no layer has."""
     folder = _folder(tmp_path)
-    model = _model(folder, moe_layer_freq="([1]*2)", moe_ffn_hidden_size=22, ffn_hidden_size=128)
+    model = _model(
+        folder,
+        moe_layer_freq="([1]*2)",
+        moe_ffn_hidden_size=22,
+        ffn_hidden_size=128,
+        num_experts=[6, 6],  # one number for each layer
+    )
     family = family_for(model, 70, None)
     assert family.name == "mixtral"
     written = family.write(model, 70)
@@ -246,6 +252,7 @@ def test_a_network_that_means_the_same_is_written(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"moe_layer_freq": "2"}, r"moe_layer_freq is 2, a mixtral model has 1"),
+        ({"num_experts": [6, 4]}, r"num_experts is \(6, 4\), a mixtral model has \(6,\)"),
         ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax is True"),
         ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function is sigmoid"),
         ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size is 8"),
