@@ -18,7 +18,7 @@ from megatron.cli.programs import with_task
 from megatron.command import run_command, say
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
-from megatron.config.parser import parse_config, show_help
+from megatron.config.parser import show_help
 from megatron.environment import module_command
 from megatron.errors import ConfigError
 from megatron.kernels.build import detect_architectures
@@ -143,9 +143,8 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
     architecture, flags = catalog.as_script(words)
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
-    if count > 1 and "--use-checkpoint-args" not in flags:
-        # A mistake ends here in its own line, and not in torchrun's report on each process.
-        parse_config(flags, world_size=count, architecture=architecture)
+    if count > 1:  # a mistake is then told in one line, without torchrun's report on each process
+        catalog.check_flags(architecture, flags, count)
     return ["python", *launcher.split()], _path_of(f"pretrain_{architecture}"), flags
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from megatron.config import yaml_file
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
+from megatron.config.parser import parse_config
 from megatron.config.run import Findings
 from megatron.errors import ConfigError
 
@@ -124,6 +126,36 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
         return architecture, [*derived, *flags]
     recipe = find(name)
     return recipe.architecture, ["--config", str(recipe.path), *flags]
+
+
+class _InCheckpointError(Exception):
+    """The network is described by a checkpoint."""
+
+
+def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None:
+    """Check the flags of a script before its processes start.
+
+    Nothing is checked with --use-checkpoint-args, because the network is then in a checkpoint.
+
+    Args:
+        architecture: The kind of network, which names the script.
+        flags: The flags of the script.
+        processes: The number of processes.
+
+    Raises:
+        ConfigError: The flags have mistakes, all of which are listed.
+    """
+    with suppress(_InCheckpointError):
+        parse_config(
+            flags,
+            world_size=processes,
+            architecture=architecture,
+            read_checkpoint=_leave_checkpoint,
+        )
+
+
+def _leave_checkpoint(_: object) -> Mapping[str, Any]:
+    raise _InCheckpointError
 
 
 def name_of(given: Sequence[Given]) -> str | None:

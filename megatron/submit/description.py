@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from megatron.config.arguments import split
 from megatron.config.fields import fields_of, flag
 from megatron.config.generation import bounds_problems
-from megatron.config.parser import parse_config
 from megatron.config.run import Findings
 from megatron.config.yaml_file import load, read_sections
 from megatron.errors import CheckpointError, ConfigError
@@ -334,13 +333,13 @@ def training_problems(job: JobConfig) -> list[str]:
         return []
     if is_recipe and "--gpus" in names:
         return ["--gpus: the job starts the processes: drop it, and set --processes-per-node"]
-    if {"--use-checkpoint-args", "--small"} & names:
+    if "--small" in names:
         return []
     try:
         architecture, flags = (kind[1] if kind else "gpt"), words
         if is_recipe:
             architecture, flags = catalog.as_script(words[2:])
-        parse_config(flags, world_size=job.nodes * job.processes, architecture=architecture)
+        catalog.check_flags(architecture, flags, job.nodes * job.processes)
     except ConfigError as error:
         return error.problems
     except CheckpointError as error:

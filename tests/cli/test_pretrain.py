@@ -216,6 +216,14 @@ def test_a_mistake_is_told_before_several_processes_start() -> None:
     assert not done.stdout
 
 
+def test_a_network_in_a_checkpoint_is_left_to_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("checkpoint: {use_checkpoint_args: true, load: /not/here}\n")
+    assert training_command([str(path), "--gpus", "2"])[2] == ["--config", str(path)]
+    with pytest.raises(ConfigError, match="--num-layers is required"):
+        training_command([str(path), "--gpus", "2", "--no-use-checkpoint-args"])
+
+
 def test_the_exit_code_of_several_processes_is_that_of_the_run(tmp_path: Path) -> None:
     load = ("--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint")
     done = _pretrain("gpt-tiny", "--gpus", "2", *load)
