@@ -123,10 +123,10 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
             f"{flag}: Megatron-LM's files cannot store the amax history of --fp8-recipe delayed: a "
             "run that resumes from them starts a new history"
         )
-    if style == "WSD":
+    if style in ("WSD", "range-test"):
         yield (
-            f"{flag}: Megatron-LM 23.08 does not support --lr-decay-style WSD: to resume there, "
-            "use --override-opt_param-scheduler and another style"
+            f"{flag}: Megatron-LM 23.08 does not support --lr-decay-style {style}: to resume "
+            "there, use --override-opt_param-scheduler and another style"
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 from megatron.errors import CheckpointError
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
 from megatron.training.batches import BatchPlan, Rampup
 from tests.config.command import parse, problems
 from tests.training.toy import build_toy, fingerprint, train_toy
@@ -73,6 +74,18 @@ def test_tokens_are_saved_and_gone_on_with(tmp_path: Path) -> None:
         Layout.single(), [*load, "--use-checkpoint-opt_param-scheduler", "--train-samples", "24"]
     )
     assert taken.schedules.learning_rate == whole.schedules.learning_rate
+
+
+@pytest.mark.parametrize("saver", ["megatron", "torch_dist"])
+def test_a_schedule_in_tokens_is_not_converted_to_one_in_samples(
+    saver: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    train_toy(Layout.single(), f"--train-tokens 128 --save {saved} --save-interval 2".split())
+    words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {out} --saver {saver}"
+    assert util.main([*words.split(), "--keep-optimizer"]) != 0
+    assert "a schedule in tokens (--lr-decay-tokens)" in capsys.readouterr().err
+    assert util.main(words.split()) == 0
 
 
 @pytest.mark.parametrize("before", ["curriculum", "batch"])

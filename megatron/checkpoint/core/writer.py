@@ -43,7 +43,12 @@ from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.file_plan import VERSION
 from megatron.checkpoint.legacy.torch_file import append_torch_file, write_pickle, write_torch_file
-from megatron.checkpoint.legacy.writer import device_state, group_settings, random_states
+from megatron.checkpoint.legacy.writer import (
+    device_state,
+    group_settings,
+    own_schedule,
+    random_states,
+)
 from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, list_files
@@ -158,9 +163,10 @@ class CoreFiles:
         if refused:
             remedy = "write the native format"
             raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")
-        if snapshot.meta.get("optimizer") and "decoupled_lr" in (snapshot.meta["schedule"] or {}):
+        own = own_schedule(snapshot.meta.get("schedule") or {})
+        if snapshot.meta.get("optimizer") and own:
             raise CheckpointError(
-                "an optimizer with a --decoupled-lr is not written for Megatron Core: convert only "
+                f"an optimizer with {own} is not written for Megatron Core: convert only "
                 "the weights, without --keep-optimizer, or write the native format"
             )
         mixtures = mixture_layers(model, model.num_layers)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,10 +179,11 @@ class LegacyWriter:
             raise CheckpointError(f"{refused}: Megatron-LM 23.08 does not support it: {remedy}")
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
-        if self._keeps_optimizer and "decoupled_lr" in (reader.meta.get("schedule") or {}):
+        own = own_schedule(reader.meta.get("schedule") or {})
+        if self._keeps_optimizer and own:
             raise CheckpointError(
-                f"{reader.path}: its optimizer has a --decoupled-lr, which Megatron-LM 23.08 does "
-                "not have: convert only the weights, without --keep-optimizer, or write the native "
+                f"{reader.path}: its optimizer has {own}, which Megatron-LM 23.08 does not have: "
+                "convert only the weights, without --keep-optimizer, or write the native "
                 "format (--saver native)"
             )
         self._held = frozenset(reader.names())
@@ -343,6 +344,15 @@ def group_settings(config: ModelRun, meta: Json, *, decays: bool) -> dict[str, A
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
     """Return our name for a parameter, or for its optimizer state of this kind."""
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
+
+
+def own_schedule(schedule: Mapping[str, Json]) -> str:
+    """Return what a saved schedule has that no schedule of Megatron-LM has, or ""."""
+    if "decoupled_lr" in schedule:
+        return "a --decoupled-lr"
+    if schedule.get("lr_in_tokens") or schedule.get("lr_decay_tokens") is not None:
+        return "a schedule in tokens (--lr-decay-tokens)"  # would be read as one in samples
+    return ""
 
 
 def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> dict[str, Any]:
