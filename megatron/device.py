@@ -31,6 +31,11 @@ _PEAK_FLOPS = (
 )
 
 
+def datasheet_flops(name: str) -> float | None:
+    """Return the peak dense 16-bit FLOP/s of a device by its name, or `None` if unknown."""
+    return next((flops for names, flops in _PEAK_FLOPS if re.search(names, name)), None)
+
+
 Result = TypeVar("Result")
 Work = Callable[[], Result]
 _properties = cache(torch.cuda.get_device_properties)
@@ -114,7 +119,7 @@ class Device:
     @property
     def peak_flops(self) -> float | None:
         """The peak dense 16-bit FLOP/s from the datasheet, or `None` if unknown."""
-        return next((flops for names, flops in _PEAK_FLOPS if re.search(names, self.name)), None)
+        return datasheet_flops(self.name)
 
     def as_current(self) -> AbstractContextManager[object]:
         """Return a context in which this is the process's current device."""

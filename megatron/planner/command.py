@@ -132,6 +132,13 @@ def run(options: argparse.Namespace) -> None:
     tried = search.dropped.total() + len(plans)
     if not plans:
         rules = [text for text, _ in search.problems.most_common(_MOST_RULES)]
+        if not tried:
+            batch = request.start.training.global_batch_size
+            raise ConfigError(
+                f"--gpus {options.gpus}: neither --global-batch {batch} nor the network's layers "
+                f"and heads can be divided over {request.gpus} GPUs: use a --global-batch that "
+                f"{request.gpus} divides"
+            )
         raise ConfigError(
             f"none of {tried:,} layouts fits {request.gpus} x {request.machine.name} ({dropped}): "
             "use more GPUs, a --global-batch that more numbers divide, or a higher --memory or "

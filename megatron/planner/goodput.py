@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 
@@ -60,16 +59,3 @@ class Failures:
             else:
                 low = high - step
         return (low + high) / 2
-
-    def simulate(self, interval: float, intervals: int, seed: int) -> float:
-        """Return the goodput of one simulated run of this many intervals."""
-        draw = random.Random(seed)
-        clock = 0.0
-        failure = draw.expovariate(1 / self.between)
-        for _ in range(intervals):
-            waits = 0.0  # for a restart, if the last attempt failed
-            while clock + waits + interval + self.checkpoint > failure:
-                clock, waits = failure, self.restart
-                failure = clock + draw.expovariate(1 / self.between)
-            clock += waits + interval + self.checkpoint
-        return intervals * interval / clock

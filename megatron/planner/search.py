@@ -169,6 +169,8 @@ class Search:
                 continue
             found.append(plan)
             found.sort(key=lambda one: one.prediction.seconds)
+        if len(found) > count:
+            self.dropped["slower than those shown"] += len(found) - count
         return found[:count]
 
     def candidates(self) -> Iterator[Candidate]:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from megatron.config import parse_config
+from megatron.device import datasheet_flops
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.command import build_parser, command, describe, read_request, run
 from megatron.planner.machine import MACHINES, read_machine
@@ -110,6 +111,19 @@ def test_nothing_left_out_is_faster():
     assert not search.dropped["slower than those shown"]
 
 
+def test_every_layout_is_counted_once():
+    counts = []
+    for shown in (1, 10):
+        _, search = _search("--gpus 4xH100 --global-batch 16 --", SMALL)
+        counts.append(len(search.best(shown)) + search.dropped.total())
+    assert counts[0] == counts[1] > 100
+
+
+def test_peaks_are_those_that_runs_report():
+    for name, machine in MACHINES.items():
+        assert machine.peak == datasheet_flops(f"NVIDIA {name}")
+
+
 def test_a_thousand_gpus_are_planned_in_ten_seconds():
     request, search = _search("--gpus 1024xH100 --global-batch 1536 --", GPT3)
     start = time.process_time()
@@ -177,6 +191,11 @@ def test_a_layout_as_given_is_only_predicted(capsys):
             "B200 does not multiply experts in 8 bits: drop --fp8-format",
         ),
         ("--gpus 1xA100 --global-batch 1 --memory 1 --model gpt-125m", "none of"),
+        (
+            "--gpus 8xH100 --global-batch 7 -- --num-layers 3 --hidden-size 60 "
+            "--num-attention-heads 5 --seq-length 64 --max-position-embeddings 64",
+            "use a --global-batch that 8 divides",
+        ),
         ("--gpus 12xH100 --global-batch 24 --model gpt-125m", "use 8 or 16 GPUs"),
         (
             "--gpus 8xH100 --global-batch 8 --model gpt-125m --memory 9 --time",
