@@ -133,7 +133,8 @@ def load(flag: str, path: Path) -> Any:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_SIZE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{flag} {path}: cannot be read: {reason}") from None
     if len(text) > _MAX_SIZE:
         raise ConfigError(f"{flag} {path}: larger than {_MAX_SIZE >> 20} MiB")
     try:

@@ -31,7 +31,8 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--hostfile {path}: cannot be read: {reason}") from None
     hosts: list[Host] = []
     problems = []
     for number, line in enumerate(lines, 1):

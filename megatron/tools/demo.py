@@ -383,7 +383,7 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file: give the path of a text file")
     if iterations < 1:
-        raise DataError(f"--iters {iterations}: give at least 1")
+        raise ConfigError(f"--iters {iterations}: give at least 1")
     # Commands run in the repository; there, short relative paths are easier to read.
     here = Path.cwd() == ROOT
     out = options.out if here else options.out.absolute()

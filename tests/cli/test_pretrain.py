@@ -65,7 +65,7 @@ def test_processes_of_a_launcher_start_none_of_their_own(monkeypatch: pytest.Mon
         (["gpt-tiny", "--gpus", "two"], "--gpus two: give the number of GPUs"),
         (["gpt-tiny", "gpt-125m"], "gpt-tiny gpt-125m: give one recipe"),
         (["gpt-tiny", "--config", "x.yaml"], "gpt-tiny and --config: both name a YAML file"),
-        (["no.yaml"], "--config no.yaml: cannot be read"),
+        (["no.yaml"], "--config no.yaml: cannot be read: No such file or directory"),
         ([], "no recipe: name one (`megatron recipes` lists them)"),
         (["--gpus", "2", "--finetune"], "no recipe: name one"),
         ([str(catalog.FOLDER)], "this folder has no config.json: name a recipe or a YAML file"),
