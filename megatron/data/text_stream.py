@@ -46,11 +46,11 @@ from megatron.parallel.layout import Axis
 
 if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
     from megatron.data.preprocess import BlockEncoder, EncodedBlock
-    from megatron.data.text_input import TextBlock
+    from megatron.data.text_input import BadLine, TextBlock
 
 _PIECES = 1024  # number into which a small corpus is cut, so that it can be divided into splits
 _LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
-_PROBE = 1 << 12  # bytes of text to encode at a time until the first token is found
+_PROBE = 1 << 12  # bytes of text to read at a time until the first token is found
 _STREAMS = 128  # each holds a block's tokens, at most a few MB
 _TOLD = 3  # bad lines of a file that a loading process reports
 _KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
@@ -112,26 +112,38 @@ class TextCorpus:
         """Return the number of pieces."""
         return int(self._ends[-1])
 
-    def read(
-        self, piece: int, encoder: BlockEncoder, *, first: int = 0, block_bytes: int = _MOST
-    ) -> Iterator[EncodedBlock]:
-        """Yield the encoded blocks of a piece, each of `block_bytes`, from block `first` on."""
+    def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
+        """Yield the encoded blocks of a piece, from block `first` on."""
+        with _named_as_in_training(self.flag):
+            for number, block in enumerate(self._blocks(piece, _MOST)):
+                if number >= first:
+                    yield encoder(block)
+
+    def texts(self, piece: int) -> Iterator[tuple[list[BadLine], TextBlock, list[str]]]:
+        """Yield the bad lines and the texts of a piece, a few at a time, each with its block."""
+        from megatron.data.text_input import parse_block
+
+        with _named_as_in_training(self.flag):
+            for block in self._blocks(piece, _PROBE):
+                documents = parse_block(block, (self.key,))
+                values = [value for (value,) in documents.values]
+                yield (
+                    documents.bad,
+                    block,
+                    [value if isinstance(value, str) else "".join(value) for value in values],
+                )
+
+    def _blocks(self, piece: int, block_bytes: int) -> Iterable[TextBlock]:
         from megatron.data.text_input import is_cut_anywhere, read_blocks
 
         file = int(np.searchsorted(self._ends, piece, side="right"))
         path = self.files[file]
-        bounds = None
-        if is_cut_anywhere(path):
-            start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
-            bounds = start, min(start + self.piece_bytes, self.sizes[file])
-        with _named_as_in_training(self.flag):
-            blocks: Iterable[TextBlock]
-            blocks = read_blocks([path], encoder.options.keys, block_bytes, bounds=bounds)
-            if bounds is not None:
-                blocks = list(blocks)  # only their places; no file stays open between samples
-            for number, block in enumerate(blocks):
-                if number >= first:
-                    yield encoder(block)
+        if not is_cut_anywhere(path):
+            return read_blocks([path], (self.key,), block_bytes)
+        start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
+        bounds = start, min(start + self.piece_bytes, self.sizes[file])
+        # These are only their places; no file stays open between samples.
+        return list(read_blocks([path], (self.key,), block_bytes, bounds=bounds))
 
 
 @dataclass(eq=False)
@@ -214,9 +226,10 @@ class TextDataset:
         """
         corpus = self.corpus
         for piece in range(*self.pieces):
-            for encoded in corpus.read(piece, self.encoder, block_bytes=_PROBE):
-                self._report(encoded)
-                if len(encoded.columns[0].tokens):
+            for bad, block, texts in corpus.texts(piece):
+                self._report(bad, block)
+                # Documents may be long, and the first words of most tell.
+                if any(self._has_ids(text[:_PROBE]) or self._has_ids(text) for text in texts):
                     return
         if self.pieces == (0, len(corpus)):
             what = "the text holds no tokens: give more text"
@@ -228,6 +241,12 @@ class TextDataset:
                 "its own with --train-data-path, --valid-data-path and --test-data-path"
             )
         raise DataError(f"{corpus.flag} {corpus.prefix}: {what}")
+
+    def _has_ids(self, text: str) -> bool:
+        try:
+            return bool(self.encoder.tokenizer.tokenize(text))
+        except DataError:  # a bad line, which is told or left out with its place when it is read
+            return False
 
     def _known_place(self, stream: int, row: int) -> RowPlace:
         """Return the last known place of a stream up to a row."""
@@ -290,7 +309,7 @@ class TextDataset:
             for number, encoded in enumerate(
                 self.corpus.read(piece, self.encoder, first=block), start=block
             ):
-                self._report(encoded)
+                self._report(encoded.bad, encoded.block)
                 if not place.row or (visit, number) != (place.visit, place.block):
                     bad += len(encoded.bad)
                 random = np.random.RandomState([self.seed, epoch, piece, number])
@@ -319,12 +338,12 @@ class TextDataset:
     def _orders(self) -> dict[int, NDArray[np.int64]]:
         return {}
 
-    def _report(self, encoded: EncodedBlock) -> None:
+    def _report(self, lines: Sequence[BadLine], block: TextBlock) -> None:
         """Raise for the lines of a block that hold no document, or warn of a file's first ones."""
-        path = encoded.block.path
+        path = block.path
         told = self._told.setdefault(path, set())
-        for bad in encoded.bad:
-            at = encoded.block.offset + bad.offset
+        for bad in lines:
+            at = block.offset + bad.offset
             what = f"{self.corpus.flag} {path}: {bad.reason} (line starts at byte {at})"
             if not self.skip_bad_lines:
                 raise DataError(

@@ -209,6 +209,24 @@ def test_lines_longer_than_a_piece_are_read_again_and_again(long_lines, vocabula
     assert [again[i]["text"].tolist() for i in rest] == expected[rest.start :]
 
 
+def test_the_check_for_tokens_reads_only_the_beginning(vocabulary, tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text(" " * 5000 + "w1 w2 " * 100_000)
+    dataset = dataset_of(tmp_path, vocabulary)
+    encoded: list[int] = []
+    original = dataset.encoder.tokenizer.tokenize
+    monkeypatch.setattr(
+        dataset.encoder.tokenizer,
+        "tokenize",
+        lambda text: encoded.append(len(text)) or original(text),
+    )
+    dataset.require_tokens()  # the first words are blank
+    assert encoded == [4096, 605_000]
+    (tmp_path / "book.txt").write_text("w1 w2 " * 100_000)
+    encoded.clear()
+    dataset.require_tokens()
+    assert encoded == [4096]
+
+
 def test_a_split_in_which_no_document_begins_is_refused(long_lines, vocabulary):
     size = long_lines.stat().st_size // 13
     dataset = dataset_of(long_lines, vocabulary, pieces=(1, size // 1024))
