@@ -46,6 +46,7 @@ _VOCABULARY = 50257  # GPT-2's, if nothing else says how large the vocabulary is
 _DRAWN = 4  # micro-batches per stage in a drawing, which would otherwise be too dense to read
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
+_PICTURES = (".png", ".pdf", ".svg")
 _MOST_RULES = 3  # rules to name if they refuse all layouts
 _HOST_BOUND = 0.05  # share of the time from which waiting for the host is worth a line
 
@@ -174,6 +175,13 @@ def check(options: argparse.Namespace) -> None:
     ]
     if options.restart_seconds < 0:
         problems.append(f"--restart-seconds {options.restart_seconds:g}: must be at least 0")
+    problems += [
+        f"--{name.replace('_', '-')} {getattr(options, name)}: must be a finite number"
+        for name in ("mtbf_hours", "checkpoint_seconds", "restart_seconds")
+        if not math.isfinite(getattr(options, name))
+    ]
+    if options.draw is not None and options.draw.suffix.lower() not in _PICTURES:
+        problems.append(f"--draw {options.draw}: give a name that ends in {', '.join(_PICTURES)}")
     if problems:
         raise ConfigError(problems)
     if predicts_only(options):

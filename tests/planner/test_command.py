@@ -196,6 +196,9 @@ def test_a_layout_as_given_is_only_predicted(capsys):
             "--num-attention-heads 5 --seq-length 64 --max-position-embeddings 64",
             "use a --global-batch that 8 divides",
         ),
+        ("--gpus 8xH100 --mtbf-hours nan", "--mtbf-hours nan: must be a finite number"),
+        ("--gpus 8xH100 --restart-seconds inf", "--restart-seconds inf: must be a finite number"),
+        ("--gpus 8xH100 --draw x.qqq", "--draw x.qqq: give a name that ends in .png"),
         ("--gpus 12xH100 --global-batch 24 --model gpt-125m", "use 8 or 16 GPUs"),
         (
             "--gpus 8xH100 --global-batch 8 --model gpt-125m --memory 9 --time",
