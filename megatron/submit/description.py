@@ -251,13 +251,16 @@ def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[st
         given: The values of the flags that were given, by section and field.
         target: "slurm", "kubernetes", "hostfile" or "local".
     """
-    return [
+    found = [
         f"{field.shown} has no effect with --to {target}: remove it"
         for name, kind in SECTIONS.items()
         for field in fields_of(kind)
         if field.name in given[name]
         and target not in _USED_BY.get(f"{name}.{field.name}", _USED_BY.get(name, TARGETS))
     ]
+    if given["hosts"].get("launcher") == "mpi" and "logs" in given["job"]:
+        found.append("--logs has no effect with --launcher mpi, which prints here: remove it")
+    return found
 
 
 def problems_of(run: Description, target: str) -> list[str]:

@@ -130,6 +130,7 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
         ("local", ("--hostfile", "x", *COMMAND), "--hostfile has no effect with --to local"),
         ("slurm", ("--port", "3000", *COMMAND), "--port has no effect with --to slurm"),
         ("kubernetes", ("--requeue", *COMMAND), "--requeue has no effect with --to kubernetes"),
+        ("hostfile", ("--launcher", "mpi", "--logs", "x", *COMMAND), "--logs has no effect with"),
         ("hostfile", ("--nodes", "2", *COMMAND), "--nodes has no effect with --to hostfile"),
     ],
 )
