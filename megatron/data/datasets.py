@@ -30,7 +30,13 @@ from megatron.data.cache import ArraySpec, IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.named import paths_of
 from megatron.data.sample import DescribedDataset, Sample, SampleDataset
-from megatron.data.text_stream import TextCorpus, TextDataset, is_text, text_members
+from megatron.data.text_stream import (
+    NoTokensError,
+    TextCorpus,
+    TextDataset,
+    is_text,
+    text_members,
+)
 from megatron.data.tfrecord import TFRecords, find_tfrecords
 from megatron.errors import ConfigError, DataError, warn
 
@@ -424,7 +430,15 @@ def _build_split(
         left_out = ", ".join(m.data.prefix for m in members if m not in kept)
         warn(f"--split {flag!r} leaves no {split} document in {left_out}: not part of the blend")
     if len(members) == 1:
-        return build(split, kept[0], num_samples, 0)
+        try:
+            return build(split, kept[0], num_samples, 0)
+        except NoTokensError as error:
+            # As above, if it is only a share: the default --split leaves little of a small text.
+            if split == "train" or kept[0].bounds == (0, kept[0].documents):
+                raise
+            if request.is_builder:
+                warn(f"the {split} split is left out: {error}")
+            return None
     phases = [BlendPhase(0, tuple(member.weight for member in kept))]
     if split == "train" and request.data.blend_schedule is not None:
         asked = parse_blend_schedule(request.data.blend_schedule, len(members), request.unit)

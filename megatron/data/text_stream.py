@@ -74,6 +74,10 @@ class RowPlace(NamedTuple):
     bad: int = 0
 
 
+class NoTokensError(DataError):
+    """A text, or a split's share of it, without any token."""
+
+
 class TextCorpus:
     """The pieces of the text files that one value of --data-path, or a similar flag, names.
 
@@ -221,8 +225,8 @@ class TextDataset:
         """Check that the split holds tokens, by reading up to the first.
 
         Raises:
-            DataError: It holds none, a line before the first token has no document, or a file
-                cannot be read.
+            NoTokensError: It holds none.
+            DataError: A line before the first token has no document, or a file cannot be read.
         """
         corpus = self.corpus
         for piece in range(*self.pieces):
@@ -240,7 +244,7 @@ class TextDataset:
                 "hold no tokens: give more text, enlarge this share, or give each split a text of "
                 "its own with --train-data-path, --valid-data-path and --test-data-path"
             )
-        raise DataError(f"{corpus.flag} {corpus.prefix}: {what}")
+        raise NoTokensError(f"{corpus.flag} {corpus.prefix}: {what}")
 
     def _has_ids(self, text: str) -> bool:
         try:

@@ -17,8 +17,9 @@ import zstandard
 from pyarrow import parquet
 
 from megatron.checkpoint.loading import open_root
-from megatron.config.data import TokenizerConfig
-from megatron.data.datasets import BlendedDataset, build_blend_index, normalize
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.data.datasets import BlendedDataset, DataRequest, build_blend_index, normalize
+from megatron.data.gpt import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import SingleSampler, build_loader
 from megatron.data.mock import MockDataset
@@ -37,6 +38,7 @@ from megatron.data.text_stream import (
 )
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Layout
+from megatron.tokenizer import build_tokenizer
 from tests.data.corpus import VOCABULARY, write_vocabulary
 from tests.distributed import run_distributed
 from tests.training import toy
@@ -235,6 +237,19 @@ def test_a_split_in_which_no_document_begins_is_refused(long_lines, vocabulary):
         dataset.require_tokens()
     with pytest.raises(DataError, match=told):
         _ = dataset[0]
+
+
+def test_a_small_text_may_leave_no_validation_data(long_lines, vocabulary, capsys):
+    """As of a small indexed dataset: the share of --split is too small for a document."""
+    options = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=vocabulary)
+    data = DataConfig(seq_length=SEQUENCE, data_path=(str(long_lines),), split="969,30,1")
+    tokenizer = options, build_tokenizer(options)
+    found = build_gpt_datasets(
+        DataRequest(data, 1234, (4, 2, 2)), seq_length=SEQUENCE, vocab_size=500, tokenizer=tokenizer
+    )
+    assert found.train is not None
+    assert found.valid is None
+    assert "the valid split is left out: " in capsys.readouterr().err
 
 
 def test_other_files_hold_the_same_documents(corpus, vocabulary, tmp_path):
