@@ -437,7 +437,8 @@ def _build_split(
             if split == "train" or kept[0].bounds == (0, kept[0].documents):
                 raise
             if request.is_builder:
-                warn(f"the {split} split is left out: {error}")
+                name = "validation" if split == "valid" else split
+                warn(f"this run has no {name} data: {error}")
             return None
     phases = [BlendPhase(0, tuple(member.weight for member in kept))]
     if split == "train" and request.data.blend_schedule is not None:

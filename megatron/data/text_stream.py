@@ -239,10 +239,13 @@ class TextDataset:
             what = "the text holds no tokens: give more text"
         else:
             first, end = self.pieces
+            several = end - first > 1
+            parts = f"parts {first + 1} to {end}" if several else f"part {end}"
             what = (
-                f"parts {first + 1} to {end} of {len(corpus)}, which --split gives to one split, "
-                "hold no tokens: give more text, enlarge this share, or give each split a text of "
-                "its own with --train-data-path, --valid-data-path and --test-data-path"
+                f"{parts} of {len(corpus)}, which --split gives to one split, "
+                f"{'hold' if several else 'holds'} no tokens: give more text, enlarge this share, "
+                "or give each split a text of its own with --train-data-path, --valid-data-path "
+                "and --test-data-path"
             )
         raise NoTokensError(f"{corpus.flag} {corpus.prefix}: {what}")
 

@@ -249,7 +249,7 @@ def test_a_small_text_may_leave_no_validation_data(long_lines, vocabulary, capsy
     )
     assert found.train is not None
     assert found.valid is None
-    assert "the valid split is left out: " in capsys.readouterr().err
+    assert "this run has no validation data: " in capsys.readouterr().err
 
 
 def test_other_files_hold_the_same_documents(corpus, vocabulary, tmp_path):

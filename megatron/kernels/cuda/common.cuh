@@ -2,7 +2,7 @@
 //
 // The files hold device code alone, without any header of CUDA's, so that NVRTC compiles them wherever
 // PyTorch is installed. Python launches the kernels (plans.py). A kernel's parameters are pointers,
-// int64_t, int, unsigned, float and double: source.py reads their types here.
+// int64_t, int, unsigned, float and double: sources.py reads their types here.
 #pragma once
 
 #ifndef EMULATED  // the emulator of the tests is C++ and has them
