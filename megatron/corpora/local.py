@@ -6,11 +6,11 @@ from collections import deque
 from copy import deepcopy
 from typing import Any
 
-from megatron.corpora.requirements import corpora_extra
 from megatron.data.preprocess import map_in_order
 from megatron.durable import writing_to
+from megatron.extras import packages_of
 
-with corpora_extra():
+with packages_of("corpora"):
     from datatrove.executor.local import LocalPipelineExecutor
 
 _REMEDY = "To reduce memory, use fewer --workers"

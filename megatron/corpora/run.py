@@ -30,10 +30,10 @@ from megatron.corpora.blocks import (
 from megatron.corpora.overlaps import TaskNgrams, read_tasks
 from megatron.corpora.plan import CorpusPlan
 from megatron.corpora.report import ReportWriter
-from megatron.corpora.requirements import corpora_extra
 from megatron.corpora.sources import Piece, cut_pieces
 from megatron.durable import writing_to
 from megatron.errors import ConfigError, DataError
+from megatron.extras import packages_of
 from megatron.tokenizer import build_tokenizer
 
 EXECUTORS = ("local", "slurm", "ray")
@@ -234,7 +234,7 @@ def _task_ngrams(plan: CorpusPlan) -> TaskNgrams:
 
 def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
     """Return datatrove's executor of a stage."""
-    with corpora_extra():
+    with packages_of("corpora"):
         from loguru import logger
 
     # Errors end the command with one line; the log of each task would repeat them.
@@ -246,7 +246,7 @@ def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
 
         return LocalExecutor(workers=workers, **common)
     if cluster.executor == "ray":
-        with corpora_extra():
+        with packages_of("corpora"):
             import ray  # noqa: F401 - the executor needs it
         from datatrove.executor.ray import RayPipelineExecutor
 

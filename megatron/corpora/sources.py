@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatron.config.arguments import MAX_LINE_MB
 from megatron.corpora.plan import CorpusPlan
-from megatron.corpora.requirements import corpora_extra
 from megatron.data.text_input import (
     BYTE_ORDER_MARK,
     PACKED_SUFFIXES,
@@ -26,6 +25,7 @@ from megatron.data.text_input import (
     read_blocks,
 )
 from megatron.errors import DataError
+from megatron.extras import packages_of
 
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
 _WHOLE = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)  # read from front to back
@@ -179,7 +179,7 @@ def _read_archive(path: str) -> Iterator[Raw]:
     Raises:
         DataError: The file is damaged or truncated.
     """
-    with corpora_extra():
+    with packages_of("corpora"):
         from fastwarc.warc import ArchiveIterator, WarcRecordType
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
 

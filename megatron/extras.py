@@ -1,4 +1,4 @@
-"""The optional packages that `megatron.corpora` needs."""
+"""Optional packages, which the extras of pyproject.toml install."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from megatron.errors import ConfigError
 
 
 @contextmanager
-def corpora_extra() -> Iterator[None]:
+def packages_of(extra: str) -> Iterator[None]:
     """Turn the failed import of an optional package into an error that says how to install it.
+
+    Args:
+        extra: The extra of pyproject.toml that has the package, for example "corpora".
 
     Raises:
         ConfigError: A package is missing.
@@ -19,6 +22,6 @@ def corpora_extra() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the Python package {error.name} is missing: pip install 'megatron[corpora]' (in a "
-            "checkout: pip install -e '.[corpora]')"
+            f"the Python package {error.name} is missing: pip install 'megatron[{extra}]' (in a "
+            f"checkout: pip install -e '.[{extra}]')"
         ) from error
