@@ -9,6 +9,7 @@
                     and the flag `with` is given
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  names that other programs use for what Megatron has a flag for
+    of_commands     flags of `megatron pretrain` and its kin, which scripts do not take
 
 An entry of `refused` or `honoured` says which values its flag takes:
 
@@ -111,6 +112,7 @@ class OtherFlags:
     implied: Mapping[str, Mapping[str, Any]]
     gone: tuple[GoneFlag, ...]
     other_programs: Mapping[str, str]
+    of_commands: Mapping[str, str]
 
     @property
     def answered(self) -> tuple[Field, ...]:
@@ -142,6 +144,7 @@ def other_flags() -> OtherFlags:
             for name, _, value in (entry.partition(" ") for entry in family["flags"])
         ),
         other_programs=content["other_programs"],
+        of_commands=content["of_commands"],
     )
 
 
@@ -247,14 +250,17 @@ def explain(name: str, known: Mapping[str, Field]) -> tuple[str, str]:
         known: The fields of the flags that the program knows, by spelling.
     """
     table = other_flags()
-    called = table.other_programs.get(name.replace("_", "-"))
+    spelled = name.replace("_", "-")
+    called = table.other_programs.get(spelled) or table.of_commands.get(spelled)
     if called is not None:
         first = re.search(r"--[\w-]+", called)
         return f"unknown flag {name}: {called}", first.group() if first else ""
     refused = {flag.name: flag.help for flag in table.refused if known.get(flag.name) is flag}
     taken = [word for word in known if word not in refused]
-    meant = nearest(name, [*taken, *(flag.name for flag in table.translated)], refused)
+    old = [flag.name for flag in table.translated]
+    meant = nearest(name, [*taken, *old, *table.of_commands], refused)
     if meant is None:
         return f"unknown flag {name}: --help-all lists all flags", ""
-    more = f" ({refused[meant]})" if meant in refused else ""
+    reason = None if meant in taken else refused.get(meant, table.of_commands.get(meant))
+    more = f" ({reason})" if reason else ""
     return f"unknown flag {name}: did you mean {meant}?{more}", meant

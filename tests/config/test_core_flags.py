@@ -131,7 +131,8 @@ def test_known_flags_at_their_defaults_ask_for_nothing() -> None:
 def test_what_a_remedy_names_is_there() -> None:
     reasons = {flag.help for flag in _KNOWN.values()} | set(OTHER_NAMES.values())
     named = {name for reason in reasons for name in re.findall(r"--[\w-]+", reason)}
-    of_others = {"--help", "--config", "--deepspeed_config", "--max-restarts"}
+    of_others = {"--help", "--config", "--deepspeed_config", "--max-restarts", "--nproc-per-node"}
+    of_others |= other_flags().of_commands.keys()
     assert named - set(_FIELDS) - of_others == set()
     files = {name for reason in reasons for name in re.findall(r"[a-z_]+/[\w./]+\.\w+", reason)}
     assert files

@@ -30,7 +30,7 @@ _REMEDY = re.compile(r"\b(use|drop|give|save memory with|record passes with|name
 
 def test_the_file_has_its_parts() -> None:
     assert list(_CONTENT) == [
-        *("refused", "honoured", "translated", "implied", "gone", "other_programs")
+        *("refused", "honoured", "translated", "implied", "gone", "other_programs", "of_commands")
     ]
     for part in ("refused", "honoured"):
         assert all(set(family) == {"reason", "flags"} for family in _CONTENT[part])
@@ -61,9 +61,9 @@ def test_names_are_unique_and_no_field_has_one() -> None:
     table = other_flags()
     names = Counter(flag.name for flag in (*table.answered, *table.translated))
     names.update({(flag.name, flag.value) for flag in table.gone})
-    names.update(table.other_programs.keys())
+    names.update([*table.other_programs, *table.of_commands])
     assert [name for name, count in names.items() if count > 1] == []
-    whole = {flag.name for flag in table.answered} | {*table.other_programs}
+    whole = {flag.name for flag in table.answered} | {*table.other_programs, *table.of_commands}
     whole |= {flag.name for flag in table.gone if flag.value is None}
     assert whole & _FIELDS == set()
 
@@ -80,7 +80,8 @@ def test_flags_that_older_versions_read_otherwise_are_listed() -> None:
 def test_every_refusal_ends_with_a_remedy() -> None:
     reasons = {family["reason"] for family in _CONTENT["refused"]}
     reasons |= {family["remedy"] for family in _CONTENT["gone"]} | {
-        *_CONTENT["other_programs"].values()
+        *_CONTENT["other_programs"].values(),
+        *_CONTENT["of_commands"].values(),
     }
     assert [reason for reason in reasons if not _REMEDY.search(reason)] == []
     assert [r for r in reasons if r.endswith(".") or "not built" in r or "out of scope" in r] == []
@@ -95,6 +96,16 @@ def test_the_file_is_not_read_for_a_command_line_of_todays_flags() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("--gpu", "--gpus"), ("--smal", "--small"), ("--tasks", "--task")]
+)
+def test_flags_of_commands_are_suggested_to_scripts(given: str, meant: str) -> None:
+    remedy = other_flags().of_commands[meant]
+    (line,) = problems(f"{given} 1")
+    assert line == f"unknown flag {given}: did you mean {meant}? ({remedy})"
+    assert problems(f"{meant} 1") == [f"unknown flag {meant}: {remedy}"]
 
 
 @pytest.mark.parametrize(
