@@ -92,11 +92,14 @@ class SamplesConfig:
     Attributes:
         prompt: Prompt to continue; the result is printed.
         sample_input_file: File with one prompt per line. In a *.jsonl file, the prompt is the
-            "prompt" of each object, or its "text" if it has no "prompt".
+            "prompt" of each object, or its "text" if it has no "prompt". A prompt may be an object
+            with a "text", as in RealToxicityPrompts.
         sample_output_file: JSON Lines file for the generated texts. An existing file is continued.
             Default: the input file's name with .out appended.
         num_samples: Number of texts to generate without a prompt, or for --prompt (where 0 means
-            1).
+            1). With --sample-input-file, stop after this many texts (0: never).
+        samples_per_prompt: Number of texts to generate for each prompt of --sample-input-file. They
+            follow one another in the output.
         genfile: JSON Lines file for texts generated without a prompt, in the format of
             --sample-output-file. By default they are printed.
         out_seq_length: Maximum length of an answer. Prompt and answer together are also limited by
@@ -115,6 +118,7 @@ class SamplesConfig:
     sample_input_file: str | None = None
     sample_output_file: str | None = None
     num_samples: int = flag(0, unit="texts", at_least=0, at_most=_MOST_SAMPLES)
+    samples_per_prompt: int = flag(1, unit="texts", at_least=1, at_most=_MOST_SAMPLES)
     genfile: str | None = None
     out_seq_length: int = flag(1024, unit="tokens", at_least=1)
     greedy: bool = False
@@ -140,9 +144,9 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
             "--prompt and --sample-input-file cannot be combined: use one of them",
         ),
         (
-            samples.sample_input_file is not None and samples.num_samples > 0,
-            f"--num-samples {samples.num_samples} cannot be combined with --sample-input-file, "
-            "which sets the number of texts: drop one of them",
+            samples.sample_input_file is None and samples.samples_per_prompt > 1,
+            f"--samples-per-prompt {samples.samples_per_prompt} is for --sample-input-file: use "
+            "--num-samples",
         ),
         (
             samples.sample_input_file is None and samples.sample_output_file is not None,

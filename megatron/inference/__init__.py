@@ -7,6 +7,7 @@ engine            turns requests into events: `scheduler` plans a step, `executo
                   of each request's sequences and choices
 worker            the loop that every serving rank runs
 samples, score    generate many texts into files; compute how likely given texts are
+sharing           divides prompts among copies of the model, and collects their texts in order
 text              turns tokens that arrive one by one into text that can be shown
 fill              fills in hidden words with a BERT or T5
 server            serves text generation over HTTP

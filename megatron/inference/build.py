@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,11 @@ from megatron.kernels.paged_attention import PagedAttention, choose_paged_attent
 from megatron.kernels.row_product import choose_row_product
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layout import Axis
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _CPU_CACHE_BYTES = 2**30
 _GPU_CACHE_SHARE = 0.9  # fraction of the memory left after loading the model
@@ -83,7 +87,7 @@ def build_engine(
     model = loaded.model.eval()
     if copy is None:
         ranks = layout.tensor.size * layout.pipeline.size
-        assert ranks == layout.world.size, "load.RULES: a single copy of the model"
+        assert ranks == layout.world.size, "load._one_copy: a single copy of the model"
         assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
     copy = copy or layout.world
     where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
@@ -169,3 +173,34 @@ def _make_cache(
             f"{options.block_size}: give it more memory, or split the model over more GPUs"
         )
     return CacheMemory(shapes, paged, count, options.block_size, device.torch_device, dtype)
+
+
+def ranks_of_copy(layout: Layout) -> Axis:
+    """Return the ranks of this process's copy of the model, stage by stage. Collective."""
+    if layout.data.size == 1:
+        return layout.world
+    ranks = tuple(
+        stage - layout.tensor.rank + part
+        for stage in layout.pipeline.ranks
+        for part in range(layout.tensor.size)
+    )
+    return Axis(
+        size=len(ranks),
+        rank=ranks.index(layout.world.rank),
+        ranks=ranks,
+        group=_group_of(layout, ranks),
+        journal=layout.journal,
+    )
+
+
+def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """Return the process group of these ranks. All processes make all groups in the same order."""
+    if len(ranks) == 1:
+        return None
+    step = layout.tensor.size  # the distance between neighboring data-parallel ranks
+    first = [rank - layout.data.rank * step for rank in ranks]
+    groups = [
+        dist.new_group([rank + copy * step for rank in first]) for copy in range(layout.data.size)
+    ]
+    mine: ProcessGroup = groups[layout.data.rank]
+    return mine

@@ -252,7 +252,9 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
     return replace(config, **found)
 
 
-def parse_generation(arguments: Sequence[str], world_size: int, program: Program) -> ParsedRun:
+def parse_generation(
+    arguments: Sequence[str], world_size: int, program: Program, *, has_copies: bool = False
+) -> ParsedRun:
     """Parse and check the command line of a program that generates text.
 
     The settings are those of the checkpoint under `--load`, changed by any other flags, so `--load`
@@ -263,13 +265,15 @@ def parse_generation(arguments: Sequence[str], world_size: int, program: Program
         arguments: The command line.
         world_size: Number of processes.
         program: Name, own flags and own checks of the program.
+        has_copies: Whether further processes may hold further copies of the model.
 
     Raises:
         ConfigError: The command line has mistakes. The error lists all of them.
         CheckpointError: --load does not name a GPT's checkpoint.
     """
     reads = SAVED_MODEL_READS | {"training.seed"}
-    program = replace(program, find_start=saved_run, rules=RULES, reads=lambda given: reads)
+    rules = (*SAVED_MODEL_RULES, _no_sequence_parallel, *(() if has_copies else (_one_copy,)))
+    program = replace(program, find_start=saved_run, rules=rules, reads=lambda given: reads)
     return parse_config(arguments, world_size=world_size, program=program)
 
 
@@ -336,7 +340,10 @@ def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
             f"does not match {world_size} launched process(es): text generation runs a single copy "
             f"of the model, so launch {tensor * pipeline}"
         )
-    if parallel.sequence_parallel:
+
+
+def _no_sequence_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
+    if config.parallel.sequence_parallel:
         yield "--sequence-parallel is for training: drop it"
 
 
@@ -382,7 +389,6 @@ SAVED_MODEL_RULES: tuple[Rule, ...] = (
     rules_model.normalization,
     rules_model.precision,
 )
-RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
 
 
 def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:

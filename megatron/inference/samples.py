@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from megatron.config.generation import SamplesConfig, find_sample_notices, sampl
 from megatron.config.parser import Program
 from megatron.data.text_input import load_line
 from megatron.durable import replace_file, storage_errors
-from megatron.errors import EXIT_OK, DataError, StorageError, UserError, say_on_stderr
-from megatron.inference.build import EngineOptions, build_engine
+from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
+from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
@@ -34,8 +35,10 @@ from megatron.inference.request import (
     Sampling,
     Token,
 )
+from megatron.inference.sharing import GeneratedText, SharedPrompts
 from megatron.inference.text import Detokenizer
 from megatron.inference.worker import serve
+from megatron.processes.groups import job_store
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
@@ -58,24 +61,24 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
 def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     own = Program(name=program, extra=(SamplesConfig,), check_extra=sample_problems)
-    parsed = parse_generation(arguments, launch.world_size, own)
+    parsed = parse_generation(arguments, launch.world_size, own, has_copies=True)
     samples: SamplesConfig
     (samples,) = parsed.extra
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
-    prompts: Sequence[str | None] = [samples.prompt] * max(1, samples.num_samples)
-    target, source = samples.genfile, samples.sample_input_file
-    if source is not None:
-        prompts = read_prompts(Path(source)) if launch.rank == 0 else []
-        target = samples.sample_output_file or f"{source}.out"
-    seed = parsed.config.training.seed
+    prompts = _prompts_of(samples) if launch.rank == 0 else []  # before the model, for mistakes
+    source = samples.sample_input_file
+    target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
+    config = parsed.config
+    seed = config.training.seed
     options = EngineOptions(max_sequences=samples.max_batch_size, seed=seed)
-    with processes(parsed.config, launch) as (device, layout):
-        folder = parsed.config.checkpoint.load
+    with processes(config, launch) as (device, layout), ExitStack() as stack:
+        folder = config.checkpoint.load
         assert folder is not None
-        loaded = load_gpt(folder, device, layout, config=parsed.config)
-        engine = build_engine(loaded, device, options)
-        if layout.world.rank:
+        loaded = load_gpt(folder, device, layout, config=config)
+        copy = ranks_of_copy(layout)
+        engine = build_engine(loaded, device, options, copy=copy)
+        if copy.rank:
             serve(engine, None)
             return EXIT_OK
         sampling = Sampling(
@@ -85,35 +88,61 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             top_p=samples.top_p,
             stop_tokens=(loaded.tokenizer.eod,),
         )
-        settings = settings_of(sampling, seed)
-        answers = ", ".join(f"{name} {value}" for name, value in settings.items())
-        rows = [("answers", answers), *engine_rows(loaded, engine, device)]
-        say_on_stderr(format_panel(program, rows))
-
-        def answer(prompts: NumberedPrompts, write: Callable[[GeneratedText], None]) -> int:
-            """Answer all prompts, and return how many could not be answered."""
-            # Keep more requests than are computed at once, so that others are ready when some end.
-            asked = 2 * samples.max_batch_size
-            inbox = SampleInbox(prompts, loaded.tokenizer, sampling, engine.limits, write, asked)
-            serve(engine, inbox)
-            return inbox.failed
-
-        if target is None:
-            failed = answer(enumerate(prompts), printer(len(prompts)))
-            where = "above"
+        store = job_store(launch, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+        done = failed = 0
+        if layout.world.rank:
+            shared = SharedPrompts(store, _prompts_of(samples))
         else:
-            path = Path(target)
-            where = f"in {path}"
-            with closing(SampleFile(path)) as file:
-                rest = file.rest(prompts)
-                print(f"{path}: {file.done} samples exist, {len(rest)} to generate", flush=True)
+            settings = settings_of(sampling, seed)
+            answers = ", ".join(f"{name} {value}" for name, value in settings.items())
+            rows = [("answers", answers), *engine_rows(loaded, engine, device)]
+            say_on_stderr(format_panel(program, rows))
+            write = printer(len(prompts))
+            if target is not None:
+                file = stack.enter_context(closing(SampleFile(Path(target))))
+                left = len(file.rest(prompts))
+                done, failed = file.done, file.failed
+                print(f"{target}: {done} samples exist, {left} to generate", flush=True)
                 model = str(Path(folder).resolve())
                 file.keep_settings({"--load": model, "iteration": loaded.iteration, **settings})
-                failed = file.failed + answer(enumerate(rest, file.done), file.write)
-            print(f"{path}: {len(rest)} samples written, {len(prompts)} in all", flush=True)
+                write = file.write
+            shared = SharedPrompts(store, prompts, done, write)
+        # Keep more requests than are computed at once, so that others are ready when some end.
+        asked = 2 * samples.max_batch_size
+        inbox = SampleInbox(
+            shared.claim(), loaded.tokenizer, sampling, engine.limits, shared.put, asked
+        )
+        serve(engine, inbox)
+        shared.finish()
+    if layout.world.rank:
+        return EXIT_OK
+    if target is not None:
+        print(f"{target}: {len(prompts) - done} samples written, {len(prompts)} in all", flush=True)
+    failed += shared.failed
     if failed:
+        where = "above" if target is None else f"in {target}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
     return EXIT_OK
+
+
+def _prompts_of(samples: SamplesConfig) -> list[str | None]:
+    """Return the prompt of every text to generate. `None` stands for no prompt.
+
+    Raises:
+        ConfigError: More texts are requested than the file of prompts is for.
+        DataError: The file of prompts cannot be read.
+    """
+    if samples.sample_input_file is None:
+        return [samples.prompt] * max(1, samples.num_samples)
+    found = read_prompts(Path(samples.sample_input_file))
+    prompts = [prompt for prompt in found for _ in range(samples.samples_per_prompt)]
+    if samples.num_samples > len(prompts):
+        raise ConfigError(
+            f"--num-samples {samples.num_samples}: --sample-input-file "
+            f"{samples.sample_input_file} has prompts for {len(prompts)} texts: give at most as "
+            "many, or raise --samples-per-prompt"
+        )
+    return [*prompts[: samples.num_samples or None]]
 
 
 def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
@@ -128,25 +157,6 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
     if sampling.temperature:
         found |= {"--top_k": sampling.top_k, "--top_p": sampling.top_p, "--seed": seed}
     return found
-
-
-@dataclass(frozen=True)
-class GeneratedText:
-    """A line of the result.
-
-    Attributes:
-        prompt: The prompt, or `None` if there is none.
-        text: The text generated after the prompt.
-        length: Number of tokens in the text.
-        finished: Whether the model ended the text with its end-of-document token.
-        error: Why there is no text, or "" if there is one.
-    """
-
-    prompt: str | None
-    text: str
-    length: int
-    finished: bool
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,6 @@ class SampleInbox:
         limits: Limits of the engine. Longer prompts are errors, and longer answers are cut off.
         write: Function that is called with each text, in the order of the prompts.
         at_a_time: Number of requests to keep under way.
-        failed: Number of prompts that could not be answered.
     """
 
     prompts: NumberedPrompts
@@ -179,7 +188,6 @@ class SampleInbox:
     limits: EngineLimits
     write: Callable[[GeneratedText], None]
     at_a_time: int
-    failed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Start with no requests under way."""
@@ -245,7 +253,6 @@ class SampleInbox:
         self._put(index, GeneratedText(prompt, text, len(tokens), ended))
 
     def _fail(self, index: int, prompt: str | None, why: str) -> None:
-        self.failed += 1
         self._put(index, GeneratedText(prompt, "", 0, finished=False, error=why))
 
     def _put(self, index: int, text: GeneratedText) -> None:
@@ -405,7 +412,8 @@ def _json_object(data: bytes) -> dict[str, Any]:
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file, one per line.
 
-    In a *.jsonl file, each line is an object with a "prompt" or, if it has none, a "text".
+    In a *.jsonl file, each line is an object with a "prompt" or, if it has none, a "text". A prompt
+    may be an object with a "text", as in RealToxicityPrompts.
 
     Raises:
         DataError: The file is missing, or a line is not a prompt.
@@ -421,6 +429,8 @@ def read_prompts(path: Path) -> list[str]:
     for number, line in enumerate(lines, 1):
         fields = _json_object(line.encode())
         prompt = fields.get("prompt", fields.get("text"))
+        if isinstance(prompt, dict):
+            prompt = prompt.get("text")
         if not isinstance(prompt, str):
             raise DataError(
                 f"--sample-input-file {path}: line {number} is not an object with a "

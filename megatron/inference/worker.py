@@ -1,7 +1,8 @@
 """The loop of every serving rank, which takes commands, runs steps and sends events.
 
-Rank 0 takes commands from outside and sends them to the other ranks, so that every engine gets the
-same calls in the same order and makes the same decisions. Only rank 0 sends events.
+The first rank of a copy of the model takes commands from outside and sends them to the copy's other
+ranks, so that every engine gets the same calls in the same order and makes the same decisions. Only
+the first rank sends events. A server has a single copy, whose first rank is rank 0.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megatron.inference.request import Event, Finished, RequestError
 from megatron.parallel.collectives import broadcast
 from megatron.parallel.layout import Axis
 
-# Interval at which an idle rank 0 contacts the other ranks, far below any collective's timeout.
+# Interval at which an idle first rank contacts the other ranks, far below any collective's timeout.
 _IDLE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class Inbox(Protocol):
-    """Rank 0's connection to the clients."""
+    """The first rank's connection to the clients."""
 
     def poll(self, wait: float) -> list[Command]:
         """Return the commands that have arrived, in order.
@@ -41,26 +42,26 @@ class Inbox(Protocol):
 
 
 def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
-    """Run until the command to shut down. Collective over all ranks of the layout.
+    """Run until the command to shut down. Collective over the ranks of this copy of the model.
 
     Args:
         engine: This rank's engine, which has the same settings as those of the other ranks.
-        inbox: Rank 0's inbox, or `None` on the other ranks.
+        inbox: The first rank's inbox, or `None` on the other ranks.
     """
-    world, device = engine.executor.layout.world, engine.executor.device.torch_device
-    assert (inbox is not None) == (world.rank == 0), (
-        "rank 0 has an inbox, and no other rank has one"
+    copy, device = engine.executor.copy, engine.executor.device.torch_device
+    assert (inbox is not None) == (copy.rank == 0), (
+        "the first rank has an inbox, and no other rank has one"
     )
-    world.journal.enter("text generation")
+    copy.journal.enter("text generation")
     running = True
     while running:
         mine = [] if inbox is None else inbox.poll(0.0 if engine.has_work else _IDLE_SECONDS)
         events: list[Event] = []
-        for command in _share(mine, world, device):
+        for command in _share(mine, copy, device):
             running = running and not isinstance(command, Shutdown)
             events += obey(engine, command)
         if engine.has_work:
-            events += _step(engine, alone=world.size == 1)
+            events += _step(engine, alone=copy.size == 1)
         if inbox is not None and events:
             inbox.send(events)
 
@@ -94,15 +95,15 @@ def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
         return engine.abort(f"{type(error).__name__}: {error}")
 
 
-def _share(commands: list[Command], world: Axis, device: torch.device) -> list[Command]:
-    """Broadcast rank 0's commands, as a size and then bytes, and return them. Collective."""
-    if world.size == 1:
+def _share(commands: list[Command], copy: Axis, device: torch.device) -> list[Command]:
+    """Broadcast the first rank's commands, as a size and then bytes, and return them."""
+    if copy.size == 1:
         return commands
     data = write(Command, commands) if commands else b""
-    size = int(broadcast(torch.tensor([len(data)], device=device), world))
+    size = int(broadcast(torch.tensor([len(data)], device=device), copy))
     if not size:
         return []
     body = torch.empty(size, dtype=torch.uint8, device=device)
-    if world.rank == 0:
+    if copy.rank == 0:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return read(Command, broadcast(body, world).cpu().numpy().tobytes())
+    return read(Command, broadcast(body, copy).cpu().numpy().tobytes())

@@ -109,6 +109,20 @@ def process_group(
     watchdog.stop()  # not after an error, which the process may be unable to print
 
 
+def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Return a store of small values that all processes of a running job share.
+
+    Call this while the process groups are alive. A process alone gets a store of its own.
+
+    Args:
+        launch: The ranks of this process, from the launcher.
+        timeout: How long reading a value that is not there yet may take.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    return dist.PrefixStore("job", _of_this_attempt(_meet(launch, timeout), launch))
+
+
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
     """Return the launcher's store, once all processes have connected to it."""
     check_meeting_place(launch.world_size)

@@ -21,7 +21,7 @@ from megatron.config.run import RunOptions
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.request import Event, Finished, Request, Sampling, Token
 from megatron.inference.score import Sample, Scorer
@@ -195,10 +195,6 @@ def _kept(found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: found.get(key) for key in ("versions", "n-shot", "n-samples")}
 
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
 @dataclass(frozen=True)
 class TextToWrite:
     """A prompt and the settings for continuing it.
@@ -294,39 +290,6 @@ def cut_at(text: str, ends: Sequence[str]) -> str | None:
     """Return `text` up to the first of `ends` that occurs in it, or `None` if none does."""
     places = [place for end in ends if end and (place := text.find(end)) >= 0]
     return text[: min(places)] if places else None
-
-
-def ranks_of_copy(layout: Layout) -> Axis:
-    """Return the ranks of this process's copy of the model, stage by stage. Collective."""
-    if layout.data.size == 1:
-        return layout.world
-    ranks = tuple(
-        stage - layout.tensor.rank + part
-        for stage in layout.pipeline.ranks
-        for part in range(layout.tensor.size)
-    )
-    return Axis(
-        size=len(ranks),
-        rank=ranks.index(layout.world.rank),
-        ranks=ranks,
-        group=_group_of(layout, ranks),
-        journal=layout.journal,
-    )
-
-
-def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """Return the process group of these ranks. All processes make all groups in the same order."""
-    if len(ranks) == 1:
-        return None
-    import torch.distributed as dist
-
-    step = layout.tensor.size  # the distance between neighboring data-parallel ranks
-    first = [rank - layout.data.rank * step for rank in ranks]
-    groups = [
-        dist.new_group([rank + copy * step for rank in first]) for copy in range(layout.data.size)
-    ]
-    mine: ProcessGroup = groups[layout.data.rank]
-    return mine
 
 
 Work = Callable[[Json], Json]

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from megatron.errors import DataError, StorageError
 from megatron.inference.messages import Add
 from megatron.inference.request import EngineLimits, Finished
-from megatron.inference.samples import GeneratedText, SampleFile, SampleInbox, read_prompts
+from megatron.inference.samples import SampleFile, SampleInbox, read_prompts
+from megatron.inference.sharing import GeneratedText, SharedPrompts
 from tests.checkpoint.huggingface.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
 from tests.inference.toy import expected_greedy, greedy
+from tests.launch import run_ranks
+from tests.repository import ROOT
 from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
 from tools import generate_samples_gpt
 
@@ -207,7 +211,7 @@ def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     assert [text.prompt for text in written] == ["x" * 4, "x" * 10]
     assert written[0].error == "no room"
     assert "the cache's 10 positions" in written[1].error
-    assert inbox.failed == 2
+    assert all(text.error for text in written)
 
 
 def test_several_texts_for_one_prompt_are_printed(
@@ -234,3 +238,71 @@ def test_mistakes_are_named_together(model: Path, capsys: pytest.CaptureFixture[
     assert "--max-batch-size 1000000: must be at most 65536" in said
     assert run(model) == 9
     assert "nothing to write: give --prompt TEXT" in capsys.readouterr().err
+
+
+def test_prompts_of_realtoxicityprompts_are_read_as_they_are(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    records = [{"prompt": {"text": "w1 w2", "toxicity": 0.1}, "challenging": True}, {"text": "w3"}]
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_prompts(source) == ["w1 w2", "w3"]
+    source.write_text('{"prompt": {"toxicity": 0.1}}\n')
+    with pytest.raises(DataError, match="line 1 is not an object with"):
+        read_prompts(source)
+
+
+def test_several_samples_for_each_prompt_of_a_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_text("w1 w5\nw8\n")
+    flags = ("--sample-input-file", source, "--sample-output-file", target, "--out-seq-length", 6)
+    assert run(model, *flags, "--samples-per-prompt", 3, "--num-samples", 5) == 0
+    found = read(target)
+    assert [sample["prompt"] for sample in found] == ["w1 w5"] * 3 + ["w8"] * 2
+    assert len({sample["text"] for sample in found}) == 5
+    assert run(model, *flags, "--num-samples", 3) == 9
+    assert "has prompts for 2 texts" in capsys.readouterr().err
+    assert run(model, "--num-samples", 2, "--samples-per-prompt", 3) == 9
+    assert "is for --sample-input-file: use --num-samples" in capsys.readouterr().err
+
+
+def test_copies_of_the_model_share_the_work_and_write_the_same(model: Path, tmp_path: Path) -> None:
+    """Also where a single process wrote the beginning, and where a copy is split in two."""
+    alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
+    flags = ("--load", model, "--num-samples", 9, "--out-seq-length", 8, "--max-batch-size", 1)
+    assert generate_samples_gpt.main([*map(str, flags), "--genfile", str(alone)]) == 0
+    lines = alone.read_bytes().splitlines(keepends=True)
+    shared.write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    settings = Path(f"{alone}.settings.json").read_bytes()
+    Path(f"{shared}.settings.json").write_bytes(settings)
+    script = str(ROOT / "tools" / "generate_samples_gpt.py")
+    words = [script, *map(str, flags), "--genfile", str(shared)]
+    done = run_ranks(words, dict(os.environ), 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{shared}: 7 samples written, 9 in all" in done.stdout
+    assert shared.read_bytes() == alone.read_bytes()
+    shared.unlink()
+    done = run_ranks([*words, "--tensor-model-parallel-size", "2"], dict(os.environ), 4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shared.read_bytes() == alone.read_bytes()
+
+
+def test_texts_of_other_copies_are_written_in_the_order_of_the_prompts() -> None:
+    store, written = HashStore(), []
+    prompts = ["a", "b", "c", "d"]
+    first = SharedPrompts(store, prompts, 1, written.append)
+    second = SharedPrompts(store, prompts)
+    mine, others = first.claim(), second.claim()
+    assert next(others) == (1, "b")
+    assert next(mine) == (2, "c")
+    assert next(others) == (3, "d")
+    first.put(GeneratedText("c", "", 0, finished=False, error="too long"))
+    assert not written
+    for prompt in ("b", "d"):
+        second.put(GeneratedText(prompt, "x", 1, finished=True))
+    first.finish()
+    assert [text.prompt for text in written] == ["b", "c", "d"]
+    assert first.failed == 1
+    assert not [*mine, *others]
+    with pytest.raises(DataError, match="found 3 prompts, and rank 0 found 4"):
+        SharedPrompts(store, prompts[:3])

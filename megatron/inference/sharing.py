@@ -1,0 +1,115 @@
+"""Division of many prompts among the copies of a model, and collection of their texts in order.
+
+Every copy claims the next prompt as soon as it has room, so a copy that gets long texts holds up no
+other. All texts travel to rank 0, which writes them in the order of their prompts: what was written
+before an interruption is always the beginning of the result. A text depends on the seed and on its
+prompt's index, so it is the same for any number of copies.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from megatron.errors import DataError
+
+_CLAIMED, _START = "claimed", "start"
+_WAIT = 0.05  # seconds between two looks for the texts of other copies
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A line of the result.
+
+    Attributes:
+        prompt: The prompt, or `None` if there is none.
+        text: The text generated after the prompt.
+        length: Number of tokens in the text.
+        finished: Whether the model ended the text with its end-of-document token.
+        error: Why there is no text, or "" if there is one.
+    """
+
+    prompt: str | None
+    text: str
+    length: int
+    finished: bool
+    error: str = ""
+
+
+class SharedPrompts:
+    """The prompts that are left to answer, as one copy of the model sees them."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prompts: Sequence[str | None],
+        done: int = 0,
+        write: Callable[[GeneratedText], None] | None = None,
+    ) -> None:
+        """Begin to share. Each copy's first rank calls this.
+
+        Args:
+            store: A store that the first ranks share.
+            prompts: All prompts, including those that are done.
+            done: On rank 0, the number of prompts that have been answered already.
+            write: On rank 0, a function that takes the texts in the order of their prompts. `None`
+                on the other ranks.
+
+        Raises:
+            DataError: Another number of prompts was found on rank 0.
+        """
+        self._store, self._prompts, self._write = store, prompts, write
+        if write is not None:
+            store.set(_START, json.dumps([done, len(prompts)]))
+        self._next, total = json.loads(store.get(_START))
+        if total != len(prompts):
+            raise DataError(
+                f"this process found {len(prompts)} prompts, and rank 0 found {total}: give all "
+                "machines the same file"
+            )
+        self._first = self._next
+        self._claimed: deque[int] = deque()  # indices of this copy's unanswered prompts
+        self._texts: dict[int, GeneratedText] = {}  # this copy's texts that wait for earlier ones
+        self.failed = 0
+
+    def claim(self) -> Iterator[tuple[int, str | None]]:
+        """Yield the index and text of prompts that no other copy answers."""
+        while (index := self._first + self._store.add(_CLAIMED, 1) - 1) < len(self._prompts):
+            self._claimed.append(index)
+            yield index, self._prompts[index]
+
+    def put(self, text: GeneratedText) -> None:
+        """Take the text for the earliest claimed prompt that has none yet."""
+        index = self._claimed.popleft()
+        if self._write is None:
+            self._store.set(f"text/{index}", json.dumps(asdict(text)))
+        else:
+            self._texts[index] = text
+            self._write_complete()
+
+    def finish(self) -> None:
+        """Wait on rank 0 until the texts of all copies are written."""
+        while self._write is not None and self._next < len(self._prompts):
+            self._write_complete()
+            time.sleep(_WAIT)
+
+    def _write_complete(self) -> None:
+        assert self._write is not None, "only rank 0 writes"
+        while (text := self._take(self._next)) is not None:
+            self.failed += bool(text.error)
+            self._write(text)
+            self._next += 1
+
+    def _take(self, index: int) -> GeneratedText | None:
+        """Remove and return the text of a prompt, or return `None` if it is not complete."""
+        key = f"text/{index}"
+        if index in self._texts or not self._store.check([key]):
+            return self._texts.pop(index, None)
+        text = GeneratedText(**json.loads(self._store.get(key)))
+        self._store.delete_key(key)
+        return text
