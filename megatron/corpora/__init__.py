@@ -11,7 +11,6 @@
     report          what was left out and why: counts, samples, a picture, speed
     local           datatrove's local executor on our processes
     run             stages and executors: local processes, SLURM, Ray
-    requirements    the optional packages
 
 It is a package and not a folder of scripts, because processes on other machines import the blocks.
 Every result depends only on the input and the settings, never on the number of processes.

@@ -2,4 +2,6 @@
 
 Retro (Borgeaud et al., 2022) cuts every sequence into chunks and attends, for each of them, to
 similar chunks of a database. The working folder has the files of Megatron-LM 23.08.
+
+    blocks          tables in HDF5 block files: which are missing, writing, checked reading
 """

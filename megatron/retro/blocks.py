@@ -1,0 +1,261 @@
+"""Tables in HDF5 block files, so that work can be divided and can continue after any block.
+
+A table of `count` rows is cut into blocks of `size` rows. `a-b.hdf5` holds rows a to b - 1. A
+file has its name only when it is complete: it is written under a temporary name, flushed and
+renamed. The files have the names and the layout of Megatron-LM 23.08: contiguous data sets without
+attributes or filters.
+
+HDF5 files are untrusted. Data sets are compared with the expected types and shapes before they are
+read, and none may refer to another file, be compressed, or claim more rows than are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.durable import renamed_when_done, sync_folder, writing_to
+from megatron.errors import DataError, warn
+from megatron.extras import packages_of
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Axis
+
+if TYPE_CHECKING:
+    import h5py
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class TableBlock(NamedTuple):
+    """A part of a table, and its file.
+
+    Attributes:
+        start: The first row.
+        stop: The row after the last.
+        path: The file, which may not exist yet.
+    """
+
+    start: int
+    stop: int
+    path: Path
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+
+class DataSet(NamedTuple):
+    """What a file must hold under a name.
+
+    Attributes:
+        dtype: The type, for example "u4".
+        shape: The length of each dimension. `None` accepts any.
+        may_be_flat: Whether the shape (0,) is accepted too. Megatron-LM writes it for no rows.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+    may_be_flat: bool = False
+
+
+# The data sets that a block must hold, by name.
+Contents = Callable[[TableBlock], Mapping[str, DataSet]]
+
+
+def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
+    """Return all blocks of a table.
+
+    Args:
+        folder: The folder of the block files.
+        count: The number of rows of the table.
+        size: The number of rows of every block but the last.
+    """
+    if count == 0:
+        return []
+    # Megatron-LM's formula, whose rounding the file names depend on.
+    digits = int(np.ceil(np.log(count) / np.log(10)) + 1)
+    bounds = ((start, min(count, start + size)) for start in range(0, count, size))
+    return [
+        TableBlock(start, stop, folder / f"{start:0{digits}}-{stop:0{digits}}.hdf5")
+        for start, stop in bounds
+    ]
+
+
+def missing_blocks(
+    blocks: Sequence[TableBlock], contents: Contents, world: Axis
+) -> list[TableBlock]:
+    """Return the blocks that are not there yet, on every process the same. Collective.
+
+    A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
+    damaged one when it is complete. The processes divide the files among themselves.
+
+    Args:
+        blocks: The blocks to look for.
+        contents: The data sets that each block must hold.
+        world: The processes that share the folder.
+    """
+    is_missing = torch.zeros(len(blocks), dtype=torch.int32)
+    for number in range(world.rank, len(blocks), world.size):
+        block = blocks[number]
+        try:
+            with open_block(block, contents):
+                pass
+        except FileNotFoundError:
+            is_missing[number] = 1
+        except DataError as error:
+            is_missing[number] = 1
+            warn(f"{error}; it is made again")
+    found: list[int] = all_reduce(is_missing, world).nonzero().flatten().tolist()
+    return [blocks[number] for number in found]
+
+
+def blocks_to_do(
+    blocks: Sequence[TableBlock], contents: Contents, world: Axis
+) -> Iterator[TableBlock]:
+    """Yield the missing blocks that this process must write, one after the other. Collective.
+
+    The processes wait for each other after every round of blocks, so that none waits longer than
+    one block takes, and once the last block is written. When the iterator is exhausted, all blocks
+    are there.
+
+    Args:
+        blocks: All blocks of a table.
+        contents: The data sets that each block must hold.
+        world: The processes that share the folder.
+    """
+    missing = missing_blocks(blocks, contents, world)
+    for first in range(0, len(missing), world.size):
+        if first + world.rank < len(missing):
+            yield missing[first + world.rank]
+        world.barrier()
+
+
+@contextmanager
+def new_hdf5(path: Path) -> Iterator[h5py.File]:
+    """Yield a new HDF5 file that gets its name if the body succeeds and is removed if it fails.
+
+    Raises:
+        StorageError: The file cannot be written.
+        ConfigError: The package h5py is missing.
+    """
+    with packages_of("retro"):
+        import h5py
+    with writing_to("--retro-workdir", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with renamed_when_done(path) as file, h5py.File(file, "w") as content:
+            yield content
+        sync_folder(path.parent)
+
+
+def write_block(block: TableBlock, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write the file of a block, whole or not at all.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    with new_hdf5(block.path) as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array)
+
+
+def read_block(block: TableBlock, contents: Contents) -> Arrays:
+    """Return the data sets of a block.
+
+    Raises:
+        DataError: The file is missing, damaged, or has other data sets.
+    """
+    try:
+        with open_block(block, contents) as sets:
+            return {name: found[()] for name, found in sets.items()}
+    except FileNotFoundError:
+        raise DataError(
+            f"{block.path} does not exist: the working folder is incomplete; run "
+            "tools/retro/main.py again, which writes only what is missing"
+        ) from None
+
+
+@contextmanager
+def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
+    """Yield the checked data sets of a block, not read yet.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DataError: The file is damaged or has other data sets.
+    """
+    with open_hdf5(block.path, contents(block)) as sets:
+        yield sets
+
+
+@contextmanager
+def open_hdf5(path: Path, expected: Mapping[str, DataSet]) -> Iterator[dict[str, h5py.Dataset]]:
+    """Yield the checked data sets of a file, not read yet.
+
+    Args:
+        path: The file.
+        expected: The data sets that it must hold, by name. Others are ignored.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DataError: The file is damaged or does not hold what is expected.
+        ConfigError: The package h5py is missing.
+    """
+    with packages_of("retro"):
+        import h5py
+    with _damage(path):
+        file = h5py.File(path, "r")
+    with file:
+        with _damage(path):
+            sets = {name: _checked(path, file, name, want) for name, want in expected.items()}
+        with _damage(path):
+            yield sets
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turn what h5py raises for a damaged file into a DataError that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a readable HDF5 file ({error})") from error
+
+
+def _checked(path: Path, file: h5py.File, name: str, expected: DataSet) -> h5py.Dataset:
+    import h5py
+
+    # A soft or external link could name any file.
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise DataError(f"{path}: no data set {name!r}; it has {_shown(file)}")
+    found = file[name]
+    if not isinstance(found, h5py.Dataset):
+        raise DataError(f"{path}: {name!r} is a group, expected a data set")
+    want, shape = np.dtype(expected.dtype), expected.shape
+    fits = len(found.shape) == len(shape) and all(
+        length in (actual, None) for actual, length in zip(found.shape, shape, strict=True)
+    )
+    if found.dtype != want or not (fits or (expected.may_be_flat and found.shape == (0,))):
+        asked = "x".join("any" if length is None else str(length) for length in shape)
+        actual = "x".join(map(str, found.shape))
+        raise DataError(
+            f"{path}: {name!r} holds {actual} values of {found.dtype}, expected {asked} of {want}"
+        )
+    # A compressed data set, or one that is not stored, could fill the memory from a few bytes.
+    stored = found.id.get_storage_size()
+    if found.external or found.is_virtual or found.chunks or stored != found.size * want.itemsize:
+        raise DataError(f"{path}: {name!r} is not stored contiguously in this file")
+    if stored and found.id.get_offset() + stored > path.stat().st_size:
+        raise DataError(f"{path}: {name!r} ends after the end of the file, which is truncated")
+    return found
+
+
+def _shown(file: h5py.File) -> str:
+    names = [repr(str(name)) for name in list(file)[:4]]
+    return ", ".join(names) or "none"
