@@ -17,6 +17,7 @@ from megatron.tokenizer.files import VocabularyFile, digest
 from megatron.tokenizer.library import Library
 
 _END = "<|endoftext|>"
+_UNKNOWN = "\ufffd".encode()
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -72,14 +73,20 @@ class GPT2Tokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; padding ids outside the vocabulary become U+FFFD."""
-        entries = self.inv_vocab
+        of_entry = self._bytes_of_entry
+        return b"".join([of_entry.get(int(i), _UNKNOWN) for i in ids]).decode("utf-8", "replace")
+
+    @cached_property
+    def _bytes_of_entry(self) -> dict[int, bytes]:
         table = byte_of_character()
         # Characters outside the byte table only occur in special entries, which are plain text.
-        return b"".join(
-            bytes([table[character]]) if character in table else character.encode()
-            for i in ids
-            for character in entries.get(int(i), "\ufffd")
-        ).decode("utf-8", errors="replace")
+        return {
+            i: b"".join(
+                bytes([table[character]]) if character in table else character.encode()
+                for character in entry
+            )
+            for entry, i in self.vocab.items()
+        }
 
 
 def _parse_merges(file: VocabularyFile) -> list[str]:

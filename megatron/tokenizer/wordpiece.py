@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import VocabularyFile, digest, extra_ids
 from megatron.tokenizer.library import Library
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
@@ -52,6 +56,13 @@ class WordPieceTokenizer(Tokenizer):
         """Return the ids of one text, without [CLS] and [SEP]."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Return the ids of many texts, one array per text, computed on all cores."""
+        import numpy as np
+
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in encoded]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the words separated by single spaces; the original spacing is lost."""

@@ -1,0 +1,374 @@
+"""Embeddings of texts: one vector for each, the mean of an encoder's last hidden states.
+
+Two kinds of encoder make them: a BERT from any checkpoint that this package reads, and an encoder
+of the package transformers. Texts are sorted by length within a piece, so that little of a batch is
+padding. While the device computes a piece, a thread tokenizes the next one.
+
+Megatron-LM 23.08 embeds a text as it is masked for training, by a seed that depends on the text's
+place in its block. `Masking` reproduces that; without it, texts are embedded as they are.
+
+In shapes, n counts texts, s tokens of the longest text of a batch, h is the width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.checkpoint.entries import model_state
+from megatron.checkpoint.reader import PaddedReader, restore
+from megatron.config.data import TokenizerConfig
+from megatron.data.bert import BertDataset, BertOptions
+from megatron.data.masking import SpecialIds
+from megatron.device import Device
+from megatron.errors import ConfigError
+from megatron.extras import packages_of
+from megatron.inference.load import open_existing, saved_config
+from megatron.models.bert import BertModel
+from megatron.models.build import run_context
+from megatron.models.plans import model_plan
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+END_OF_DOCUMENT = "<|endoftext|>"  # GPT-2's spelling, which Megatron-LM removes from texts
+KINDS = ("megatron", "huggingface")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BATCHES = 64  # batches of a piece, which is sorted by length
+_ENDS = 2  # [CLS] and [SEP]
+
+Vectors = NDArray[np.float32]
+
+
+class Masking(NamedTuple):
+    """The masking of texts as for BERT's training, as in Megatron-LM 23.08.
+
+    Attributes:
+        seed: The seed of the draws. Text i of a block is masked with `seed + i`.
+        probability: The share of tokens to mask.
+    """
+
+    seed: int
+    probability: float = 0.15
+
+
+@dataclass(frozen=True)
+class EmbedderOptions:
+    """What embeds texts, and how.
+
+    Attributes:
+        kind: "megatron" for a BERT of this package, "huggingface" for one of transformers.
+        load: The folder of the BERT's checkpoints, or the folder or name of a Hugging Face model.
+        tokenizer: The BERT's tokenizer; `None` takes that of the checkpoint. Unused with
+            "huggingface".
+        batch_size: The most texts of a batch.
+        max_length: The most tokens of a text, [CLS] and [SEP] included. Further ones are cut off.
+        dtype: The number format, a key of `DTYPES`; `None` takes that of the checkpoint.
+        masking: The masking as in Megatron-LM; `None` embeds texts as they are.
+        allow_foreign: Whether files owned by other users are read.
+    """
+
+    kind: str
+    load: str
+    tokenizer: TokenizerConfig | None = None
+    batch_size: int = 128
+    max_length: int = 256
+    dtype: str | None = None
+    masking: Masking | None = None
+    allow_foreign: bool = False
+
+
+class DecodedChunks(Sequence[str]):
+    """The texts of chunks of tokens, each decoded when it is asked for.
+
+    Args:
+        tokens: The chunks, `[n, m]`, padded with the end of a document.
+        tokenizer: The tokenizer that made the tokens.
+        keeps_ends: Whether ends of documents are spelled out. `Embedder` removes GPT-2's spelling,
+            so this matters for other tokenizers, and where a character is cut by an end.
+    """
+
+    def __init__(
+        self, tokens: NDArray[np.int64], tokenizer: Tokenizer, *, keeps_ends: bool = False
+    ) -> None:
+        """Store the tokens and the tokenizer."""
+        self._tokens, self._tokenizer = tokens, tokenizer
+        self._left_out = None if keeps_ends else tokenizer.eod
+
+    def __len__(self) -> int:
+        """Return the number of chunks, n."""
+        return len(self._tokens)
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the text of chunk `i`."""
+        row = self._tokens[i]
+        kept = row if self._left_out is None else row[row != self._left_out]
+        return self._tokenizer.detokenize(kept.tolist())
+
+
+class _Rows(NamedTuple):
+    """The tokens of a piece's texts, from short to long.
+
+    Attributes:
+        places: The index of each text in its piece, `[n]`.
+        rows: The tokens of each, special tokens included.
+    """
+
+    places: NDArray[np.int64]
+    rows: list[NDArray[np.int64]]
+
+
+class Embedder(ABC):
+    """A maker of vectors from texts.
+
+    Attributes:
+        width: The length of a vector, h.
+        max_length: The most tokens of a text, special tokens included.
+    """
+
+    width: int
+    max_length: int
+
+    def __init__(self, device: Device, batch_size: int) -> None:
+        """Store the device and the most texts of a batch."""
+        self._device = device
+        self._batch_size = batch_size
+
+    def embed(self, texts: Sequence[str], *, first: int = 0) -> Vectors:
+        """Return the vectors of texts, float32 `[n, h]`.
+
+        The memory that this takes beside the result does not depend on the number of texts, if
+        `texts` makes each when it is asked for it.
+
+        Args:
+            texts: The texts.
+            first: The index of the first text in its block. Only masking depends on it.
+        """
+        vectors = np.empty((len(texts), self.width), np.float32)
+        pending: list[tuple[NDArray[np.int64], Tensor]] = []
+
+        def collect() -> None:
+            for places, values in pending:
+                vectors[places] = values.cpu().numpy()
+            pending.clear()
+
+        for start, piece in self._pieces(texts, first):
+            launched = [(start + places, values) for places, values in self._launch(piece)]
+            collect()  # of the piece before, while the device computes this one
+            pending.extend(launched)
+        collect()
+        return vectors
+
+    def _pieces(self, texts: Sequence[str], first: int) -> Iterator[tuple[int, _Rows]]:
+        """Yield the tokens of each piece of texts, made one piece ahead, with its start."""
+        size = self._batch_size * _BATCHES
+
+        def make(start: int) -> _Rows:
+            piece = [texts[i] for i in range(start, min(start + size, len(texts)))]
+            rows = self._tokenize(piece, first + start)
+            places = np.argsort([len(row) for row in rows], kind="stable")
+            return _Rows(places, [rows[i] for i in places])
+
+        starts = range(0, len(texts), size)
+        with ThreadPoolExecutor(1) as pool:
+            ahead = [pool.submit(make, start) for start in starts[:1]]
+            for start in starts:
+                piece = ahead.pop().result()
+                if start + size < len(texts):
+                    ahead.append(pool.submit(make, start + size))
+                yield start, piece
+
+    @torch.no_grad()
+    def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        """Yield the places of each batch's texts, and their vectors, perhaps still computed."""
+        for start in range(0, len(piece.rows), self._batch_size):
+            rows = piece.rows[start : start + self._batch_size]
+            tokens = np.full((len(rows), len(rows[-1])), self._filler, np.int64)
+            for number, row in enumerate(rows):
+                tokens[number, : len(row)] = row
+            lengths = np.array([len(row) for row in rows])
+            values = self._vectors(self._device.send(tokens), self._device.send(lengths))
+            yield piece.places[start : start + self._batch_size], values
+
+    _filler: int  # the id of padding
+
+    @abstractmethod
+    def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
+        """Return the tokens of each text, special tokens included."""
+
+    @abstractmethod
+    def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Return the vectors fp32 [n, h] of tokens [n, s], of which each row has `lengths` [n]."""
+
+
+def _mean(hidden: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of hidden states.
+
+    Args:
+        hidden: [s, n, h].
+        counts: bool [n, s], True for tokens that count.
+
+    Returns:
+        fp32 [n, h]; 0 for a text in which no token counts.
+    """
+    weights = counts.float()
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.einsum("snh,ns->nh", hidden.float(), weights)
+
+
+class MegatronEmbedder(Embedder):
+    """A BERT of this package. The mean leaves [CLS] and [SEP] out, as Megatron-LM's does.
+
+    Args:
+        model: A BERT without heads, in evaluation mode, on the device.
+        tokenizer: Its tokenizer, with cls, sep, pad and, with masking, mask.
+        device: The device.
+        options: The sizes and the masking.
+
+    Raises:
+        ConfigError: The tokenizer lacks a special token, or texts may be longer than the model.
+    """
+
+    def __init__(
+        self, model: BertModel, tokenizer: Tokenizer, device: Device, options: EmbedderOptions
+    ) -> None:
+        """Store the model, and find the special tokens."""
+        super().__init__(device, options.batch_size)
+        positions = model.plan.positions
+        if not _ENDS < options.max_length <= positions:
+            raise ConfigError(
+                f"--retro-bert-max-chunk-length {options.max_length}: the BERT in {options.load} "
+                f"has {positions} positions: give {_ENDS + 1} to {positions}"
+            )
+        self.width, self.max_length = model.plan.hidden, options.max_length
+        self._model, self._tokenizer, self._masking = model, tokenizer, options.masking
+        self._ids = SpecialIds.of_bert(tokenizer)
+        self._filler = self._ids.pad
+
+    def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
+        cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
+        most, empty = self.max_length - _ENDS, np.array([self._ids.pad])
+        pieces = [ids[:most] for ids in self._tokenizer.tokenize_batch(cleaned)]
+        pieces = [ids if len(ids) else empty for ids in pieces]
+        if self._masking is None:
+            cls, sep = [self._ids.cls], [self._ids.sep]
+            return [np.concatenate((cls, ids, sep), dtype=np.int64) for ids in pieces]
+        seed, probability = self._masking
+        how = BertOptions(self.max_length, probability, seed + first, binary_head=False)
+        samples = BertDataset(_Texts(pieces), self._ids, how)
+        return [np.asarray(samples[i]["text"])[: len(ids) + _ENDS] for i, ids in enumerate(pieces)]
+
+    def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = lengths[:, None]
+        hidden = self._model(tokens, places < ends)
+        assert isinstance(hidden, Tensor), "the model has heads"
+        return _mean(hidden, (places > 0) & (places < ends - 1))
+
+
+class _Texts(list[NDArray[Any]]):
+    """Tokens of texts, each of which is a sample of a single sentence."""
+
+    description = ""
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the only sentence of sample `i`, and its length."""
+        sentence = super().__getitem__(i)
+        return [sentence], len(sentence)
+
+
+class HuggingFaceEmbedder(Embedder):
+    """An encoder of the package transformers, such as a sentence encoder.
+
+    The mean is over all tokens of a text, special tokens included, which is how sentence encoders
+    are trained. Megatron-LM's, which `options.masking` asks for, leaves the first and last out.
+
+    Args:
+        device: The device.
+        options: The model and the sizes. Nothing is masked.
+
+    Raises:
+        ConfigError: The package is missing, or the model cannot be loaded.
+    """
+
+    def __init__(self, device: Device, options: EmbedderOptions) -> None:
+        """Load the model and its tokenizer, without running code of theirs."""
+        super().__init__(device, options.batch_size)
+        with packages_of("retro"):
+            import transformers
+        try:
+            # Weights are read from safetensors, because other files may hold code.
+            model = transformers.AutoModel.from_pretrained(
+                options.load,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=DTYPES[options.dtype or "fp32"],
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                options.load, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(
+                f"--bert-embedder-load {options.load}: not a model that transformers can load "
+                f"({error}): give a folder with config.json, model.safetensors and tokenizer.json, "
+                "or a model's name"
+            ) from error
+        positions = getattr(model.config, "max_position_embeddings", options.max_length)
+        if not _ENDS < options.max_length <= positions:
+            raise ConfigError(
+                f"--retro-bert-max-chunk-length {options.max_length}: {options.load} has "
+                f"{positions} positions: give {_ENDS + 1} to {positions}"
+            )
+        self.width, self.max_length = model.config.hidden_size, options.max_length
+        self._model = model.to(device.torch_device).eval()
+        self._tokenizer = tokenizer
+        self._filler = tokenizer.pad_token_id or 0
+        self._inner = options.masking is not None
+
+    def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
+        cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
+        found = self._tokenizer(cleaned, truncation=True, max_length=self.max_length)["input_ids"]
+        empty = [self._filler]  # a text without tokens, if the tokenizer adds none
+        return [np.array(ids or empty, np.int64) for ids in found]
+
+    def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = lengths[:, None]
+        present = places < ends
+        found = self._model(input_ids=tokens, attention_mask=present.long())
+        counts = (places > 0) & (places < ends - 1) if self._inner else present
+        return _mean(found.last_hidden_state.transpose(0, 1), counts)
+
+
+def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
+    """Load what the options name.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it holds another network.
+        ConfigError: A value does not fit the model, or a package is missing.
+        DataError: One of the tokenizer's files is missing.
+    """
+    if options.kind == "huggingface":
+        return HuggingFaceEmbedder(device, options)
+    reader = open_existing(options.load, allow_foreign=options.allow_foreign)
+    config = saved_config(reader, options.load, "bert")
+    if options.dtype is not None:
+        fp16, bf16 = options.dtype == "fp16", options.dtype == "bf16"
+        config = replace(config, precision=replace(config.precision, fp16=fp16, bf16=bf16))
+    tokenizer = build_tokenizer(options.tokenizer or config.tokenizer)
+    rows = -(-tokenizer.vocab_size // 8) * 8
+    plan = replace(model_plan(config.model, rows), heads=())
+    model = BertModel(plan, run_context(config, Layout.single(), device)).eval()
+    restore(
+        PaddedReader(reader, rows=rows, entries=tokenizer.text_vocab_size),
+        model_state([model]),
+        cast=True,
+    )
+    return MegatronEmbedder(model, tokenizer, device, options)

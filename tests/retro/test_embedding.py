@@ -1,0 +1,154 @@
+"""Embeddings: Megatron's recorded ones, padding and order, transformers, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.device import Device
+from megatron.errors import CheckpointError, ConfigError
+from megatron.retro.embedding import (
+    DecodedChunks,
+    Embedder,
+    EmbedderOptions,
+    Masking,
+    build_embedder,
+)
+from tests.retro.recorded import BLOCK, Recorded
+
+TEXTS = ["a tale of two cities", "", "it was the best of times " * 40, "union", "the"] * 3
+
+
+@pytest.fixture(scope="module")
+def recorded(golden: Path) -> Recorded:
+    return Recorded(golden)
+
+
+def bert(recorded: Recorded, **changes: object) -> Embedder:
+    options = {"tokenizer": recorded.bert_tokenizer, "batch_size": 32, "max_length": 128}
+    load = str(recorded.golden / "bert_fp32/ckpt")
+    return build_embedder(EmbedderOptions("megatron", load, **{**options, **changes}), Device.cpu())
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_the_recorded_embeddings(recorded: Recorded, block: int):
+    """Megatron masks text i of a block by seed + i."""
+    chunks = recorded.database("sampled")
+    rows = np.arange(block * BLOCK, block * BLOCK + 300)
+    texts = DecodedChunks(chunks.tokens(rows), recorded.gpt_tokenizer(), keeps_ends=True)
+    embedder = bert(recorded, masking=Masking(1234))
+    expected = recorded.embeddings()[rows]
+    found = np.concatenate(
+        [embedder.embed(list(texts)[:100]), embedder.embed(list(texts)[100:], first=100)]
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    unmasked = bert(recorded).embed(texts)
+    assert np.abs(unmasked - expected).max() > 0.01
+
+
+def test_a_vector_does_not_depend_on_its_batch(recorded: Recorded):
+    embedder = bert(recorded, batch_size=4)
+    together = embedder.embed(TEXTS)
+    alone = np.concatenate([embedder.embed([text], first=7) for text in TEXTS])
+    np.testing.assert_allclose(together, alone, atol=2e-6)
+    assert together.shape == (len(TEXTS), embedder.width)
+    assert together.dtype == np.float32
+    assert embedder.embed([]).shape == (0, embedder.width)
+    # An end of document is no part of a text.
+    np.testing.assert_array_equal(embedder.embed(["the<|endoftext|>"]), embedder.embed(["the"]))
+
+
+def test_many_pieces(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+    embedder = bert(recorded, batch_size=2)
+    whole = embedder.embed(TEXTS)
+    monkeypatch.setattr("megatron.retro.embedding._BATCHES", 1)
+    np.testing.assert_allclose(embedder.embed(TEXTS), whole, atol=2e-6)
+
+
+def test_ends_of_documents_are_left_out(recorded: Recorded):
+    tokenizer = recorded.gpt_tokenizer()
+    row = [*tokenizer.tokenize("the end"), tokenizer.eod, *tokenizer.tokenize("more")]
+    tokens = np.array([row])
+    assert DecodedChunks(tokens, tokenizer)[0] == "the endmore"
+    assert DecodedChunks(tokens, tokenizer, keeps_ends=True)[0] == "the end<|endoftext|>more"
+
+
+def test_16_bits(recorded: Recorded):
+    found, exact = bert(recorded, dtype="bf16").embed(TEXTS), bert(recorded).embed(TEXTS)
+    error = np.abs(found - exact).max()
+    assert 0 < error < 0.05
+
+
+@pytest.mark.parametrize("length", [2, 129])
+def test_lengths_that_do_not_fit(recorded: Recorded, length: int):
+    with pytest.raises(ConfigError, match=f"{length}: the BERT in .* give 3 to 128"):
+        bert(recorded, max_length=length)
+
+
+def test_another_network(recorded: Recorded):
+    options = EmbedderOptions("megatron", str(recorded.golden / "gpt_fp32/ckpt"))
+    with pytest.raises(CheckpointError, match="holds a gpt, but a bert is needed"):
+        build_embedder(options, Device.cpu())
+
+
+@pytest.fixture(scope="module")
+def sentence_encoder(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
+    """A tiny encoder with random weights, as a folder of transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=5000,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer = transformers.BertTokenizer(str(golden / "data/bert-5000-vocab.txt"))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("masking", [None, Masking(1)])
+def test_huggingface(sentence_encoder: Path, masking: Masking | None):
+    """The mean over the attention mask; Megatron's leaves out the first and last token."""
+    import transformers
+
+    options = EmbedderOptions(
+        "huggingface", str(sentence_encoder), batch_size=4, max_length=32, masking=masking
+    )
+    embedder = build_embedder(options, Device.cpu())
+    found = embedder.embed(TEXTS)
+    model = transformers.AutoModel.from_pretrained(sentence_encoder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sentence_encoder)
+    assert embedder.width == 32
+    for text, vector in zip(TEXTS, found, strict=True):
+        ids = tokenizer(text, truncation=True, max_length=32, return_tensors="pt")
+        with torch.no_grad():
+            hidden = model(**ids).last_hidden_state[0]
+        inner = hidden if masking is None else hidden[1:-1]
+        expected = inner.mean(0) if len(inner) else torch.zeros(32)
+        np.testing.assert_allclose(vector, expected, atol=1e-6)
+
+
+def test_huggingface_models_that_do_not_load(sentence_encoder: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="not a model that transformers can load"):
+        build_embedder(EmbedderOptions("huggingface", str(tmp_path)), Device.cpu())
+    with pytest.raises(ConfigError, match="has 64 positions: give 3 to 64"):
+        build_embedder(
+            EmbedderOptions("huggingface", str(sentence_encoder), max_length=128), Device.cpu()
+        )
+    # Pickled weights may hold code, and are not read.
+    for path in sentence_encoder.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"
+    with pytest.raises(ConfigError, match="not a model that transformers can load"):
+        build_embedder(EmbedderOptions("huggingface", str(tmp_path), max_length=32), Device.cpu())
