@@ -28,7 +28,7 @@ LAUNCH=(
     --master-port "${MASTER_PORT:-6000}"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/tasks/main.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/tasks/main.py" \
     --task "$TASK" --valid-data "$VALID_DATA" --load "$CHECKPOINT" \
     --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}" \
     --pipeline-model-parallel-size "${PIPELINE_PARALLEL:-1}" \

@@ -48,7 +48,7 @@ DATA=(
     --vocab-file "$VOCAB_FILE"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/tasks/main.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/tasks/main.py" \
     --task RACE --pretrained-checkpoint "$PRETRAINED" \
     --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --keep-latest 1 --log-interval 10 \
     "${TRAINING[@]}" "${DATA[@]}" "$@"

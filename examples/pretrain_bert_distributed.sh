@@ -61,5 +61,5 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_bert.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_bert.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

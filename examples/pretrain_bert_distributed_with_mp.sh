@@ -69,5 +69,5 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_bert.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_bert.py" \
     "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

@@ -57,5 +57,6 @@ OUTPUT=(
     --metrics-jsonl "$OUT/metrics.jsonl"
 )
 
-exec torchrun --standalone --nproc-per-node "${NPROC_PER_NODE:-1}" "$ROOT/pretrain_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" --standalone --nproc-per-node "${NPROC_PER_NODE:-1}" \
+    "$ROOT/pretrain_gpt.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

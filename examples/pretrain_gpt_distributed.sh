@@ -63,5 +63,5 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

@@ -35,5 +35,5 @@ OUTPUT=(
 )
 
 # The sizes, and the layout for this number of GPUs, are in the recipe.
-exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" \
     --config "$ROOT/megatron/recipes/gpt-1.3b.yaml" "${DATA[@]}" "${OUTPUT[@]}" "$@"

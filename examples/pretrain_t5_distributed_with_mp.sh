@@ -75,5 +75,5 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_t5.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_t5.py" \
     "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

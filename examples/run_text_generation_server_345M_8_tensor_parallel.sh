@@ -44,6 +44,6 @@ SAMPLING=(
     --seed 42
 )
 
-exec torchrun --standalone --nproc-per-node "$TENSOR_PARALLEL" \
+exec python "$ROOT/tools/torchrun.py" --standalone --nproc-per-node "$TENSOR_PARALLEL" \
     "$ROOT/tools/run_text_generation_server.py" \
     --load "$CHECKPOINT" "${MODEL[@]}" "${LAYOUT[@]}" "${TOKENIZER[@]}" "${SAMPLING[@]}" "$@"

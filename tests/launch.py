@@ -29,7 +29,7 @@ printf '%s\\0' "${0##*/}" "$@" > "$RECORDED/words"
 def run_script(
     words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """A shell script with its flags, and the one command that it starts: `python` or `torchrun`.
+    """A shell script with its flags, and the one command that it starts, which is a `python`.
 
     Returns:
         The script's own code and errors where it starts none; else those of the first rank that
@@ -37,9 +37,8 @@ def run_script(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for program in ("python", "torchrun"):
-            (folder / program).write_text(_RECORD)
-            (folder / program).chmod(0o755)
+        (folder / "python").write_text(_RECORD)
+        (folder / "python").chmod(0o755)
         path = f"{folder}{os.pathsep}{environment['PATH']}"
         done = subprocess.run(
             list(words),
@@ -60,14 +59,14 @@ def run_script(
 def run_command(
     words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """`python ...`, or `torchrun ...` on this machine alone: see `run_ranks`."""
+    """`python ...`, or our launcher on this machine alone: see `run_ranks`."""
     program, *started = words
-    if program == "python":
+    assert program == "python", program
+    if "/".join(started[0].split("/")[-2:]) != "tools/torchrun.py":
         return run_ranks(started, environment, 1, seconds=seconds)
-    assert program == "torchrun", program
     from torch.distributed.run import parse_args
 
-    options = parse_args(started)
+    options = parse_args(started[1:])
     assert options.nnodes in ("1", "1:1"), "another machine is needed"
     command = [options.training_script, *options.training_script_args]
     return run_ranks(command, environment, int(options.nproc_per_node), seconds=seconds)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.environment import with_our_programs
+from megatron.errors import ConfigError
 from tests.launch import run_command, run_ranks, run_script
 from tests.ports import free_port
 from tests.repository import ROOT, name
@@ -241,9 +243,9 @@ def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> No
 def test_a_llama_2_script_begins_anew_only_where_nothing_was_saved(
     size: str, left: list[str], goes_on: bool, tmp_path: Path
 ) -> None:
-    torchrun, saved = tmp_path / "torchrun", tmp_path / "out" / "checkpoints"
-    torchrun.write_text('#!/bin/sh\necho "$@"\n')
-    torchrun.chmod(0o755)
+    python, saved = tmp_path / "python", tmp_path / "out" / "checkpoints"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
     for folder in left:
         (saved / folder).mkdir(parents=True)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
@@ -281,9 +283,8 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
 )
 def test_checkpoint_path_is_honoured(script: Path, tmp_path: Path) -> None:
     """As in Megatron's own scripts, it is where checkpoints are saved and loaded."""
-    for program in ("python", "torchrun"):
-        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-        (tmp_path / program).chmod(0o755)
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
     text, mine = script.read_text(), str(tmp_path / "mine")
     required = dict.fromkeys(re.findall(r'(?m)^: "\$\{(\w+):\?', text), "given")
     if "CHECKPOINT=${CHECKPOINT" in text:
@@ -300,6 +301,24 @@ def test_checkpoint_path_is_honoured(script: Path, tmp_path: Path) -> None:
     assert given
     assert set(given.values()) == {mine}
     assert ("--save" in given) == script.name.startswith(("pretrain_", "finetune_"))
+
+
+def test_a_launch_script_exits_with_the_code_of_the_run(tmp_path: Path) -> None:
+    """torchrun's own is 1 after every failure."""
+    script = ROOT / "examples" / "pretrain_gpt_distributed.sh"
+    files = dict.fromkeys(("DATA_PATH", "VOCAB_FILE", "MERGE_FILE"), "absent")
+    done = subprocess.run(
+        [str(script), "--lr", "high"],
+        env={**with_our_programs(), **files, "NPROC_PER_NODE": "1", "OUT": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ConfigError.exit_code, done.stderr
+    assert "--lr high: expected a finite number, got 'high'" in done.stderr
+    texts = (file.read_text() for file in (ROOT / "examples").rglob("*.sh"))
+    assert not [text for text in texts if re.search(r"(?m)^(exec )?torchrun\b", text)]
 
 
 def _prose() -> list[str]:

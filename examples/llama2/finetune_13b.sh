@@ -71,5 +71,6 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-exec torchrun --standalone --nproc-per-node "${NPROC_PER_NODE:-8}" "$ROOT/pretrain_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" --standalone --nproc-per-node "${NPROC_PER_NODE:-8}" \
+    "$ROOT/pretrain_gpt.py" \
     "${START[@]}" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

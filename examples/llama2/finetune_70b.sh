@@ -73,7 +73,7 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-exec torchrun --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
+exec python "$ROOT/tools/torchrun.py" --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
     --nproc-per-node "${NPROC_PER_NODE:-8}" \
     --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
     "$ROOT/pretrain_gpt.py" \

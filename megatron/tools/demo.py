@@ -192,10 +192,11 @@ def processes() -> tuple[int, bool]:
 def training_command(
     kind: Kind, out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
 ) -> list[str]:
-    """Return the command that trains: torchrun, the model's script and all its flags."""
+    """Return the command that trains: the launcher, the model's script and all its flags."""
     micro_batch = max(1, kind.global_batch // count)
     return [
-        *f"torchrun --standalone --nproc-per-node {count} {kind.script}".split(),
+        *"python -m megatron.processes.torchrun --standalone".split(),
+        *f"--nproc-per-node {count} {kind.script}".split(),
         *kind.training_flags,
         *f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch * count}".split(),
         *f"--train-iters {iterations}".split(),
@@ -265,7 +266,7 @@ Loss curve     {out / "loss.png"}
 TensorBoard    .venv/bin/tensorboard --logdir {out / "tensorboard"}
 Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
-Train longer   use the torchrun command above with a larger --train-iters, --load {saved}
+Train longer   use the training command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
 Your own text  the same command with --input my.jsonl --out runs/mine, or
                make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine

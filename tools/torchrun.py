@@ -1,0 +1,15 @@
+"""Start processes as torchrun does, and exit with the code of the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.processes.torchrun import main
+
+if __name__ == "__main__":
+    sys.exit(main())
