@@ -251,6 +251,16 @@ def test_command_of_the_documentation_parses(command: Command, monkeypatch) -> N
     _CHECKS[program](words)
 
 
+def test_guides_and_job_files_name_the_command_that_submits() -> None:
+    """The script in tools/ does the same, and only the table of commands mentions it."""
+    folders = ("docs", "examples", "megatron/submit/templates")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
+    texts = {name(file): file.read_bytes() for file in files}
+    assert [file for file, text in texts.items() if b"tools/submit.py" in text] == [
+        "docs/recipes.md"
+    ]
+
+
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_shell_blocks_are_marked_bash(page: Path) -> None:
     """An unmarked block would escape the tests above."""

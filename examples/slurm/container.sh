@@ -1,6 +1,6 @@
 #!/bin/bash
 # gpt-345m: 4 node(s) with 8 process(es) each. Submit with: sbatch FILE
-# Written by tools/submit.py --to slurm: change the description and write it again (docs/clusters.md).
+# Written by megatron submit --to slurm: change the description and write it again (docs/clusters.md).
 #SBATCH --job-name=gpt-345m
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1 # one launcher per node starts all processes there

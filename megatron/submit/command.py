@@ -1,6 +1,6 @@
 r"""Write the job file of a run for a cluster, and submit it.
 
-    python tools/submit.py --to slurm --nodes 2 --time 24:00:00 --requeue -- \
+    megatron submit --to slurm --nodes 2 --time 24:00:00 --requeue -- \
         pretrain_gpt.py --config examples/gpt_tiny.yaml \
         --load checkpoints --save checkpoints --save-interval 1000
 

@@ -19,7 +19,7 @@ def test_an_example_is_what_its_command_writes(
 ) -> None:
     monkeypatch.chdir(ROOT)
     program, file, *words = command.words
-    assert (program, file) == ("python", "tools/submit.py")
+    assert (program, file) == ("megatron", "submit")
     options = build_parser().read(words)
     kept, options.output = options.output, tmp_path / "file"
     run(options)
