@@ -21,6 +21,7 @@ from megatron.errors import ConfigError, StorageError, warn
 
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
+PICTURES = (".png", ".pdf", ".svg")  # how the names of pictures may end
 
 # A check of a complete folder before it gets its final name, which raises to reject the folder.
 Check = Callable[[Path], None] | None
@@ -63,6 +64,13 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
     if existing is not None and not overwrite:
         remedy = "choose another name, or give --overwrite to replace it"
         raise ConfigError(f"{flag}: {existing} already exists: {remedy}")
+
+
+def picture_problems(flag: str, path: Path) -> list[str]:
+    """Return a line if a picture cannot have this name, whose end says which format it gets."""
+    if path.suffix.lower() in PICTURES:
+        return []
+    return [f"{flag} {path}: give a name that ends in {', '.join(PICTURES)}"]
 
 
 def beside(path: Path, kind: str) -> Path:

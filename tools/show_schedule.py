@@ -23,7 +23,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file
+from megatron.durable import expect_no_file, picture_problems
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_bounds
 from megatron.parallel.pipeline.draw import as_text, draw
@@ -155,13 +155,8 @@ def check_can_show(arguments: argparse.Namespace) -> None:
         )
     if arguments.output is None:
         return
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if arguments.output.suffix[1:].lower() not in kinds:
-        raise ConfigError(
-            f"--output {arguments.output}: end the name with .png (or .{', .'.join(sorted(kinds))})"
-        )
+    if problems := picture_problems("--output", arguments.output):
+        raise ConfigError(problems)
     expect_no_file("--output", [arguments.output], overwrite=arguments.overwrite)
 
 

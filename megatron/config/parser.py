@@ -256,22 +256,30 @@ def show_help(
 
 
 def asks_for_mpi(words: Sequence[str]) -> bool:
-    """Return whether the command line or its YAML file sets --use-mpi.
+    """Return whether the world size, which `parse_config` needs, comes from mpirun's variables."""
+    return asks_for("parallel.use_mpi", words, ["--deepspeed_mpi"])
 
-    The world size must be known before `parse_config` runs, and this flag says where to read it
-    from. Mistakes are reported later, by `parse_config`.
+
+def asks_for(path: str, words: Sequence[str], others: Collection[str] = ()) -> bool:
+    """Return whether the command line or its YAML file turns a switch on.
+
+    This answers before `parse_config` runs, which reports mistakes.
+
+    Args:
+        path: The field, as "section.field".
+        words: The command line.
+        others: Old names of the switch.
     """
-    given = split(words)
-    names = ("--use-mpi", "--no-use-mpi", "--deepspeed_mpi")
-    switches = [flag.name for flag in given if flag.name in names]
+    given, field = split(words), field_at(path)
+    switches = [flag.name for flag in given if flag.name in (*field.spellings, *others)]
     if switches:
-        return switches[-1] != "--no-use-mpi"
+        return switches[-1] not in field.off_names
     files = [flag.values[0] for flag in given if flag.name == "--config" and flag.values]
     try:
         values = yaml_file.read(Path(files[-1]), Findings()) if files else {}
     except ConfigError:
         return False
-    return bool(values.get("parallel.use_mpi", False))
+    return bool(values.get(path, False))
 
 
 def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:

@@ -25,7 +25,7 @@ from megatron.config.arguments import ToolParser, split
 from megatron.config.parser import Program, parse_config
 from megatron.config.run import RunConfig, RunOptions, field_at
 from megatron.config.stages import chunks_of
-from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.durable import expect_no_file, picture_problems, replace_file, writing_to
 from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_parameters
 from megatron.models.plan import ModelPlan
@@ -46,7 +46,6 @@ _VOCABULARY = 50257  # GPT-2's, if nothing else says how large the vocabulary is
 _DRAWN = 4  # micro-batches per stage in a drawing, which would otherwise be too dense to read
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
-_PICTURES = (".png", ".pdf", ".svg")
 _MOST_RULES = 3  # rules to name if they refuse all layouts
 _HOST_BOUND = 0.05  # share of the time from which waiting for the host is worth a line
 
@@ -180,8 +179,8 @@ def check(options: argparse.Namespace) -> None:
         for name in ("mtbf_hours", "checkpoint_seconds", "restart_seconds")
         if not math.isfinite(getattr(options, name))
     ]
-    if options.draw is not None and options.draw.suffix.lower() not in _PICTURES:
-        problems.append(f"--draw {options.draw}: give a name that ends in {', '.join(_PICTURES)}")
+    if options.draw is not None:
+        problems += picture_problems("--draw", options.draw)
     if problems:
         raise ConfigError(problems)
     if predicts_only(options):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file, writing_to
-from megatron.errors import DataError
+from megatron.durable import expect_no_file, picture_problems, writing_to
+from megatron.errors import ConfigError, DataError
 from megatron.report.history import MALFORMED, Curve, History
 
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
@@ -123,7 +123,14 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read the metrics and write the picture."""
+    """Read the metrics and write the picture.
+
+    Raises:
+        ConfigError: The picture exists, or its name has an unknown ending.
+        DataError: The file of metrics cannot be read.
+    """
+    if problems := picture_problems("--output", options.output):
+        raise ConfigError(problems)
     expect_no_file("--output", [options.output], overwrite=options.overwrite)
     training, validation = read_metrics(options.metrics)
     draw(training, validation, options.output, title=options.title, entropy=options.entropy)

@@ -3,8 +3,8 @@ r"""Find a learning rate: train briefly while it grows, and look where the loss 
     python tools/find_lr.py --output runs/rates -- pretrain_gpt.py --config examples/gpt_tiny.yaml
     python tools/find_lr.py --output runs/rates -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
-The words after `--` are any command that trains, with its flags. It runs from random weights (with
---finetune: from those of --load) and saves nothing. The folder receives rates.json, rates.png and
+The words after `--` are any command that trains, with its flags. It runs from random weights (a
+finetuning: from those of --load) and saves nothing. The folder receives rates.json, rates.png and
 the run's metrics.jsonl.
 """
 
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.config.parser import asks_for
+from megatron.durable import PICTURES, expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError, DataError
 
 _LEAST_ITERATIONS = 30  # fewer points do not tell a trend from noise
@@ -113,6 +114,8 @@ def _check(options: argparse.Namespace) -> None:
     problems = []
     if not options.words:
         problems.append("the command is missing: give it after --, such as -- pretrain_gpt.py ...")
+    if options.output.suffix.lower() in PICTURES:
+        problems.append(f"--output {options.output}: give a folder, which gets a rates.png")
     if not 0 < options.min_lr < options.max_lr < math.inf:
         problems.append(
             f"--min-lr {options.min_lr:g} and --max-lr {options.max_lr:g}: both must be above 0, "
@@ -138,7 +141,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     # Flags that no later word switches off, or that need those above.
     dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
     dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
-    if "--finetune" not in words:
+    if not _finetunes(words):
         texts.append("--load")
         unset += ("--ckpt-step",)
         dropped.add("--exit-on-missing-checkpoint")
@@ -163,6 +166,15 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         "--lr-range-test-exponential",
         "--check-for-nan-in-loss-and-grad",
     ]
+
+
+def _finetunes(words: Sequence[str]) -> bool:
+    """Return whether a command starts from the weights of --load."""
+    if list(words[:2]) == ["megatron", "finetune"]:
+        return True
+    if list(words[:2]) == ["megatron", "pretrain"]:
+        words = ["--config", *words[2:]]  # its first word may be a YAML file
+    return asks_for("checkpoint.finetune", words)
 
 
 def _without(words: Sequence[str], dropped: Set[str]) -> list[str]:

@@ -51,6 +51,10 @@ def test_an_existing_picture_is_not_replaced(tmp_path, capsys):
     assert plot_loss.main(words) == 9
     assert f"--output: {output} already exists" in capsys.readouterr().err
     assert output.read_text() == "mine"
+    wrong = tmp_path / "loss.qqq"
+    assert plot_loss.main(["--metrics", str(tmp_path / "absent"), "--output", str(wrong)]) == 9
+    error = f"error: --output {wrong}: give a name that ends in .png, .pdf, .svg\n"
+    assert capsys.readouterr().err == error
     assert plot_loss.main([*words, "--overwrite"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
 

@@ -71,8 +71,8 @@ def test_a_wrong_layout_is_one_line() -> None:
             "--micro-batches 1000000000",
             "= 4000000000 passes: at most 100000 can be shown; use fewer",
         ),
-        ("--output schedule.jpgg", "--output schedule.jpgg: end the name with .png"),
-        ("--output schedule", "--output schedule: end the name with .png"),
+        ("--output schedule.jpgg", "--output schedule.jpgg: give a name that ends in .png"),
+        ("--output schedule", "--output schedule: give a name that ends in .png"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: str, message: str) -> None:

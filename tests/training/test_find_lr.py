@@ -120,6 +120,30 @@ def test_the_rates_are_those_of_the_run(tmp_path: Path) -> None:
     assert command_of(options, tmp_path).count("--load") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "finetunes"),
+    [
+        (["pretrain_gpt.py", "--config", "FILE"], True),
+        (["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--config=FILE"], True),
+        (["megatron", "pretrain", "FILE", "--lr", "1"], True),
+        (["megatron", "finetune", "gpt-tiny", "--load", "weights"], True),
+        (["pretrain_gpt.py", "--config", "FILE", "--no-finetune"], False),
+        (["pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml"], False),
+        (["megatron", "pretrain", "gpt-tiny"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_finetuning_begins_from_its_weights(
+    words: list[str], finetunes: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("checkpoint: {finetune: true, load: weights}\n")
+    words = [word.replace("FILE", str(file)) for word in words]
+    options = build_parser().read(["--output", "x", "--", *words])
+    made = command_of(options, tmp_path)
+    assert (["--load", ""] in [made[i : i + 2] for i in range(len(made))]) != finetunes
+
+
 def test_mistakes(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path), "--min-lr", "1", "--max-lr", "1", "--iterations", "9"]
     with pytest.raises(ConfigError) as error:
@@ -129,6 +153,8 @@ def test_mistakes(tmp_path: Path) -> None:
         "--min-lr 1 and --max-lr 1",
         "--iterations 9",
     ]
+    with pytest.raises(ConfigError, match=r"--output rates\.png: give a folder"):
+        run(build_parser().read(["--output", "rates.png", "--", "pretrain_gpt.py"]))
     (tmp_path / "metrics").write_text('{"iteration": 1, "lm loss": 3.0, "learning-rate": 1.0}\n')
     with pytest.raises(DataError, match="has no lm loss of iteration 2: the command must train"):
         read_curve(tmp_path / "metrics", 1.0, 2)
