@@ -290,7 +290,11 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
     known |= by_spelling(sections().values()) | own
     others: dict[str, Field] = {}
     if names - {"", *known} or names & {*_READ_IN_CONTEXT, *program.elsewhere}:
-        others = {other.name: other for other in other_flags().answered if other.name not in known}
+        others = {
+            other.name: other
+            for other in other_flags().answered
+            if other.name not in known and other.name not in program.elsewhere
+        }
         known |= others
         deepspeed.check_flags(given, line)
         given = translate(given, line, {*own, *program.elsewhere})

@@ -64,6 +64,8 @@ class TrainingOptions:
         exit_interval: Save and exit when the iteration is a multiple of this.
         exit_duration_in_mins: Save and exit after this time.
         exit_signal_handler: Save and exit on SIGTERM or SIGINT.
+        kill_switch_file: Save and exit as soon as this file exists. A run that finds it at its
+            start trains nothing.
         on_nonfinite: Action when the loss or gradients are not finite: stop and report the sample
             ids, or skip the update and continue.
         max_nonfinite_skips: With --on-nonfinite skip, stop after this many skipped updates in a
@@ -110,6 +112,7 @@ class TrainingOptions:
     exit_interval: int | None = flag(None, unit="iterations", at_least=1)
     exit_duration_in_mins: int | None = flag(None, unit="minutes", at_least=1)
     exit_signal_handler: bool = True
+    kill_switch_file: str | None = flag(None, names="--kill-switch-file --kill-switch-path")
     on_nonfinite: str = flag("stop", choices=("stop", "skip"))
     max_nonfinite_skips: int = flag(10, unit="iterations", at_least=1, needs=_SKIPS)
     check_for_nan_in_loss_and_grad: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import signal
 import time
@@ -24,6 +26,7 @@ from megatron.processes.launch import Launch, leave_message
 from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
 
 _CRASHED = 1  # Python's exit code after an uncaught exception
+_LOOK_SECONDS = 1.0  # between looks for the kill switch, which is often on a shared file system
 _PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
 
 
@@ -88,23 +91,30 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 
 
 class ExitRequest:
-    """A request to exit early, because of a signal, a time limit, or a log without a reader.
+    """A request to exit early, because of a signal, a time limit, a file, or an unread log.
 
     A signal handler only sets a flag. The flag is reduced together with the losses of every step,
-    so all ranks exit after the same iteration, with a checkpoint.
+    so all ranks exit after the same iteration, with a checkpoint. So it suffices that one rank
+    sees the file.
 
     Args:
         handle_signals: Whether to install handlers for SIGTERM and SIGINT.
         duration_minutes: The time limit in minutes, or `None` for no limit.
+        kill_switch: The file whose existence requests an exit, or `None`.
     """
 
-    def __init__(self, handle_signals: bool, duration_minutes: int | None) -> None:
+    def __init__(
+        self, handle_signals: bool, duration_minutes: int | None, kill_switch: str | None = None
+    ) -> None:
         """Start the clock, and install signal handlers if requested."""
         self._signal: str | None = None
         self._interrupts = 0
         self._is_unread = False
         self._minutes = duration_minutes
         self._deadline = time.monotonic() + 60.0 * (duration_minutes or 0)
+        self._kill_switch = kill_switch
+        self._next_look = -math.inf
+        self._is_switched = False
         self._handles_signals = handle_signals
         for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
             signal.signal(number, self._handle)
@@ -144,7 +154,15 @@ class ExitRequest:
     @property
     def wanted(self) -> bool:
         """Whether this process has been asked to exit. Other processes may not know yet."""
-        return self.code != EXIT_OK or self._late
+        return self.code != EXIT_OK or self._late or self._sees_kill_switch()
+
+    def _sees_kill_switch(self) -> bool:
+        """Return whether the kill switch has been seen. Look for it at most once a second."""
+        if self._kill_switch is None or self._is_switched or time.monotonic() < self._next_look:
+            return self._is_switched
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._is_switched = os.path.exists(self._kill_switch)  # False if it cannot be looked at
+        return self._is_switched
 
     @property
     def _late(self) -> bool:
@@ -159,4 +177,6 @@ class ExitRequest:
             return "nobody is reading this log any more"
         if self._late:
             return f"--exit-duration-in-mins {self._minutes} has elapsed"
+        if self._is_switched or (self._kill_switch and os.path.exists(self._kill_switch)):
+            return f"--kill-switch-file {self._kill_switch} exists"
         return "another rank asked to exit"

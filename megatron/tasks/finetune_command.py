@@ -75,7 +75,7 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "training": (
         *("recompute_activations", "recompute_granularity", "recompute_modules"),
         *("recompute_method", "recompute_num_layers", "exit_interval", "exit_duration_in_mins"),
-        *("calculate_per_token_loss", "on_nonfinite"),
+        *("kill_switch_file", "calculate_per_token_loss", "on_nonfinite"),
         *("max_nonfinite_skips", "check_for_nan_in_loss_and_grad"),
     ),
     "parallel": ("overlap_grad_reduce", "overlap_param_gather"),

@@ -48,7 +48,9 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     Collective. Raises UserError subclasses for everything that the user can fix.
     """
     training = config.training
-    exit_request = ExitRequest(training.exit_signal_handler, training.exit_duration_in_mins)
+    exit_request = ExitRequest(
+        training.exit_signal_handler, training.exit_duration_in_mins, training.kill_switch_file
+    )
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     vocabulary = padded_vocab_size(

@@ -695,5 +695,5 @@ def test_the_last_file_wins_and_flags_win_over_yaml(tmp_path: Path) -> None:
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     path = file_of(tmp_path, {"gradient_clipping": -1, "amp": {"enabled": True}, "who": 1})
     with pytest.raises(ConfigError) as caught:
-        parse(f"--deepspeed_config {path}", "--kill-switch-file k")
+        parse(f"--deepspeed_config {path}", "--checkpoint-in-cpu")
     assert len(caught.value.problems) == 4

@@ -40,6 +40,44 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--use-rotary-position-embeddings": {"model.position_embedding_type": "rope"},
     "--no-position-embedding": {"model.position_embedding_type": "none"},
     "--model-parallel-size 1": {"parallel.tensor_model_parallel_size": 1},
+    "--intra-layer-model-parallel-size 1": {"parallel.tensor_model_parallel_size": 1},
+    "--inter-layer-model-parallel-size 1": {"parallel.pipeline_model_parallel_size": 1},
+    "--use-pipelining": {"parallel.pipeline_model_parallel_size": 1},
+    "--virtual-pipeline-model-parallel-size 1": {
+        "parallel.num_virtual_stages_per_pipeline_rank": 1
+    },
+    "--async-tensor-parallel-allreduce": {"parallel.async_tensor_model_parallel_allreduce": True},
+    "--disable-async-tensor-model-parallel-allreduce": {
+        "parallel.async_tensor_model_parallel_allreduce": False
+    },
+    "--dataloader_type cyclic": {"data.dataloader_type": "cyclic"},
+    "--erf-gelu": {"model.onnx_safe": True},
+    "--multi-query-attention": {
+        "model.group_query_attention": True,
+        "model.num_query_groups": 1,
+    },
+    "--moe-frequency 2 --num-experts 4": {"model.moe_layer_freq": "2"},
+    "--lr-warmup-percent 0.01": {"schedule.lr_warmup_fraction": 0.01},
+    "--log-zeros": {"logging.log_num_zeros_in_grad": True},
+    "--scaled-masked-softmax-fusion": {"model.masked_softmax_fusion": True},
+    "--use-gpu-initialization": {"parallel.use_cpu_initialization": False},
+    "--empty-unused-memory-each-iter 1": {"training.empty_unused_memory_level": 1},
+    "--start-wd 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear": {
+        "optimizer.start_weight_decay": 0.1
+    },
+    "--end-wd 0.2 --start-weight-decay 0.1 --weight-decay-incr-style linear": {
+        "optimizer.end_weight_decay": 0.2
+    },
+    "--wd-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2": {
+        "optimizer.weight_decay_incr_style": "linear"
+    },
+    "--checkpoint-attention": {"training.recompute_granularity": "selective"},
+    "--checkpoint-granularity full --recompute-method block": {
+        "training.recompute_granularity": "full"
+    },
+    "--checkpoint-method block --recompute-granularity full": {
+        "training.recompute_method": "block"
+    },
     "--fp8-e4m3": {"precision.fp8_format": "e4m3"},
     "--fp8-hybrid": {"precision.fp8_format": "hybrid"},
     "--enable-cuda-graph": {"training.cuda_graph_impl": "local"},
@@ -49,17 +87,23 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--moe-expert-parallel-size 1": {"parallel.expert_model_parallel_size": 1},
     "--expert-interval 4": {"model.moe_layer_freq": "last-of-4"},
 }
-_OF_MIXTURES = {words for words in _TRANSLATED if re.match("--topk|--moe|--expert", words)}
+_OF_MIXTURES = {words for words in _TRANSLATED if re.match("--topk|--moe-[^f]|--expert", words)}
 # Old words whose translation is refused by today's name.
 _REFUSED = {
     "--distribute-checkpointed-activations": "--distribute-saved-activations requires ",
     "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5: ",
     "--img-dim 64": "--img-h 64: ",
+    "--distribute-recomputed-activations": "--distribute-saved-activations requires ",
+    "--projection-dim 8": "--biencoder-projection-dim 8: ",
+    "--shared-query-context-model": "--biencoder-shared-query-context-model: ",
+    "--ict-one-sent": "--use-one-sent-docs: ",
 }
 # Of a program of its own; the others refuse it, and name that program.
 _ELSEWHERE = {
     "--cloze-eval": "tasks/main.py --task LAMBADA: ",
     "--webtext-eval": "tasks/main.py --task PERPLEXITY: ",
+    "--eval-hf": "tasks/main.py --load takes folders of Hugging Face as they are: ",
+    "--load-openai": "tasks/main.py --load takes folders of Hugging Face as they are: ",
 }
 
 
@@ -74,11 +118,12 @@ def test_translated_with_one_notice(words: str) -> None:
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
     assert len(run.notices) == 1 + (words in _OF_MIXTURES)  # and the defaults beside it
     kind = "a flag of Megatron-DeepSpeed, " if words in _OF_MIXTURES else "an old flag ("
-    assert run.notices[0].startswith(f"{words} is {kind}")
+    assert run.notices[0].startswith(f"{words.partition(' --')[0]} is {kind}")
 
 
-def test_a_stage_of_the_embedding_alone() -> None:
-    run = parse("--standalone-embedding-stage", "--pipeline-model-parallel-size 2", world_size=2)
+@pytest.mark.parametrize("stage", ["embedding", "embed"])
+def test_a_stage_of_the_embedding_alone(stage: str) -> None:
+    run = parse(f"--standalone-{stage}-stage --pipeline-model-parallel-size 2", world_size=2)
     assert run.config.parallel.decoder_first_pipeline_num_layers == 0
     (notice,) = run.notices
     assert notice.endswith("read as --decoder-first-pipeline-num-layers 0")
@@ -117,6 +162,10 @@ def test_every_old_flag_is_tried_here() -> None:
         "--checkpoint-num-layers",
         "--activations-checkpoint-num-layers",
         "--standalone-embedding-stage",
+        "--standalone-embed-stage",
+        "--model-parallel-memory-opt",
+        "--val-data-path",
+        "--vocab",
     }
     honoured = {flag.name for flag in other_flags().honoured}
     assert {flag.name for flag in OLD_FLAGS} == (tried | with_a_companion) - honoured
@@ -161,6 +210,23 @@ def test_model_parallel_size_is_the_tensor_parallel_size() -> None:
     run = parse("--model-parallel-size", "2", world_size=2)
     assert run.config.parallel.tensor_model_parallel_size == 2
     assert [line for line in run.notices if "--model-parallel-size" in line]
+
+
+def test_files_of_2019_and_2020() -> None:
+    run = parse(
+        "--vocab words.txt --tokenizer-type BertWordPieceLowerCase",
+        "--val-data-path two --train-data-path one",
+        without=["--mock-data", "--tokenizer-type", "--vocab-size"],
+    )
+    assert run.config.tokenizer.vocab_file == "words.txt"
+    assert run.config.data.valid_data_path == ("two",)
+    assert len(run.notices) == 2
+
+
+def test_the_first_name_of_sequence_parallelism() -> None:
+    run = parse("--model-parallel-memory-opt --tensor-model-parallel-size 2", world_size=2)
+    assert run.config.parallel.sequence_parallel
+    assert [line for line in run.notices if "--model-parallel-memory-opt" in line]
 
 
 def test_a_mixture_of_megatron_deepspeed() -> None:

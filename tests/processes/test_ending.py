@@ -71,3 +71,18 @@ def test_time_is_up():
     assert not request.by_signal
     assert "--exit-duration-in-mins 0" in request.reason
     assert not ExitRequest(handle_signals=False, duration_minutes=60).wanted
+
+
+def test_a_file_that_appears_is_a_request(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    request = ExitRequest(False, None, str(tmp_path / "stop"))
+    assert not request.wanted
+    (tmp_path / "stop").touch()
+    assert not request.wanted  # it looks once a second
+    assert request.reason == f"--kill-switch-file {tmp_path}/stop exists"
+    now += 1.0
+    assert request.wanted
+    (tmp_path / "stop").unlink()
+    assert request.wanted
+    assert request.code == 0

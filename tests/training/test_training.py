@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,34 @@ def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):
     assert first == ("another rank asked to exit", False, 3)
     assert second == ("--exit-duration-in-mins 1 has elapsed", False, 3)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def _switched(layout, folder):
+    """Only the second process sees the kill switch, and another run starts while it exists."""
+    switch = Path(folder) / f"stop{layout.world.rank}"
+    arguments = ["--save", folder, "--save-interval", "100", "--kill-switch-file", str(switch)]
+    results = []
+    for _ in range(2):
+        run = build_toy(layout, arguments)
+        callbacks, _ = standard_callbacks(run, [])
+
+        class Operator(Callback):
+            def before_step(self, run):
+                if run.progress.iteration == 1 and layout.world.rank == 1:
+                    switch.touch()
+                    run.exit._next_look = 0.0
+
+        leave = train(run, [Operator(), *callbacks])
+        results.append((leave.reason, leave.code, run.progress.iteration))
+    return results
+
+
+def test_a_file_that_one_rank_sees_ends_this_run_and_the_next(tmp_path):
+    first, second = run_distributed(2, _switched, str(tmp_path))
+    assert first == [("another rank asked to exit", 0, 2), ("another rank asked to exit", 0, 0)]
+    reason = f"--kill-switch-file {tmp_path}/stop1 exists"
+    assert second == [(reason, 0, 2), (reason, 0, 0)]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def test_a_missing_checkpoint_is_an_error_where_asked(tmp_path):
