@@ -1,0 +1,561 @@
+"""The index of a chunk database: trained on some of its vectors, then filled with all of them.
+
+    index/train_emb/blocks/<a>-<b>.hdf5             data f32 [rows, h]: vectors of sampled chunks
+    index/train_emb/train_<f>.bin                   those that the index is trained on, raw f32
+    index/<type>/<string>/empty_<f>.faissindex      the trained index
+    index/<type>/<string>/add_codes/<a>-<b>.hdf5    data u8 [rows, bytes]: what it stores of chunks
+    index/<type>/<string>/added_<f>_<g>.faissindex  the index of the chunks; an id is a database row
+
+f and g are the shares of vectors to train on and to add. The processes embed blocks in parallel and
+continue after any of them; only training and the last step, which adds the codes, run on the first
+process alone. An index that does not store entries one by one (HNSW, for example) has vectors in
+place of codes: data f32 [rows, h].
+
+Megatron-LM 23.08 adds the first g of every block, so that no block's end is ever found. Here the
+rows that are left out are spread evenly, unless `compatible` is set.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillRunning
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.command import say
+from megatron.durable import open_trusted, renamed_when_done, sync_folder, writing_to
+from megatron.environment import cores_per_process
+from megatron.errors import ConfigError, DataError
+from megatron.extras import packages_of
+from megatron.parallel.collectives import all_reduce, broadcast
+from megatron.parallel.layout import Axis
+from megatron.retro.blocks import (
+    DataSet,
+    TableBlock,
+    blocks_to_do,
+    open_block,
+    plan_blocks,
+    write_block,
+)
+from megatron.retro.embedding import DecodedChunks, Embedder, Vectors
+from megatron.tokenizer import Tokenizer
+
+TYPES = ("faiss-base", "faiss-par-add")
+_MEGATRON_WIDTH = 1024  # the only width of vectors that Megatron-LM keeps on a rerun
+_WAIT = 5.0  # seconds between two signs of life of the first process
+_ADDED_AT_ONCE = 100_000
+
+Rows = NDArray[np.int64]
+BuildEmbedder = Callable[[], Embedder]
+
+
+class ChunkTable(Protocol):
+    """A table of chunks of tokens, such as a chunk database."""
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+
+    def tokens(self, chunk_ids: Rows) -> NDArray[np.int64]:
+        """Return the tokens of chunks, `[n, m]`, padded with the end of a document."""
+
+
+class ChunkTexts(NamedTuple):
+    """The texts of chunks.
+
+    Attributes:
+        chunks: The chunks.
+        tokenizer: The tokenizer that made their tokens.
+        compatible: Whether ends of documents are spelled out, as in Megatron-LM.
+    """
+
+    chunks: ChunkTable
+    tokenizer: Tokenizer
+    compatible: bool = False
+
+    def between(self, start: int, stop: int) -> DecodedChunks:
+        """Return the texts of some chunks."""
+        tokens = self.chunks.tokens(np.arange(start, stop))
+        return DecodedChunks(tokens, self.tokenizer, keeps_ends=self.compatible)
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """The index to build.
+
+    Attributes:
+        factory: The string for faiss's `index_factory`, such as "IVF262144_HNSW32,Flat".
+        width: The length of a vector, h.
+        type: "faiss-par-add" or "faiss-base". Both are built in parallel here.
+        block_size: The number of chunks in a block.
+        train_fraction: The share of the sampled chunks to train on.
+        add_fraction: The share of the chunks to add.
+        keeps_training: Whether the vectors that the index is trained on are kept.
+        keeps_codes: Whether the codes are kept once they are added.
+        threads: The most threads of faiss. `None` takes this process's share of the cores.
+        compatible: Whether Megatron-LM's faults are reproduced.
+    """
+
+    factory: str
+    width: int
+    type: str = "faiss-par-add"
+    block_size: int = 100_000
+    train_fraction: float = 1.0
+    add_fraction: float = 1.0
+    keeps_training: bool = False
+    keeps_codes: bool = False
+    threads: int | None = None
+    compatible: bool = False
+
+    def share(self, block: TableBlock, fraction: float) -> Rows:
+        """Return the rows of a block that belong to a share of all rows, ascending."""
+        if self.compatible:
+            return np.arange(block.start, block.start + int(fraction * block.rows))
+        rows = np.arange(block.start, block.stop)
+        return rows[np.floor((rows + 1) * fraction) > np.floor(rows * fraction)]
+
+
+class IndexPaths(NamedTuple):
+    """The files of an index in a working folder."""
+
+    workdir: Path
+    options: IndexOptions
+
+    @property
+    def training(self) -> Path:
+        """The folder of the vectors to train on."""
+        return self.workdir / "index" / "train_emb"
+
+    @property
+    def merged(self) -> Path:
+        """The file of the vectors to train on."""
+        return self.training / f"train_{self.options.train_fraction:.3f}.bin"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the index."""
+        return self.workdir / "index" / self.options.type / self.options.factory
+
+    @property
+    def empty(self) -> Path:
+        """The trained index."""
+        return self.folder / f"empty_{self.options.train_fraction:.3f}.faissindex"
+
+    @property
+    def added(self) -> Path:
+        """The filled index."""
+        shares = f"{self.options.train_fraction:.3f}_{self.options.add_fraction:.3f}"
+        return self.folder / f"added_{shares}.faissindex"
+
+    @property
+    def codes(self) -> Path:
+        """The folder of the codes."""
+        return self.folder / "add_codes"
+
+
+def train_index(
+    workdir: Path,
+    options: IndexOptions,
+    sampled: ChunkTexts,
+    build_embedder: BuildEmbedder,
+    world: Axis,
+) -> None:
+    """Embed the sampled chunks and train the index on them, unless it is there. Collective.
+
+    Args:
+        workdir: The working folder.
+        options: The index to build.
+        sampled: The texts to train on.
+        build_embedder: A function that loads what embeds texts. It is called if any are missing.
+        world: The processes that share the work.
+
+    Raises:
+        ConfigError: faiss does not know the string, or the vectors have another width.
+        DataError: The index that is there does not fit, or there are too few vectors.
+        StorageError: A file cannot be written.
+    """
+    paths = IndexPaths(workdir, options)
+    if _first_sees(paths.empty, world):
+        read_index(paths.empty, options)
+    else:
+        check_factory(options)
+        blocks = plan_blocks(paths.training / "blocks", len(sampled.chunks), options.block_size)
+        if not (_first_sees(paths.merged, world) and _holds(paths.merged, options, blocks)):
+            _embed_blocks(blocks, options, sampled, build_embedder, world)
+        on_first(lambda: _train(paths, blocks), world)
+    if not options.keeps_training:
+        on_first(lambda: shutil.rmtree(paths.training, ignore_errors=True), world)
+
+
+def add_to_index(
+    workdir: Path,
+    options: IndexOptions,
+    texts: ChunkTexts,
+    build_embedder: BuildEmbedder,
+    world: Axis,
+) -> None:
+    """Embed the chunks of the database and add them to the trained index. Collective.
+
+    Args:
+        workdir: The working folder.
+        options: The index to build.
+        texts: The texts of the database.
+        build_embedder: A function that loads what embeds texts. It is called if any are missing.
+        world: The processes that share the work.
+
+    Raises:
+        DataError: The trained index is missing or does not fit.
+        StorageError: A file cannot be written.
+    """
+    paths = IndexPaths(workdir, options)
+    if not _first_sees(paths.added, world):
+        with faiss_threads(options.threads):
+            index = read_index(paths.empty, options)
+            codec = codec_of(index)
+            blocks = plan_blocks(paths.codes, len(texts.chunks), options.block_size)
+            embedder: Embedder | None = None
+            for block in _told(blocks_to_do(blocks, codec.contents, world), blocks, "encoded"):
+                embedder = embedder or checked(build_embedder(), options)
+                vectors = embedder.embed(texts.between(block.start, block.stop))
+                write_block(block, {"data": codec.encode(vectors)})
+        on_first(lambda: _add(paths, blocks), world)
+    if options.keeps_codes:
+        return
+    if options.compatible and options.type == "faiss-par-add":
+        # Megatron-LM stops here with this word, its index written and its codes kept.
+        raise ConfigError(
+            "remove? --retro-compatible stops here, as Megatron-LM 23.08 does: the index is "
+            "complete; give --retro-index-no-delete-added-codes to go on"
+        )
+    on_first(lambda: shutil.rmtree(paths.codes, ignore_errors=True), world)
+
+
+def _told(found: Iterator[TableBlock], blocks: Sequence[TableBlock], done: str) -> Any:
+    """Yield blocks, and say after each how far the work has come."""
+    for block in found:
+        yield block
+        say(f"  {done} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
+
+
+def _embed_blocks(
+    blocks: Sequence[TableBlock],
+    options: IndexOptions,
+    texts: ChunkTexts,
+    build_embedder: BuildEmbedder,
+    world: Axis,
+) -> None:
+    """Write the vectors of all blocks that are missing. Collective."""
+    # Megatron-LM keeps only vectors of BERT-large's width, and makes others again.
+    width = _MEGATRON_WIDTH if options.compatible else options.width
+
+    def contents(block: TableBlock) -> dict[str, DataSet]:
+        return {"data": DataSet("f4", (block.rows, width))}
+
+    embedder: Embedder | None = None
+    for block in _told(blocks_to_do(blocks, contents, world), blocks, "embedded"):
+        embedder = embedder or checked(build_embedder(), options)
+        write_block(block, {"data": embedder.embed(texts.between(block.start, block.stop))})
+
+
+def checked(embedder: Embedder, options: IndexOptions) -> Embedder:
+    """Return the embedder, if its vectors have the index's width.
+
+    Raises:
+        ConfigError: They have another.
+    """
+    if embedder.width != options.width:
+        raise ConfigError(
+            f"--retro-index-nfeats {options.width}: the vectors of the BERT have "
+            f"{embedder.width} numbers: give --retro-index-nfeats {embedder.width}"
+        )
+    return embedder
+
+
+def _holds(merged: Path, options: IndexOptions, blocks: Sequence[TableBlock]) -> bool:
+    """Return whether a file has the size of the vectors to train on."""
+    count = sum(len(options.share(block, options.train_fraction)) for block in blocks)
+    return merged.is_file() and merged.stat().st_size == count * options.width * 4
+
+
+def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
+    """Collect the vectors to train on, and train."""
+    options = paths.options
+    if not _holds(paths.merged, options, blocks):
+        with writing_to("--retro-workdir", paths.merged), renamed_when_done(paths.merged) as file:
+            for block in blocks:
+                rows = options.share(block, options.train_fraction) - block.start
+                with open_block(block, _vectors_of(options)) as sets:
+                    file.write(sets["data"][()][rows].tobytes())
+    if not paths.merged.stat().st_size:
+        raise DataError("--retro-index-ntrain: there is no chunk to train the index on")
+    vectors = np.memmap(paths.merged, np.float32, "r").reshape(-1, options.width)
+    with faiss_threads(options.threads) as faiss:
+        say(f"  training {options.factory} on {len(vectors):,} vectors")
+        index = faiss.index_factory(options.width, options.factory)
+        inverted = faiss.try_extract_index_ivf(index)
+        clustering = None
+        if inverted is not None and _gpus(faiss):
+            clustering = faiss.index_cpu_to_all_gpus(faiss.IndexFlatL2(inverted.d))
+            inverted.clustering_index = clustering
+        try:
+            index.train(vectors)
+        except RuntimeError as error:
+            raise DataError(
+                f"--retro-index-str {options.factory}: faiss cannot train it on {len(vectors):,} "
+                f"vectors ({_reason(error)}): give a larger --retro-index-ntrain or a smaller index"
+            ) from error
+        _write_index(faiss, index, paths.empty)
+
+
+def _vectors_of(options: IndexOptions) -> Callable[[TableBlock], dict[str, DataSet]]:
+    return lambda block: {"data": DataSet("f4", (block.rows, options.width))}
+
+
+def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
+    """Add the codes of all blocks, each with its row as its id."""
+    options = paths.options
+    # Megatron-LM's faiss-base leaves nothing out, whatever the fraction in the file's name.
+    takes_all = options.compatible and options.type == "faiss-base"
+    fraction = 1.0 if takes_all else options.add_fraction
+    with faiss_threads(options.threads) as faiss:
+        index = read_index(paths.empty, options)
+        codec = codec_of(index)
+        for block in blocks:
+            rows = options.share(block, fraction)
+            for first in range(0, len(rows), _ADDED_AT_ONCE):
+                some = rows[first : first + _ADDED_AT_ONCE]
+                low, high = int(some[0]) - block.start, int(some[-1]) + 1 - block.start
+                with open_block(block, codec.contents) as sets:
+                    data = sets["data"][low:high][some - block.start - low]
+                codec.add(data, some)
+        say(f"  {index.ntotal:,} of {blocks[-1].stop:,} chunks are in the index")
+        _write_index(faiss, index, paths.added)
+
+
+class Codec:
+    """What an index stores of a vector, computed apart from the index.
+
+    Attributes:
+        index: A trained index of faiss.
+        inverted: Its inverted lists, if they hold entries one by one; otherwise `None`.
+    """
+
+    def __init__(self, index: Any, inverted: Any) -> None:
+        """Store the index."""
+        self.index, self.inverted = index, inverted
+
+    def contents(self, block: TableBlock) -> dict[str, DataSet]:
+        """Return what a block of codes must hold."""
+        if self.inverted is None:
+            return {"data": DataSet("f4", (block.rows, self.index.d))}
+        return {"data": DataSet("u1", (block.rows, self.index.sa_code_size()))}
+
+    def encode(self, vectors: Vectors) -> NDArray[Any]:
+        """Return codes, `[n, bytes]`, or the vectors themselves."""
+        codes: NDArray[Any] = vectors
+        if self.inverted is not None:
+            codes = self.index.sa_encode(vectors)
+        return codes
+
+    def add(self, codes: NDArray[Any], rows: Rows) -> None:
+        """Add codes, with their rows as ids.
+
+        An index without ids counts entries, so its rows must be all rows from 0 on.
+        """
+        codes = np.ascontiguousarray(codes)
+        if self.inverted is not None:
+            self.inverted.add_sa_codes(codes, rows)
+            self.index.ntotal = self.inverted.ntotal
+        elif self.takes_ids:
+            self.index.add_with_ids(codes, rows)
+        else:
+            self.index.add(codes)
+
+    @cached_property
+    def takes_ids(self) -> bool:
+        """Whether the index stores ids of its entries."""
+        try:
+            self.index.add_with_ids(np.empty((0, self.index.d), np.float32), np.empty(0, np.int64))
+        except RuntimeError as error:
+            return "not implemented" not in str(error)  # other errors: it is not trained yet
+        return True
+
+
+def codec_of(index: Any) -> Codec:
+    """Return how an index stores entries."""
+    with packages_of("retro"):
+        import faiss
+    inner = index
+    while type(inner) is faiss.IndexPreTransform:
+        inner = faiss.downcast_index(inner.index)
+    # Other kinds pack the entries of a list together, or store some of them outside the lists.
+    alone = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
+    return Codec(index, inner if type(inner) in alone else None)
+
+
+def check_factory(options: IndexOptions) -> None:
+    """Check what the flags say of the index before anything is embedded.
+
+    Raises:
+        ConfigError: faiss does not know the string, or cannot leave rows out.
+    """
+    flag = f"--retro-index-str {options.factory}"
+    with faiss_threads(options.threads) as faiss:
+        try:
+            index = faiss.index_factory(options.width, options.factory)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{flag}: faiss makes no index of {options.width} numbers from it "
+                f"({_reason(error)}): give a string of faiss's index_factory, such as "
+                "IVF4096_HNSW32,Flat"
+            ) from error
+        if "/" in options.factory:
+            raise ConfigError(f"{flag}: a name of a folder cannot hold '/': drop it")
+        codec = codec_of(index)
+        if options.add_fraction < 1 and codec.inverted is None and not codec.takes_ids:
+            raise ConfigError(
+                f"--retro-index-add-load-fraction {options.add_fraction}: {options.factory} stores "
+                "no ids of its entries, so none can be left out: drop it, or give "
+                f"--retro-index-str IDMap,{options.factory}"
+            )
+
+
+def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> Any:
+    """Read an index that this program or Megatron-LM wrote.
+
+    Args:
+        path: The file. Only this user or root may have written it, because faiss trusts what it
+            reads.
+        options: The index that it should be.
+        mapped: Whether entries are left on the disk and shared by the processes of a machine,
+            where the kind of index allows it.
+
+    Raises:
+        DataError: The file is missing, damaged, or holds another index.
+    """
+    with packages_of("retro"):
+        import faiss
+    remedy = "run the task index-build again"
+    try:
+        with open_trusted(path) as file:
+            flags = faiss.IO_FLAG_MMAP if mapped else 0
+            index = faiss.read_index(f"/dev/fd/{file.fileno()}", flags)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: {remedy}") from None
+    except PermissionError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}): if you trust it, make it yours and take "
+            "write access from others (chown, chmod go-w)"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}): {remedy}") from error
+    except RuntimeError as error:
+        raise DataError(
+            f"{path}: not an index, or damaged ({_reason(error)}): remove it, and {remedy}"
+        ) from error
+    if index.d != options.width:
+        raise DataError(
+            f"{path} is an index of vectors of {index.d} numbers, but --retro-index-nfeats is "
+            f"{options.width}: give {index.d}, or remove the file, and {remedy}"
+        )
+    if not index.is_trained:
+        raise DataError(f"{path} is not trained: remove it, and {remedy}")
+    return index
+
+
+def on_gpu(index: Any, gpu: int) -> Any:
+    """Return the index on a GPU, or itself where faiss has no GPUs or no such index on them."""
+    with packages_of("retro"):
+        import faiss
+    if gpu >= _gpus(faiss):
+        return index
+    try:
+        resources = faiss.StandardGpuResources()
+        there = faiss.index_cpu_to_gpu(resources, gpu, index)
+    except RuntimeError as error:
+        say(f"  the index stays on the CPU ({_reason(error)})")
+        return index
+    return there
+
+
+def _gpus(faiss: Any) -> int:
+    """Return the number of GPUs that this build of faiss can use."""
+    return faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
+
+
+def _write_index(faiss: Any, index: Any, path: Path) -> None:
+    with writing_to("--retro-workdir", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with renamed_when_done(path) as file:
+            try:
+                faiss.write_index(index, f"/dev/fd/{file.fileno()}")
+            except RuntimeError as error:  # a full disk, for example
+                raise OSError(errno.EIO, _reason(error), str(path)) from error
+        sync_folder(path.parent)
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the last sentence of what faiss says, without its function's signature."""
+    return str(error).strip().splitlines()[-1].rpartition("Error: ")[2].strip() or str(error)
+
+
+@contextmanager
+def faiss_threads(threads: int | None) -> Iterator[Any]:
+    """Yield the module faiss, set to a number of threads for this thread.
+
+    Raises:
+        ConfigError: The package is missing.
+    """
+    with packages_of("retro"):
+        import faiss
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(threads or cores_per_process())
+    try:
+        yield faiss
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def _first_sees(path: Path, world: Axis) -> bool:
+    """Return whether a file was there on the first process before any went on. Collective."""
+    return bool(broadcast(torch.tensor([int(path.exists())]), world))
+
+
+def on_first(work: Callable[[], object], world: Axis) -> None:
+    """Run work on the first process; the others wait, however long it takes. Collective.
+
+    A barrier would end the run after the timeout of collectives.
+
+    Raises:
+        Exception: The error of the work; on the other processes a DataError.
+    """
+    if world.size == 1:
+        work()
+        return
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work) if world.is_first else None
+        error: BaseException | None = None
+        while True:
+            state = torch.zeros(1, dtype=torch.int32)
+            if running is not None:
+                try:
+                    error = running.exception(timeout=_WAIT)
+                    state += 1 if error is None else 2
+                except StillRunning:
+                    pass
+            ended = int(all_reduce(state, world))
+            if ended:
+                break
+    if error is not None:
+        raise error
+    if ended > 1:
+        raise DataError("the first process failed, see its message")

@@ -1,0 +1,288 @@
+"""The index: Megatron's recorded one, every kind that faiss has, restarts, shares and refusals."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Axis
+from megatron.retro.blocks import plan_blocks
+from megatron.retro.embedding import Embedder
+from megatron.retro.index import (
+    ChunkTexts,
+    IndexOptions,
+    IndexPaths,
+    add_to_index,
+    read_index,
+    train_index,
+)
+from tests.retro.recorded import BLOCK, INDEX, WIDTH, Recorded, read
+
+RECORDED = IndexOptions(
+    INDEX,
+    WIDTH,
+    block_size=BLOCK,
+    train_fraction=0.97,
+    add_fraction=0.95,
+    keeps_training=True,
+    keeps_codes=True,
+    threads=1,
+    compatible=True,
+)
+OURS = IndexOptions("IVF8,Flat", 16, block_size=100, threads=1)
+WORLD = Axis()
+
+
+class Numbers:
+    """Chunks of which each is its own number, and the tokenizer of their text."""
+
+    eod = -1
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def tokens(self, chunk_ids: Any) -> NDArray[np.int64]:
+        return np.array(chunk_ids)[:, None]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(ids[0])
+
+
+class FakeEmbedder(Embedder):
+    """Gives chunk i the vector i of a table."""
+
+    def __init__(self, table: NDArray[np.float32]) -> None:
+        self.table, self.width, self.embedded = table, table.shape[1], 0
+
+    def embed(self, texts: Sequence[str], *, first: int = 0) -> NDArray[np.float32]:
+        self.embedded += len(texts)
+        return self.table[[int(text) for text in texts]]
+
+    _tokenize = _vectors = None  # type: ignore[assignment]
+
+
+def texts(count: int) -> ChunkTexts:
+    numbers: Any = Numbers(count)
+    return ChunkTexts(numbers, numbers)
+
+
+def nobody() -> Embedder:
+    raise AssertionError("nothing should be embedded")
+
+
+@pytest.fixture(scope="module")
+def table() -> NDArray[np.float32]:
+    return np.random.RandomState(3).standard_normal((450, 16)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def recorded(golden: Path) -> Recorded:
+    return Recorded(golden)
+
+
+def bytes_of(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def test_the_recorded_index(recorded: Recorded, tmp_path: Path):
+    """From Megatron's vectors and codes: the same files, byte for byte."""
+    ours, theirs = IndexPaths(tmp_path, RECORDED), IndexPaths(recorded.workdir, RECORDED)
+    shutil.copytree(theirs.training / "blocks", ours.training / "blocks")
+    # The recorded vectors are 64 wide; Megatron would make them again on a rerun.
+    train_index(tmp_path, replace(RECORDED, compatible=False), texts(2000), nobody, WORLD)
+    assert len(bytes_of(ours.merged)) == len(bytes_of(theirs.merged))
+    for path in (ours.merged, ours.empty):
+        path.unlink()
+    blocks = plan_blocks(ours.training / "blocks", 2000, BLOCK)
+    from megatron.retro.index import _train  # as a first run goes on after its last block
+
+    _train(ours, blocks)
+    assert bytes_of(ours.merged) == bytes_of(theirs.merged)
+    assert bytes_of(ours.empty) == bytes_of(theirs.empty)
+    shutil.copytree(theirs.codes, ours.codes)
+    add_to_index(tmp_path, RECORDED, texts(4965), nobody, WORLD)
+    assert bytes_of(ours.added) == bytes_of(theirs.added)
+
+
+def test_codes_of_the_recorded_vectors(recorded: Recorded, tmp_path: Path):
+    """The sampled chunks are the first of the database, so their vectors make its first codes."""
+    paths = IndexPaths(recorded.workdir, RECORDED)
+    shutil.copytree(paths.folder, IndexPaths(tmp_path, RECORDED).folder)
+    ours = IndexPaths(tmp_path, RECORDED)
+    ours.added.unlink()
+    shutil.rmtree(ours.codes)
+    # Masks depend on the place in a block only, so the vectors are those of the training.
+    embedder = FakeEmbedder(recorded.embeddings())
+    add_to_index(tmp_path, RECORDED, texts(2000), lambda: embedder, WORLD)
+    for number in range(2):
+        name = f"{number * BLOCK:05}-{(number + 1) * BLOCK:05}.hdf5"
+        found, expected = read(ours.codes / name), read(paths.codes / name)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_recorded_index_is_read(recorded: Recorded):
+    paths = IndexPaths(recorded.workdir, RECORDED)
+    for mapped in (False, True):
+        index = read_index(paths.added, RECORDED, mapped=mapped)
+        assert index.ntotal == 4716
+    _, found = index.search(recorded.embeddings()[:5], 1)
+    assert found.shape == (5, 1)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        *("Flat", "IVF8,Flat", "IVF8_HNSW4,Flat", "PQ4x4", "SQ8", "IDMap,Flat"),
+        *("OPQ4_8,IVF4,PQ4x4", "PCA8,IVF4,SQ8", "PCA8,Flat", "IVF4,Flat,RFlat"),
+        *("IVF4,PQ8x4fs", "PQ8x4fs", "IDMap2,IVF4,Flat"),
+    ],
+)
+def test_every_kind_of_index(factory: str, table: NDArray[np.float32], tmp_path: Path):
+    """Built from blocks, an index finds what the same one finds that was filled at once."""
+    options = replace(OURS, factory=factory)
+    embedder = FakeEmbedder(table)
+    train_index(tmp_path, options, texts(300), lambda: embedder, WORLD)
+    add_to_index(tmp_path, options, texts(450), lambda: embedder, WORLD)
+    assert embedder.embedded == 750
+    paths = IndexPaths(tmp_path, options)
+    assert not paths.training.exists()
+    assert not paths.codes.exists()
+    expected = faiss.read_index(str(paths.empty))
+    if "IDMap" in factory:
+        expected.add_with_ids(table, np.arange(450))
+    else:
+        expected.add(table)
+    found = read_index(paths.added, options).search(table[:50], 5)
+    wanted = expected.search(table[:50], 5)
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-4)
+    np.testing.assert_array_equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("factory", ["HNSW8", "PCA16,HNSW8"])
+def test_graphs(factory: str, table: NDArray[np.float32], tmp_path: Path):
+    """A graph depends on the blocks in which it grows, but finds nearly all neighbors."""
+    options = replace(OURS, factory=factory)
+    train_index(tmp_path, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+    add_to_index(tmp_path, options, texts(450), lambda: FakeEmbedder(table), WORLD)
+    _, found = read_index(IndexPaths(tmp_path, options).added, options).search(table, 1)
+    assert np.mean(found[:, 0] == np.arange(450)) > 0.9
+
+
+def test_a_run_goes_on_after_any_block(table: NDArray[np.float32], tmp_path: Path):
+    """Blocks that are there are kept, and the index is the same."""
+    options = replace(OURS, keeps_training=True, keeps_codes=True)
+    paths, whole = IndexPaths(tmp_path / "a", options), IndexPaths(tmp_path / "b", options)
+    for workdir in (paths.workdir, whole.workdir):
+        train_index(workdir, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+        add_to_index(workdir, options, texts(450), lambda: FakeEmbedder(table), WORLD)
+    assert bytes_of(paths.added) == bytes_of(whole.added)
+    paths.empty.unlink()
+    paths.merged.unlink()
+    paths.added.unlink()
+    (paths.training / "blocks/0100-0200.hdf5").unlink()
+    (paths.codes / "0200-0300.hdf5").write_bytes(b"cut")
+    embedder = FakeEmbedder(table)
+    train_index(paths.workdir, options, texts(300), lambda: embedder, WORLD)
+    add_to_index(paths.workdir, options, texts(450), lambda: embedder, WORLD)
+    assert embedder.embedded == 200
+    assert bytes_of(paths.added) == bytes_of(whole.added)
+    add_to_index(paths.workdir, options, texts(450), nobody, WORLD)
+
+
+def test_vectors_of_another_width_are_made_again_as_in_megatron(
+    table: NDArray[np.float32], tmp_path: Path
+):
+    options = replace(OURS, keeps_training=True)
+    train_index(tmp_path, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+    paths = IndexPaths(tmp_path, options)
+    paths.empty.unlink()
+    paths.merged.unlink()
+    train_index(tmp_path, options, texts(300), nobody, WORLD)
+    paths.empty.unlink()
+    paths.merged.unlink()
+    embedder = FakeEmbedder(table)
+    train_index(tmp_path, replace(options, compatible=True), texts(300), lambda: embedder, WORLD)
+    assert embedder.embedded == 300
+
+
+def test_shares(table: NDArray[np.float32], tmp_path: Path):
+    """Megatron's share is the front of each block; ours leaves out one row at a time."""
+    options = replace(OURS, factory="IVF4,Flat", add_fraction=0.8, train_fraction=0.5)
+    found = {}
+    for compatible in (False, True):
+        asked = replace(options, compatible=compatible, keeps_codes=True)
+        workdir = tmp_path / str(compatible)
+        train_index(workdir, asked, texts(300), lambda: FakeEmbedder(table), WORLD)
+        add_to_index(workdir, asked, texts(450), lambda: FakeEmbedder(table), WORLD)
+        index = read_index(IndexPaths(workdir, asked).added, asked)
+        index.nprobe = 4
+        found[compatible] = set(index.search(table, 1)[1][:, 0].tolist())
+    front = [row for row in range(450) if row % 100 < (80 if row < 400 else 40)]
+    assert found[True] == set(front)
+    gaps = np.diff(sorted(found[False]))
+    assert len(found[False]) == 360
+    assert gaps.max() == 2
+
+
+def test_faiss_base_of_megatron_leaves_nothing_out(table: NDArray[np.float32], tmp_path: Path):
+    options = replace(OURS, type="faiss-base", add_fraction=0.5, compatible=True)
+    train_index(tmp_path, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+    add_to_index(tmp_path, options, texts(450), lambda: FakeEmbedder(table), WORLD)
+    assert read_index(IndexPaths(tmp_path, options).added, options).ntotal == 450
+
+
+def test_the_exception_at_the_end(table: NDArray[np.float32], tmp_path: Path):
+    options = replace(OURS, compatible=True)
+    train_index(tmp_path, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+    with pytest.raises(ConfigError, match=r"remove\? .*--retro-index-no-delete-added-codes"):
+        add_to_index(tmp_path, options, texts(450), lambda: FakeEmbedder(table), WORLD)
+    assert IndexPaths(tmp_path, options).added.exists()
+    assert IndexPaths(tmp_path, options).codes.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"factory": "IVFnonsense"}, "--retro-index-str IVFnonsense: faiss makes no index"),
+        ({"factory": "PQ5"}, "--retro-index-str PQ5: faiss makes no index of 16 numbers"),
+        ({"factory": "Flat", "add_fraction": 0.5}, "--retro-index-str IDMap,Flat"),
+        ({"width": 24}, "--retro-index-nfeats 24: the vectors of the BERT have 16 numbers"),
+        ({"factory": "IVF400,Flat"}, "cannot train it on 300 vectors .* larger --retro-index-nt"),
+    ],
+)
+def test_what_cannot_be_built(
+    table: NDArray[np.float32], tmp_path: Path, changes: dict[str, Any], message: str
+):
+    with pytest.raises((ConfigError, DataError), match=message):
+        train_index(
+            tmp_path, replace(OURS, **changes), texts(300), lambda: FakeEmbedder(table), WORLD
+        )
+
+
+def test_indexes_that_do_not_fit(table: NDArray[np.float32], tmp_path: Path):
+    train_index(tmp_path, OURS, texts(300), lambda: FakeEmbedder(table), WORLD)
+    path = IndexPaths(tmp_path, OURS).empty
+    with pytest.raises(DataError, match="of 16 numbers, but --retro-index-nfeats is 24"):
+        train_index(tmp_path, replace(OURS, width=24), texts(300), nobody, WORLD)
+    path.chmod(0o666)
+    with pytest.raises(DataError, match="other users may have written it"):
+        read_index(path, OURS)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match="not an index, or damaged"):
+        read_index(path, OURS)
+    path.unlink()
+    with pytest.raises(DataError, match="does not exist: run the task index-build again"):
+        add_to_index(tmp_path, OURS, texts(450), nobody, WORLD)
