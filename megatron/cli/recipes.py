@@ -9,11 +9,15 @@ from megatron.config.arguments import ToolParser
 from megatron.config.run import field_at
 from megatron.recipes import catalog
 
+_HEAD = ("recipe", "parameters", "layers", "tokens", "GPUs", "model")
+
 
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("recipes", "List the models that have a name, or show one of them.")
-    parser.add_argument("recipe", nargs="?", help="The recipe whose flags to show.")
+    parser.add_argument("recipe", nargs="?",
+        help="The recipe whose flags to show: a name, a YAML file, or a Hugging Face folder or "
+        "config.json.")  # fmt: skip
     return parser
 
 
@@ -21,15 +25,17 @@ def run(options: argparse.Namespace) -> None:
     """Print the table of recipes, or one recipe.
 
     Raises:
-        ConfigError: There is no such recipe.
+        UserError: There is no such recipe, or its file has mistakes.
     """
     if options.recipe is not None:
-        print(_details(catalog.find(options.recipe)))
+        recipe = catalog.find(options.recipe)
+        print(_table([_HEAD, _row(recipe)]))
+        print(f"\n{_details(recipe)}")
         return
     found = map(catalog.find, catalog.names())
     by_family = sorted(found, key=lambda one: (one.name.partition("-")[0], one.size))
     rows = [_row(recipe) for recipe in by_family]
-    print(_table([("recipe", "parameters", "layers", "tokens", "GPUs", "model"), *rows]))
+    print(_table([_HEAD, *rows]))
     print("\n`megatron recipes NAME` shows the flags, `megatron pretrain NAME` trains it.")
 
 
@@ -52,6 +58,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _details(recipe: catalog.NamedRun) -> str:
-    about = [f"{name}: {value}" for name, value in recipe.about.items()]
-    flags = [field_at(path).spell(value) for path, value in recipe.values.items()]
+    facts = {**recipe.about, "architecture": recipe.architecture}
+    about = [f"{name}: {value}" for name, value in facts.items()]
+    fields = [(field_at(path), value) for path, value in recipe.values.items()]
+    flags = [field.spell(value) for field, value in fields if field.names]
     return "\n".join([f"{recipe.name} ({recipe.path})", *about, "", *flags])

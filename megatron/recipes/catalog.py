@@ -26,7 +26,7 @@ class NamedRun:
 
     Attributes:
         name: Its name, for example "gpt-125m".
-        path: The file, which `--config` takes.
+        path: The YAML file, which `--config` takes, or the Hugging Face folder or config.json.
         about: The section `recipe` of the file.
         values: The values for one process, by "section.field".
         layouts: The numbers of processes for which it has a layout.
@@ -66,9 +66,10 @@ def names() -> list[str]:
 
 
 def find(word: str) -> NamedRun:
-    """Return the recipe that has a name, or that is in a file.
+    """Return a recipe by its name, from a YAML file, or of a Hugging Face folder's network.
 
     Raises:
+        CheckpointError: A config.json cannot be read, or its network is not supported.
         ConfigError: There is none, or its file has mistakes.
     """
     if word in names():
@@ -76,6 +77,12 @@ def find(word: str) -> NamedRun:
     path = Path(word)
     if path.suffix in _YAML:
         return read(path)
+    if is_huggingface(path):
+        from megatron.recipes.derive import describe_run
+
+        about, values = describe_run(path)
+        folder = path.parent if path.suffix == ".json" else path
+        return NamedRun(folder.resolve().name, path, about, values, ())
     if path.is_dir():
         raise ConfigError(f"{word}: this folder has no config.json: name a recipe or a YAML file")
     hint = suggestion(word, names()) or ": `megatron recipes` lists all of them"

@@ -1,8 +1,10 @@
-"""The flags of the network that a Hugging Face folder's config.json describes."""
+"""Recipes, and flags of the network, from a Hugging Face folder's config.json."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.files import CONFIG, tokenizer_in
@@ -10,7 +12,11 @@ from megatron.checkpoint.huggingface.rules import Described
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
-from megatron.config.model import ModelConfig, ModelOptions
+from megatron.config.model import ModelConfig
+from megatron.config.run import field_at, sections
+from megatron.models.arithmetic import count_parameters
+from megatron.models.plan import LANGUAGE_MODEL_HEAD
+from megatron.models.plans import model_plan
 
 
 def describe_network(path: Path) -> Described:
@@ -27,9 +33,34 @@ def describe_network(path: Path) -> Described:
     return family_named(values.get("model_type"), file).read(Settings(values, file))
 
 
+def describe_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a config.json says about a run, in the form of a recipe.
+
+    Args:
+        path: A config.json, or its folder. Beside the file, only the tokenizer's files are read.
+
+    Returns:
+        The facts about the network, as in the section `recipe` of a YAML file, and the values of
+        the run, by "section.field".
+
+    Raises:
+        CheckpointError: The file cannot be read, or describes a network that is not supported.
+    """
+    described = describe_network(path)
+    model, folder = described.model, _file(path).parent
+    plan = model_plan(model, described.vocab, LANGUAGE_MODEL_HEAD)
+    about = {
+        "title": f"the network of {_file(path)}",
+        "parameters": count_parameters(plan),
+        "vocabulary": described.vocab,
+    }
+    values = {"model.architecture": model.architecture} | _differences("model", model)
+    return about, values | _differences("tokenizer", tokenizer_in(folder, model.architecture))
+
+
 def network_flags(model: ModelConfig) -> list[str]:
     """Return the flags for a network."""
-    return _differences(model, ModelOptions)
+    return _flags(_differences("model", model))
 
 
 def derive_flags(path: Path) -> tuple[str, list[str]]:
@@ -43,18 +74,22 @@ def derive_flags(path: Path) -> tuple[str, list[str]]:
     """
     model = describe_network(path).model
     tokenizer = tokenizer_in(_file(path).parent, model.architecture)
-    return model.architecture, network_flags(model) + _differences(tokenizer, TokenizerConfig)
+    return model.architecture, network_flags(model) + _flags(_differences("tokenizer", tokenizer))
 
 
 def _file(path: Path) -> Path:
     return path if path.suffix == ".json" else path / CONFIG
 
 
-def _differences(values: ModelConfig | TokenizerConfig, options: type) -> list[str]:
-    """Return the flags for the values that are not the defaults."""
-    words: list[str] = []
-    for field in fields_of(options):
+def _differences(section: str, values: ModelConfig | TokenizerConfig) -> dict[str, Any]:
+    """Return the values that have flags and are not the defaults, by "section.field"."""
+    found = {}
+    for field in fields_of(sections()[section]):
         value = getattr(values, field.name)
         if field.names and value is not None and value != field.default:
-            words += field.words(value)
-    return words
+            found[f"{section}.{field.name}"] = value
+    return found
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    return [word for path, value in values.items() for word in field_at(path).words(value)]

@@ -1,0 +1,81 @@
+"""`megatron recipes` lists recipes, and shows one of any kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.cli import pretrain
+from megatron.cli.recipes import build_parser, run
+from megatron.recipes import catalog
+
+LLAMA2_7B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines that `megatron recipes ...` prints."""
+    run(build_parser().read(words))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder without weights."""
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA2_7B))
+    return folder
+
+
+def test_one_recipe_is_shown_with_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    table = shown(capsys)
+    head, row, *details = shown(capsys, "bert-base")
+    assert head.split() == table[0].split()
+    assert row.split() in [line.split() for line in table]
+    assert "architecture: bert" in details
+    assert "--num-layers 12" in details
+    assert all(line.startswith("--") for line in details[details.index("architecture: bert") + 2 :])
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_a_huggingface_config_is_shown_like_a_recipe(
+    folder: Path, file: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    word = str(folder / "config.json") if file else str(folder)
+    _, row, *details = shown(capsys, word)
+    assert row.split()[:3] == ["my-llama", "6.74B", "32"]
+    assert "--ffn-hidden-size 11008" in details
+    assert "architecture: gpt" in details
+    ours, theirs = catalog.find("llama2-7b"), catalog.find(word)
+    assert theirs.about["parameters"] == ours.about["parameters"]
+    shared = [path for path in theirs.values if path.startswith("model.") and path in ours.values]
+    assert len(shared) > 8
+    assert [path for path in shared if theirs.values[path] != ours.values[path]] == []
+
+
+def test_a_huggingface_folder_can_be_trained_in_small(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.tools import demo
+
+    started = []
+    monkeypatch.setattr(demo, "run", lambda options, kind: started.append((options, kind)))
+    assert pretrain.pretrain([str(folder), "--small"]) == 0
+    ((options, kind),) = started
+    assert options.out == Path("runs/my-llama-small")
+    assert "--normalization RMSNorm" in kind.blocks
+    assert "--swiglu" in kind.blocks
