@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         port = _PORT if options.port is None else options.port
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"--port {port}: use 0 to 65535")
-        serve(open_runs(options.runs, may_be_empty=True), port)
+        serve(options.runs, port)
         return
     if options.port is not None:
         raise ConfigError(f"--port {options.port}: only --live serves a page: give --live, too")

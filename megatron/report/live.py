@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,12 +22,13 @@ from starlette.types import ASGIApp
 
 from megatron.command import say
 from megatron.config.generation import ServerConfig
+from megatron.errors import DataError
 from megatron.inference.server.address import take_address, url_of
 from megatron.inference.server.front import protocol_with
 from megatron.inference.server.middleware import Guard
 from megatron.inference.server.settings import ServerLimits
 from megatron.report.page import as_json, page_data, render
-from megatron.report.sources import RunRecords
+from megatron.report.sources import open_runs
 
 _PAUSE = 1.0  # seconds between two looks at the files, however many pages are open...
 _REST = 5.0  # ...or, if that is more, so many times as long as the last look took
@@ -39,11 +41,18 @@ _HEADERS = {
 
 
 class LiveRuns:
-    """Runs that are read again when someone asks."""
+    """Runs that are looked for and read again when someone asks.
 
-    def __init__(self, sources: Sequence[RunRecords]) -> None:
-        """Start with what has been read."""
-        self._sources = sources
+    Args:
+        paths: Files and folders of runs, to which runs may be added at any time.
+
+    Raises:
+        DataError: One of `paths` does not exist.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Find and read what is there."""
+        self._paths, self._sources = paths, open_runs(paths, may_be_empty=True)
         self._lock = asyncio.Lock()
         self._next_look, self._version, self._data = 0.0, 0, ""
         self._started = time.time_ns()  # another server at this address has other versions
@@ -61,7 +70,10 @@ class LiveRuns:
         return self._data, f'"{self._started}-{self._version}"'
 
     def _read(self) -> bool:
-        news = False
+        before = self._sources
+        with suppress(OSError, DataError):  # a folder that is being replaced is found the next time
+            self._sources = open_runs(self._paths, may_be_empty=True, opened=before)
+        news = self._sources != before
         for source in self._sources:
             with suppress(OSError):  # the file is being replaced, or its disk is away for a while
                 news |= source.read()
@@ -78,9 +90,8 @@ class LiveRuns:
             )
 
 
-def build_app(sources: Sequence[RunRecords]) -> ASGIApp:
+def build_app(runs: LiveRuns) -> ASGIApp:
     """Return the application, which serves only this machine."""
-    runs = LiveRuns(sources)
 
     async def page(_: Request) -> Response:
         return Response(await runs.page(), headers=_HEADERS, media_type="text/html")
@@ -96,19 +107,21 @@ def build_app(sources: Sequence[RunRecords]) -> ASGIApp:
     return Guard(app, app, token=None)
 
 
-def serve(sources: Sequence[RunRecords], port: int) -> None:
+def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the report until Ctrl-C.
 
     Args:
-        sources: The records of the runs.
+        paths: Files and folders of runs.
         port: The port to listen on; 0 picks a free one.
 
     Raises:
         ConfigError: The port is in use.
+        DataError: One of `paths` does not exist.
     """
+    runs = LiveRuns(paths)
     listener = take_address(ServerConfig(port=port))
     config = uvicorn.Config(
-        build_app(sources),
+        build_app(runs),
         http=protocol_with(ServerLimits(connections=256)),
         ws="none",
         lifespan="off",

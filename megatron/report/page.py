@@ -119,7 +119,7 @@ def render(histories: Sequence[History], *, live: bool = False) -> str:
         .from_string(_file("report.html"))
         .render(
             texts,
-            title=" and ".join(history.name for history in histories),
+            title=" and ".join(history.name for history in histories) or "no runs yet",
             data=as_json(page_data(histories)),
             policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
             f"img-src data:; connect-src {server}; base-uri 'none'; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -157,13 +158,13 @@ def _rows(table: str) -> dict[str, str]:
 
 
 def find_sources(path: Path) -> list[RunRecords]:
-    """Return the records of a run, or of every run in a folder of runs.
+    """Return the records of a run, or of every run in a folder of runs, if there are any.
 
     Args:
         path: A metrics file, the folder of a run, or a folder with folders of runs.
 
     Raises:
-        DataError: There are none.
+        DataError: There is no such file or folder.
     """
     if path.is_file():
         return [MetricsFile(path.resolve().parent.name, path)]
@@ -181,10 +182,7 @@ def find_sources(path: Path) -> list[RunRecords]:
             sources[0].history.name = name
         if sources:
             return sources
-    raise DataError(
-        f"{path}: no metrics: train with --metrics-jsonl {path / 'metrics.jsonl'} or "
-        f"--tensorboard-dir {path} to write them"
-    )
+    return []
 
 
 def _find_metrics(folder: Path, name: str) -> list[RunRecords]:
@@ -208,18 +206,37 @@ def _is_metrics(path: Path) -> bool:
     return True
 
 
-def open_runs(paths: list[Path], *, may_be_empty: bool = False) -> list[RunRecords]:
-    """Return the sources of all runs, read once.
+def open_runs(
+    paths: Sequence[Path], *, may_be_empty: bool = False, opened: Sequence[RunRecords] = ()
+) -> list[RunRecords]:
+    """Return the sources of all runs, read at least once.
 
     Args:
         paths: The paths to give to `find_sources`.
-        may_be_empty: Whether a run may have no iteration yet.
+        may_be_empty: Whether a folder may have no run yet, and a run no iteration.
+        opened: What an earlier call returned. Of these, the ones that are found again come first,
+            and are not read again.
 
     Raises:
         DataError: A folder has no metrics, or a run has none yet.
     """
-    sources = [source for path in paths for source in find_sources(path)]
-    for source in sources:
+    places = {tuple(source.history.sources): number for number, source in enumerate(opened)}
+    sources: list[RunRecords] = []
+    for path in paths:
+        found = find_sources(path)
+        if not (found or may_be_empty):
+            raise DataError(
+                f"{path}: no metrics: train with --metrics-jsonl {path / 'metrics.jsonl'} or "
+                f"--tensorboard-dir {path} to write them"
+            )
+        sources += found
+    sources.sort(key=lambda source: places.get(tuple(source.history.sources), len(places)))
+    for number, source in enumerate(sources):
+        place = places.get(tuple(source.history.sources))
+        if place is not None:
+            opened[place].history.name = source.history.name  # one run alone has its folder's name
+            sources[number] = opened[place]
+            continue
         source.read()
         source.history.timelines, source.history.notes = find_timelines(source.folder)
         if not (source.history.curves or may_be_empty):

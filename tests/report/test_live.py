@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.report.live import LiveRuns
 from tests.report.test_report import record, report, write_run
 from tests.repository import ROOT
 
@@ -72,6 +75,37 @@ def test_what_the_run_writes_is_served(served):
     data = json.loads(answer[2])
     assert data["charts"][0]["curves"][0]["y"] == [7.999, 7.5]
     assert data["runs"][0]["damaged"] == 0
+
+
+def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    live = LiveRuns([runs])
+    live_page = asyncio.run(live.page())
+    assert "<h1>no runs yet</h1>" in live_page
+
+    def names() -> list[str]:
+        live._read()
+        return [run["name"] for run in json.loads(live._dump())["runs"]]
+
+    assert names() == []
+    write_run(runs / "b", [record(1)])
+    assert names() == ["runs"]
+    write_run(runs / "a", [record(1), record(2)])
+    assert names() == ["b", "a"]  # in the order of their appearance: colors stay the same
+    assert not live._read()
+    append(runs / "b", json.dumps(record(2)) + "\n")
+    assert live._read()
+    curves = json.loads(live._dump())["charts"][0]["curves"]
+    assert [curve["x"] for curve in curves] == [[1, 2], [1, 2]]
+    shutil.rmtree(runs)
+    live._read()
+    assert len(json.loads(live._dump())["runs"]) == 2
+
+
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
+    assert report(tmp_path / "none", "--live") == 6
+    assert "none: no such file or folder" in capsys.readouterr().err
 
 
 def test_only_this_machine_may_ask_and_nothing_can_be_sent(served):

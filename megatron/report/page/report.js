@@ -441,6 +441,9 @@ async function poll() {
       const before = state.data;
       state.data = await response.json();
       state.tag = tag;
+      const names = state.data.runs.map((run) => run.name).join(" and ") || "no runs yet";
+      document.querySelector("h1").textContent = names;
+      document.title = `${names}: report`;
       offerAxes();
       drawSummary();
       updateCharts(before);
