@@ -4,4 +4,5 @@ Retro (Borgeaud et al., 2022) cuts every sequence into chunks and attends, for e
 similar chunks of a database. The working folder has the files of Megatron-LM 23.08.
 
     blocks          tables in HDF5 block files: which are missing, writing, checked reading
+    database        documents cut into chunks, in tables; reading chunks
 """

@@ -117,7 +117,7 @@ def missing_blocks(
 
 
 def blocks_to_do(
-    blocks: Sequence[TableBlock], contents: Contents, world: Axis
+    blocks: Sequence[TableBlock], contents: Contents, world: Axis, what: str = ""
 ) -> Iterator[TableBlock]:
     """Yield the missing blocks that this process must write, one after the other. Collective.
 
@@ -129,12 +129,31 @@ def blocks_to_do(
         blocks: All blocks of a table.
         contents: The data sets that each block must hold.
         world: The processes that share the folder.
+        what: The name of the table, for the progress bar. Without one there is no bar.
     """
     missing = missing_blocks(blocks, contents, world)
-    for first in range(0, len(missing), world.size):
-        if first + world.rank < len(missing):
-            yield missing[first + world.rank]
-        world.barrier()
+    with _bar(blocks, missing, what if world.is_first else "") as advance:
+        for first in range(0, len(missing), world.size):
+            if first + world.rank < len(missing):
+                yield missing[first + world.rank]
+            world.barrier()
+            advance(sum(block.rows for block in missing[first : first + world.size]))
+
+
+@contextmanager
+def _bar(
+    blocks: Sequence[TableBlock], missing: Sequence[TableBlock], what: str
+) -> Iterator[Callable[[int], object]]:
+    """Yield the function that advances a progress bar by a number of rows."""
+    if not what or not missing:
+        yield lambda rows: None
+        return
+    from tqdm import tqdm
+
+    total = sum(block.rows for block in blocks)
+    done = total - sum(block.rows for block in missing)
+    with tqdm(total=total, initial=done, desc=what, unit=" rows", dynamic_ncols=True) as bar:
+        yield bar.update
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""TableBlock files: names, what is missing, damage of every kind, division over processes."""
+"""Block files: names, what is missing, damage of every kind, division over processes."""
 
 from __future__ import annotations
 

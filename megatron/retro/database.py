@@ -1,0 +1,548 @@
+"""The chunk database: every document of the corpus, cut into chunks of equal length.
+
+    db/individual/NAME/A-B.hdf5         the chunks of documents A to B - 1 of a dataset:
+        chunks_valid, chunks_invalid    document, first token, end, tokens in BERT's vocabulary
+        doc_offsets                     document, number of valid chunks up to its end
+    db/merged/{train,valid,sampled}.hdf5    the same of all datasets, the dataset's index in front
+    db/indexed_dataset_infos.json       the datasets, with numbers of documents and chunks
+
+A document's end-of-document token belongs to no chunk. Its last chunk may be short. Chunks whose
+text is empty for BERT are invalid and are never retrieved. `train` holds the chunks of the training
+documents, which are those that are retrieved; its rows are the ids of chunks. `sampled` holds those
+that the index is trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.fields import text_to
+from megatron.config.retro_preprocessing import RetroPreprocessing
+from megatron.data.datasets import parse_weighted_paths, split_bounds
+from megatron.data.indexed import IndexedDataset, idx_path
+from megatron.durable import replace_file, writing_to
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Axis
+from megatron.retro.blocks import (
+    Arrays,
+    DataSet,
+    TableBlock,
+    blocks_to_do,
+    new_hdf5,
+    open_hdf5,
+    plan_blocks,
+    read_block,
+    write_block,
+)
+from megatron.tokenizer.base import Tokenizer
+
+_TEXTS = 4096  # chunks whose text is in memory at a time
+_LENGTHS = 1 << 22  # documents whose length is in memory at a time
+_MAX_JSON = 16 << 20  # bytes
+_DATA_PATH = "--retro-gpt-data-path"
+MERGED = ("train", "valid", "sampled")
+
+
+class CorpusChunks(NamedTuple):
+    """A dataset of the database, as `indexed_dataset_infos.json` describes it.
+
+    Attributes:
+        ratio: Its weight in the blend.
+        prefix: The path of its files without `.bin` and `.idx`.
+        path: The path of its `.bin` file.
+        name: The name of its folder.
+        db_dir: Its folder of block files.
+        n_docs: The number of documents.
+        n_docs_train: The number of training documents, which are the first.
+        n_chunks: The number of valid chunks.
+        n_chunks_train: The number of valid chunks of training documents.
+        n_chunks_invalid: The number of chunks whose text is empty for BERT.
+        n_chunks_sampled: The number of chunks that the index is trained on.
+    """
+
+    ratio: float
+    prefix: str
+    path: str
+    name: str
+    db_dir: str
+    n_docs: int
+    n_docs_train: int
+    n_chunks: int = 0
+    n_chunks_train: int = 0
+    n_chunks_invalid: int = 0
+    n_chunks_sampled: int = 0
+
+
+def corpora_file(workdir: Path) -> Path:
+    """Return the path of the list of datasets."""
+    return workdir / "db" / "indexed_dataset_infos.json"
+
+
+def merged_file(workdir: Path, name: str) -> Path:
+    """Return the path of one of the `MERGED` tables."""
+    return workdir / "db" / "merged" / f"{name}.hdf5"
+
+
+def plan_corpora(
+    options: RetroPreprocessing, split: str
+) -> list[tuple[CorpusChunks, IndexedDataset]]:
+    """Return the datasets that the flags name, opened, with their numbers of documents.
+
+    Args:
+        options: The options of the preprocessing.
+        split: The shares of training, validation and test documents. With --retro-compatible the
+            first is a percentage, and the number of documents is rounded down.
+
+    Raises:
+        ConfigError: The flags name no dataset, or in another form.
+        DataError: A dataset is missing, damaged or divided into sentences.
+    """
+    compatible = options.stages.retro_compatible
+    words = options.gpt.retro_gpt_data_path or ()
+    pairs = parse_weighted_paths(words, _DATA_PATH)
+    names = _folder_names([prefix for _, prefix in pairs], compatible=compatible)
+    found = []
+    for (weight, prefix), name in zip(pairs, names, strict=True):
+        data = IndexedDataset(prefix)
+        if data.num_documents != len(data):
+            raise DataError(
+                f"{idx_path(prefix)}: {len(data)} sequences in {data.num_documents} documents, but "
+                "Retro needs one sequence per document: preprocess the text without "
+                "--split-sentences"
+            )
+        ratio = weight if weight is not None else 1.0 if len(pairs) == 1 else data.num_tokens
+        train = _training_documents(split, len(data), compatible=compatible)
+        folder = os.path.join(str(options.stages.retro_workdir), "db", "individual", name)
+        corpus = CorpusChunks(float(ratio), prefix, f"{prefix}.bin", name, folder, len(data), train)
+        found.append((corpus, data))
+    return found
+
+
+def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
+    """Return a name for each dataset's folder: the last part of its prefix.
+
+    Datasets with the same last part get a number, where Megatron-LM would mix their chunks.
+    """
+    names: list[str] = []
+    for prefix in prefixes:
+        name = os.path.basename(prefix)
+        if name in names:
+            if compatible:
+                raise ConfigError(
+                    f"{_DATA_PATH} {prefix}: two datasets are named {name}, and --retro-compatible "
+                    "gives them the same folder, as Megatron-LM does: rename one, or drop the flag"
+                )
+            name = next(f"{name}-{i}" for i in itertools.count(2) if f"{name}-{i}" not in names)
+        names.append(name)
+    return names
+
+
+def _training_documents(split: str, documents: int, *, compatible: bool) -> int:
+    if not compatible:
+        return split_bounds(split, documents)[1]
+    try:
+        share = text_to(float, split.split(",", maxsplit=1)[0]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"--split {split}: with --retro-compatible its first number is the percentage of "
+            "training documents, as in Megatron-LM: write for example 98,2,0, or drop the flag"
+        )
+    return int(share * documents)
+
+
+def most_chunks(data: IndexedDataset, chunk_length: int) -> int:
+    """Return a close upper bound of the number of chunks of a dataset."""
+    return sum(
+        int((-(-data.sequence_lengths[i : i + _LENGTHS] // chunk_length)).sum(dtype=np.int64))
+        for i in range(0, len(data), _LENGTHS)
+    )
+
+
+class ChunkCutter(NamedTuple):
+    """How documents are cut into chunks.
+
+    Attributes:
+        length: The number of tokens of a chunk.
+        gpt: The tokenizer of the datasets.
+        bert: The tokenizer of the network that embeds chunks.
+    """
+
+    length: int
+    gpt: Tokenizer
+    bert: Tokenizer
+
+    def places(self, data: IndexedDataset, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield document, first token and end of every chunk of documents `first` to `stop - 1`."""
+        eod = self.gpt.eod
+        for document in range(first, stop):
+            size = int(data.sequence_lengths[document])
+            if size and int(data.get(document, size - 1, 1)[0]) == eod:
+                size -= 1
+            for start in range(0, size, self.length):
+                yield document, start, min(size, start + self.length)
+
+    def cut(self, data: IndexedDataset, first: int, stop: int) -> NDArray[np.uint32]:
+        """Return the chunks of documents `first` to `stop - 1`.
+
+        Returns:
+            The document, first token, end, and number of BERT's tokens of each chunk, `[n, 4]`.
+        """
+        places = self.places(data, first, stop)
+        parts = [np.zeros((0, 4), np.uint32)]
+        while some := list(itertools.islice(places, _TEXTS)):
+            texts = [
+                self.gpt.detokenize(data.get(document, start, end - start).tolist())
+                for document, start, end in some
+            ]
+            lengths = [len(ids) for ids in self.bert.tokenize_batch(texts)]
+            parts.append(np.column_stack([np.array(some), lengths]).astype(np.uint32))
+        return np.concatenate(parts)
+
+
+def block_contents(block: TableBlock) -> Mapping[str, DataSet]:
+    """Return the data sets of a block of documents."""
+    return {
+        "chunks_valid": DataSet("u4", (None, 4), may_be_flat=True),
+        "chunks_invalid": DataSet("u4", (None, 4), may_be_flat=True),
+        "doc_offsets": DataSet("u8", (block.rows, 2)),
+    }
+
+
+def make_block(block: TableBlock, data: IndexedDataset, cutter: ChunkCutter) -> Arrays:
+    """Return the data sets of a block: the chunks of its documents."""
+    chunks = cutter.cut(data, block.start, block.stop)
+    is_valid = chunks[:, 3] > 0
+    valid, invalid = chunks[is_valid], chunks[~is_valid]
+    documents = np.arange(block.start, block.stop, dtype=np.uint64)
+    ends = np.searchsorted(valid[:, 0], documents, side="right").astype(np.uint64)
+    return {
+        # Megatron-LM writes an empty table without columns.
+        "chunks_valid": valid if len(valid) else np.zeros(0, np.uint32),
+        "chunks_invalid": invalid if len(invalid) else np.zeros(0, np.uint32),
+        "doc_offsets": np.column_stack([documents, ends]),
+    }
+
+
+def read_chunks(block: TableBlock, data: IndexedDataset, chunk_length: int) -> Arrays:
+    """Return the data sets of a block, checked against the dataset.
+
+    Raises:
+        DataError: The file is missing or damaged, or belongs to other data.
+    """
+    arrays = read_block(block, block_contents)
+    valid = arrays["chunks_valid"] = arrays["chunks_valid"].reshape(-1, 4)
+    arrays["chunks_invalid"] = arrays["chunks_invalid"].reshape(-1, 4)
+    documents, starts, ends, sizes = valid.astype(np.int64).T
+    lengths = data.sequence_lengths[block.start : block.stop]
+    offsets = arrays["doc_offsets"].astype(np.int64)
+    fits = (
+        bool(((block.start <= documents) & (documents < block.stop) & (sizes > 0)).all())
+        and bool((np.diff(documents) >= 0).all())
+        and bool(((starts < ends) & (ends - starts <= chunk_length)).all())
+        and bool((ends <= lengths[documents - block.start]).all())
+        and np.array_equal(offsets[:, 0], np.arange(block.start, block.stop))
+        and np.array_equal(offsets[:, 1], np.searchsorted(documents, offsets[:, 0], side="right"))
+    )
+    if not fits:
+        raise DataError(
+            f"{block.path} does not fit {data.prefix}: it is damaged or made from other data; "
+            "delete it and run db-build again"
+        )
+    return arrays
+
+
+def build_database(
+    options: RetroPreprocessing,
+    corpora: Sequence[tuple[CorpusChunks, IndexedDataset]],
+    cutter: ChunkCutter,
+    world: Axis,
+) -> list[CorpusChunks]:
+    """Write everything in `db/` that is missing. Collective.
+
+    Args:
+        options: The options of the preprocessing.
+        corpora: The datasets (see `plan_corpora`).
+        cutter: How documents are cut into chunks.
+        world: The processes that share the working folder.
+
+    Returns:
+        The datasets with their numbers of chunks.
+
+    Raises:
+        ConfigError: --retro-index-ntrain asks for more chunks than there are.
+        DataError: A dataset or a file of the folder is damaged.
+        StorageError: The folder cannot be written.
+    """
+    size = options.stages.retro_doc_block_size
+    blocks = [plan_blocks(Path(corpus.db_dir), corpus.n_docs, size) for corpus, _ in corpora]
+    for (corpus, data), those in zip(corpora, blocks, strict=True):
+        for block in blocks_to_do(those, block_contents, world, f"chunks of {corpus.name}"):
+            write_block(block, make_block(block, data, cutter))
+    if world.is_first:
+        merger = _Merger(options, [data for _, data in corpora], blocks)
+        merger.write([corpus for corpus, _ in corpora])
+    world.barrier()
+    return read_corpora(Path(str(options.stages.retro_workdir)))
+
+
+class _Merger:
+    """Writes the merged tables from the block files, one block in memory at a time."""
+
+    def __init__(
+        self,
+        options: RetroPreprocessing,
+        datasets: Sequence[IndexedDataset],
+        blocks: Sequence[Sequence[TableBlock]],
+    ) -> None:
+        self._workdir = Path(str(options.stages.retro_workdir))
+        self._compatible = options.stages.retro_compatible
+        self._length = options.gpt.retro_gpt_chunk_length
+        self._ntrain = options.index.retro_index_ntrain or 0
+        self._datasets, self._blocks = datasets, blocks
+
+    def write(self, corpora: Sequence[CorpusChunks]) -> None:
+        """Count the chunks, write the list of datasets, and the tables that are missing."""
+        counted = [self._count(i, corpus) for i, corpus in enumerate(corpora)]
+        total = sum(corpus.ratio for corpus in counted)
+        found = [
+            corpus._replace(n_chunks_sampled=int(self._ntrain * corpus.ratio / total))
+            for corpus in counted
+        ]
+        for corpus in found:
+            if corpus.n_chunks_sampled > corpus.n_chunks_train:
+                raise ConfigError(
+                    f"--retro-index-ntrain {self._ntrain}: the share of {corpus.prefix} is "
+                    f"{corpus.n_chunks_sampled} chunks, but its training documents have "
+                    f"{corpus.n_chunks_train}: lower it, or give the dataset a lower weight"
+                )
+        sizes = {
+            "train": sum(corpus.n_chunks_train for corpus in found),
+            "valid": sum(corpus.n_chunks - corpus.n_chunks_train for corpus in found),
+            "sampled": sum(corpus.n_chunks_sampled for corpus in found),
+        }
+        for name, size in sizes.items():
+            if not self._is_there(name, size):
+                self._merge(name, size, found)
+        path = corpora_file(self._workdir)
+        with writing_to("--retro-workdir", path):
+            replace_file(path, json.dumps([c._asdict() for c in found], indent=4).encode())
+
+    def _read(self, number: int) -> Iterator[Arrays]:
+        data = self._datasets[number]
+        return (read_chunks(block, data, self._length) for block in self._blocks[number])
+
+    def _count(self, number: int, corpus: CorpusChunks) -> CorpusChunks:
+        chunks = train = invalid = 0
+        for arrays in self._read(number):
+            valid = arrays["chunks_valid"]
+            chunks, invalid = chunks + len(valid), invalid + len(arrays["chunks_invalid"])
+            train += int((valid[:, 0] < corpus.n_docs_train).sum())
+        return corpus._replace(n_chunks=chunks, n_chunks_train=train, n_chunks_invalid=invalid)
+
+    def _is_there(self, name: str, size: int) -> bool:
+        try:
+            with open_hdf5(merged_file(self._workdir, name), _merged_contents(size)) as sets:
+                return int(sets["n_written"][0]) == size
+        except (FileNotFoundError, DataError):
+            return False
+
+    def _merge(self, name: str, size: int, corpora: Sequence[CorpusChunks]) -> None:
+        with new_hdf5(merged_file(self._workdir, name)) as file:
+            table = file.create_dataset("chunks", (size, 5), "u4")
+            written = 0
+            for number, corpus in enumerate(corpora):
+                train = 0  # training chunks of this dataset before the block
+                for arrays in self._read(number):
+                    chunks = arrays["chunks_valid"]
+                    is_train = chunks[:, 0] < corpus.n_docs_train
+                    if name == "valid":
+                        chunks = chunks[~is_train]
+                    elif name == "train":
+                        chunks = chunks[is_train]
+                    else:
+                        chosen = self._sampled(corpus, train, train + int(is_train.sum()))
+                        chunks = chunks[chosen - train]
+                    train += int(is_train.sum())
+                    table[written : written + len(chunks), 0] = number
+                    table[written : written + len(chunks), 1:] = chunks
+                    written += len(chunks)
+            assert written == size, (name, written, size)
+            if name == "train":
+                self._merge_offsets(file, corpora)
+            file.create_dataset("n_written", data=np.array([size], np.uint64))
+
+    def _sampled(self, corpus: CorpusChunks, first: int, stop: int) -> NDArray[np.int64]:
+        """Return which training chunks from `first` up to `stop` the index is trained on."""
+        count, total = corpus.n_chunks_sampled, corpus.n_chunks_train
+        if self._compatible:
+            return np.arange(first, min(stop, count), dtype=np.int64)
+        if not total:
+            return np.zeros(0, np.int64)
+        # Chunk k * total // count for each k below count: evenly spaced over the dataset.
+        places = np.arange(-(-first * count // total), -(-stop * count // total), dtype=np.int64)
+        return places * total // max(1, count)
+
+    def _merge_offsets(self, file: Any, corpora: Sequence[CorpusChunks]) -> None:
+        documents = sum(corpus.n_docs_train for corpus in corpora)
+        table = file.create_dataset("doc_offsets", (documents, 3), "u8")
+        written = chunks = 0
+        for number, corpus in enumerate(corpora):
+            for arrays in self._read(number):
+                offsets = arrays["doc_offsets"]
+                offsets = offsets[offsets[:, 0] < corpus.n_docs_train]
+                if len(offsets):
+                    part = slice(written, written + len(offsets))
+                    table[part, 0] = number
+                    table[part, 1] = offsets[:, 0]
+                    table[part, 2] = offsets[:, 1] + np.uint64(chunks)
+                    written, chunks = part.stop, chunks + int(offsets[-1, 1])
+
+
+def _merged_contents(size: int | None) -> Mapping[str, DataSet]:
+    return {"chunks": DataSet("u4", (size, 5)), "n_written": DataSet("u8", (1,))}
+
+
+def read_corpora(workdir: Path) -> list[CorpusChunks]:
+    """Return the datasets of a database.
+
+    Raises:
+        DataError: The list is missing or damaged.
+    """
+    path = corpora_file(workdir)
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_MAX_JSON))
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist: the chunk database is incomplete; run tools/retro/main.py "
+            "with --retro-tasks db-build"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    texts, numbers = ("prefix", "path", "name", "db_dir"), CorpusChunks._fields[5:]
+    is_list = isinstance(found, list) and all(isinstance(one, dict) for one in found)
+    for one in found if is_list else [{}]:
+        wrong = [name for name in texts if type(one.get(name)) is not str]
+        wrong += [n for n in numbers if type(one.get(n)) is not int or one[n] < 0]
+        wrong += ["ratio"] if type(one.get("ratio")) not in (int, float) else []
+        if wrong:
+            raise DataError(f"{path}: damaged: no valid {', '.join(wrong)}; run db-build again")
+    return [CorpusChunks(**{name: one[name] for name in CorpusChunks._fields}) for one in found]
+
+
+class ChunkDatabase:
+    """Read access to the chunks of a merged table. It stays on the disk, mapped into memory.
+
+    Args:
+        workdir: The working folder.
+        chunk_length: The number of tokens of a chunk, m.
+        eod: The end-of-document token, which fills up short chunks.
+        name: The table: train, valid or sampled.
+
+    Attributes:
+        path: The file of the table.
+        chunk_length: The number of tokens of a chunk, m.
+        eod: The token that fills up short chunks.
+
+    Raises:
+        DataError: A file is missing or damaged, or does not fit the others.
+    """
+
+    def __init__(self, workdir: Path, chunk_length: int, eod: int, name: str = "train") -> None:
+        """Open the table and the datasets that it refers to."""
+        self.path, self.chunk_length, self.eod = merged_file(workdir, name), chunk_length, eod
+        corpora = read_corpora(workdir)
+        train = sum(corpus.n_chunks_train for corpus in corpora)
+        size = {
+            "train": train,
+            "valid": sum(corpus.n_chunks for corpus in corpora) - train,
+            "sampled": sum(corpus.n_chunks_sampled for corpus in corpora),
+        }[name]
+        try:
+            with open_hdf5(self.path, _merged_contents(size)) as sets:
+                written, place = int(sets["n_written"][0]), sets["chunks"].id.get_offset()
+        except FileNotFoundError:
+            raise DataError(
+                f"{self.path} does not exist: the chunk database is incomplete; run "
+                "tools/retro/main.py with --retro-tasks db-build"
+            ) from None
+        if written != size:
+            raise DataError(
+                f"{self.path}: {written} of {size} chunks are written: run db-build again"
+            )
+        self._rows: NDArray[np.uint32] = np.zeros((0, 5), np.uint32)
+        if size:
+            mapped = np.memmap(self.path, "<u4", "r", place, (size, 5))
+            self._rows = mapped.view(np.ndarray)
+        self._datasets = [IndexedDataset(corpus.prefix) for corpus in corpora]
+        for corpus, data in zip(corpora, self._datasets, strict=True):
+            if len(data) != corpus.n_docs:
+                raise DataError(
+                    f"{corpora_file(workdir)}: the database was made from {corpus.n_docs} "
+                    f"documents of {corpus.prefix}, which has {len(data)} now: restore the "
+                    "dataset, or make a new working folder"
+                )
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self._rows)
+
+    def rows(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return dataset, document, first token, end and BERT length of chunks, `[n, 5]`.
+
+        Raises:
+            DataError: A row is damaged.
+            IndexError: A chunk does not exist.
+        """
+        ids = np.asarray(chunk_ids, np.int64)
+        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < len(self)):
+            raise IndexError(f"{self.path}: chunks {ids.min()} to {ids.max()} of {len(self)}")
+        rows = self._rows[ids].astype(np.int64)
+        datasets, _, starts, ends, _ = rows.T
+        wrong = (datasets >= len(self._datasets)) | (starts >= ends)
+        wrong |= ends - starts > self.chunk_length
+        if wrong.any():
+            raise self._damaged(int(ids[wrong.argmax()]))
+        return rows
+
+    def documents(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the index of the dataset and the document of each chunk, `[n, 2]`.
+
+        Raises:
+            DataError: A row is damaged.
+            IndexError: A chunk does not exist.
+        """
+        return self.rows(chunk_ids)[:, :2]
+
+    def tokens(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the tokens of chunks, filled up with EOD, `[n, m]`.
+
+        Raises:
+            DataError: A row or the dataset is damaged.
+            IndexError: A chunk does not exist.
+        """
+        rows = self.rows(chunk_ids)
+        result = np.full((len(rows), self.chunk_length), self.eod, np.int64)
+        for place, (dataset, document, start, end, _) in enumerate(rows.tolist()):
+            try:
+                found = self._datasets[dataset].get(document, start, end - start)
+            except IndexError:
+                raise self._damaged(int(np.asarray(chunk_ids)[place])) from None
+            result[place, : end - start] = found
+        return result
+
+    def _damaged(self, chunk: int) -> DataError:
+        return DataError(
+            f"{self.path}: chunk {chunk} is not a part of a document: the file is damaged or made "
+            "from other data; delete it and run db-build again"
+        )
