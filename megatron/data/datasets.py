@@ -58,6 +58,8 @@ class DataRequest(NamedTuple):
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
         unit: The number of samples in a unit of --blend-schedule: those of an iteration, or 1.
+        blends_one: Whether a single dataset is a blend, too, with a half percent of extra samples,
+            as in Megatron-LM if it has a weight. That changes the order of samples.
     """
 
     data: DataConfig
@@ -66,6 +68,7 @@ class DataRequest(NamedTuple):
     is_builder: bool = True
     barrier: Callable[[], None] = lambda: None
     unit: int = 1
+    blends_one: bool = False
 
     def cache(self, *folders: Path) -> IndexCache:
         """Return the cache in `folders`, and in that of --data-cache-path if it is given."""
@@ -429,7 +432,7 @@ def _build_split(
     if len(kept) < len(members) and request.is_builder:
         left_out = ", ".join(m.data.prefix for m in members if m not in kept)
         warn(f"--split {flag!r} leaves no {split} document in {left_out}: not part of the blend")
-    if len(members) == 1:
+    if len(members) == 1 and not request.blends_one:
         try:
             return build(split, kept[0], num_samples, 0)
         except NoTokensError as error:

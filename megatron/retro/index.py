@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.command import say
+from megatron.device import Device
 from megatron.durable import open_trusted, renamed_when_done, sync_folder, writing_to
 from megatron.environment import cores_per_process
 from megatron.errors import ConfigError, DataError
@@ -472,16 +473,23 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
     return index
 
 
-def on_gpu(index: Any, gpu: int) -> Any:
-    """Return the index on a GPU, or itself where faiss has no GPUs or no such index on them."""
+def on_device(index: Any, device: Device, neighbors: int) -> Any:
+    """Return the index on a GPU, or itself where faiss cannot search it there.
+
+    Args:
+        index: A filled index.
+        device: The device of this process.
+        neighbors: The number of neighbors that will be asked for.
+    """
     with packages_of("retro"):
         import faiss
-    if gpu >= _gpus(faiss):
+    number = device.torch_device.index or 0
+    if not device.is_gpu or number >= _gpus(faiss):
         return index
     try:
-        resources = faiss.StandardGpuResources()
-        there = faiss.index_cpu_to_gpu(resources, gpu, index)
-    except RuntimeError as error:
+        there = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
+        there.search(np.zeros((1, index.d), np.float32), neighbors)
+    except RuntimeError as error:  # of its kind, its size, or too many neighbors or probes
         say(f"  the index stays on the CPU ({_reason(error)})")
         return index
     return there

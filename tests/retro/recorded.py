@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,8 @@ class Recorded(NamedTuple):
         return np.concatenate([read(path) for path in sorted(folder.iterdir())])
 
 
-class RecordedChunks(NamedTuple):
+@dataclass(frozen=True)
+class RecordedChunks:
     """A table of chunks, with the methods of a chunk database."""
 
     rows: NDArray[Any]

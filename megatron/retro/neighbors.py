@@ -1,0 +1,373 @@
+"""The neighbors of every chunk that a GPT will be trained on, found in the index and stored.
+
+    query/<split>_<md5>/<a>-<b>.hdf5    neighbors i64 [rows, k]: database rows, nearest first, or -1
+
+The samples are those of pretraining. With l chunks of m tokens in a sample, row c holds the
+neighbors of the tokens of sample c // l from (c % l) m on. The md5 is that of the names of the
+corpora's index files, so other samples have another folder. Chunks of documents that the sample
+reads are no neighbors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.command import say
+from megatron.config.data import SPLIT_NAMES
+from megatron.data.datasets import BlendedDataset, DataRequest, Datasets, parse_weighted_paths
+from megatron.data.gpt import GPTDataset, build_gpt_datasets
+from megatron.data.sample import SampleDataset
+from megatron.device import Device
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Axis
+from megatron.retro.blocks import DataSet, TableBlock, blocks_to_do, plan_blocks, write_block
+from megatron.retro.embedding import DecodedChunks, Embedder, Vectors
+from megatron.retro.index import (
+    BuildEmbedder,
+    ChunkTable,
+    IndexOptions,
+    IndexPaths,
+    checked,
+    faiss_threads,
+    on_device,
+    read_index,
+)
+from megatron.tokenizer import Tokenizer
+
+NOBODY = -1  # stands for a neighbor that was not found
+_SEARCHED_AT_ONCE = 1000
+
+Ids = NDArray[np.int64]
+
+
+class Database(ChunkTable, Protocol):
+    """The chunks that are retrieved."""
+
+    def documents(self, chunk_ids: Ids) -> Ids:
+        """Return the dataset and the document of chunks, `[n, 2]`."""
+
+
+@dataclass(frozen=True)
+class QueryOptions:
+    """How neighbors are found.
+
+    Attributes:
+        queried: The number of neighbors that the index is asked for.
+        saved: The number of neighbors that are stored, k.
+        nprobe: The number of lists that an index with inverted lists searches.
+        ef_search: The size of the candidate list of an HNSW graph.
+        block_size: The number of chunks in a block.
+    """
+
+    queried: int = 200
+    saved: int = 20
+    nprobe: int = 65536
+    ef_search: int = 256
+    block_size: int = 100_000
+
+
+def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
+    """Build the samples that a Retro is trained on. Every process calls this function.
+
+    Preprocessing and training call it with equal arguments. As in Megatron-LM, a single corpus is
+    a blend, too.
+
+    Args:
+        request: The data that the run needs.
+        seq_length: The number of tokens in a sample, not counting the last label.
+        vocab_size: The number of entries of the tokenizer.
+
+    Raises:
+        ConfigError: No data is named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+    """
+    asked = request._replace(blends_one=True)
+    return build_gpt_datasets(asked, seq_length=seq_length, vocab_size=vocab_size)
+
+
+def neighbors_folder(workdir: Path, split: str, dataset: SampleDataset) -> Path:
+    """Return the folder of the neighbors of a split's chunks.
+
+    Args:
+        workdir: The working folder.
+        split: train, valid or test.
+        dataset: The samples, from `query_datasets`.
+    """
+    texts = [member.description.encode() for member in _members(dataset)]
+    hashes = ",".join(hashlib.md5(text, usedforsecurity=False).hexdigest() for text in texts)
+    digest = hashlib.md5(hashes.encode(), usedforsecurity=False).hexdigest()
+    return workdir / "query" / f"{split}_{digest}"
+
+
+def _members(dataset: SampleDataset) -> list[GPTDataset]:
+    assert isinstance(dataset, BlendedDataset), "a Retro's samples are a blend"
+    members = [member for member in dataset.datasets if isinstance(member, GPTDataset)]
+    assert len(members) == len(dataset.datasets), "a Retro's samples are of indexed datasets"
+    return members
+
+
+class QueryChunks:
+    """The chunks of a split's samples.
+
+    Attributes:
+        dataset: The samples.
+        per_sample: The number of chunks in a sample, l.
+
+    Args:
+        dataset: The samples, from `query_datasets`.
+        seq_length: The number of tokens in a sample, not counting the last label.
+        chunk_length: The number of tokens in a chunk, m.
+        tokenizer: The tokenizer that made the tokens.
+        prefixes: The corpora in the order of the database. Empty: a corpus has its number in the
+            blend, as in Megatron-LM, and ends of documents are spelled out in texts.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        *,
+        seq_length: int,
+        chunk_length: int,
+        tokenizer: Tokenizer,
+        prefixes: Sequence[str] = (),
+    ) -> None:
+        """Store the samples, and number the corpora."""
+        assert isinstance(dataset, BlendedDataset), "a Retro's samples are a blend"
+        self.dataset, self.per_sample = dataset, seq_length // chunk_length
+        self._members, self._length, self._tokenizer = _members(dataset), chunk_length, tokenizer
+        self._compatible = not prefixes
+        # They differ if a corpus before it has no document in this split.
+        self._numbers = [
+            prefixes.index(member.data.prefix) if prefixes else number
+            for number, member in enumerate(self._members)
+        ]
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.dataset) * self.per_sample
+
+    def tokens(self, chunk_ids: Ids) -> Ids:
+        """Return the tokens of consecutive chunks, `[n, m]`. The last label is in no chunk."""
+        first, last = (int(chunk_ids[end]) // self.per_sample for end in (0, -1))
+        text = np.stack([self.dataset[sample]["text"] for sample in range(first, last + 1)])
+        rows = text[:, : self.per_sample * self._length].reshape(-1, self._length)
+        return rows[chunk_ids - first * self.per_sample]
+
+    def texts(self, start: int, stop: int) -> DecodedChunks:
+        """Return the texts of some chunks."""
+        tokens = self.tokens(np.arange(start, stop))
+        return DecodedChunks(tokens, self._tokenizer, keeps_ends=self._compatible)
+
+    def documents(self, sample: int) -> tuple[int, Ids]:
+        """Return the number of a sample's corpus, and the documents that it reads."""
+        number = int(self.dataset.index.datasets[sample])
+        member = self._members[number]
+        row = int(member.index.shuffle[int(self.dataset.index.samples[sample]) % len(member)])
+        first, last = member.index.samples[row : row + 2, 0].tolist()
+        documents = member.index.documents[first : last + 1].astype(np.int64)
+        return self._numbers[number], documents
+
+
+class Searcher:
+    """An index, set up to find the neighbors of chunks.
+
+    Args:
+        index: A filled index of faiss.
+        database: The chunks that it holds.
+        options: How neighbors are found.
+        threads: The most threads of faiss; `None` takes this process's share of the cores.
+    """
+
+    def __init__(
+        self, index: Any, database: Database, options: QueryOptions, threads: int | None = None
+    ) -> None:
+        """Store the index."""
+        self._index, self._database = index, database
+        self._options, self._threads = options, threads
+
+    def search(self, vectors: Vectors) -> Ids:
+        """Return the nearest chunks of vectors `[n, h]`, not filtered yet, `[n, queried]`.
+
+        Raises:
+            DataError: The index names a chunk that the database does not have.
+        """
+        with faiss_threads(self._threads):
+            _, found = self._index.search(vectors, self._options.queried)
+        ids: Ids = found
+        if ids.max(initial=NOBODY) >= len(self._database):
+            raise DataError(
+                f"the index names chunk {ids.max()}, but the database has {len(self._database)} "
+                "chunks: they belong to different data; build the index again"
+            )
+        return ids
+
+    def filtered(self, found: Ids, chunks: QueryChunks, first: int) -> Ids:
+        """Return the first `saved` neighbors from other documents than the sample's, or -1.
+
+        Args:
+            found: The nearest chunks of consecutive chunks, `[n, queried]`, or -1.
+            chunks: The chunks of the split.
+            first: The first of them.
+        """
+        queries = np.arange(first, first + len(found))
+        samples = queries // chunks.per_sample
+        kept = found != NOBODY
+        places = self._database.documents(np.where(kept, found, 0).ravel()).reshape(*found.shape, 2)
+        for sample in np.unique(samples).tolist():
+            rows = samples == sample
+            corpus, documents = chunks.documents(sample)
+            is_own = np.isin(places[rows, :, 1], documents) & (places[rows, :, 0] == corpus)
+            kept[rows] &= ~is_own
+        order = np.argsort(~kept, axis=1, kind="stable")[:, : self._options.saved]
+        saved = np.full((len(found), self._options.saved), NOBODY, np.int64)
+        saved[:, : order.shape[1]] = np.where(
+            np.take_along_axis(kept, order, axis=1),
+            np.take_along_axis(found, order, axis=1),
+            NOBODY,
+        )
+        return saved
+
+    def neighbors(self, vectors: Vectors, chunks: QueryChunks, first: int) -> Ids:
+        """Return the neighbors of consecutive chunks, `[n, saved]`, a thousand chunks at a time.
+
+        Args:
+            vectors: The vectors of the chunks, `[n, h]`.
+            chunks: The chunks of the split.
+            first: The first of them.
+        """
+        found = [
+            self.filtered(
+                self.search(vectors[start : start + _SEARCHED_AT_ONCE]), chunks, first + start
+            )
+            for start in range(0, len(vectors), _SEARCHED_AT_ONCE)
+        ]
+        return np.concatenate(found)
+
+
+def open_searcher(
+    workdir: Path, index: IndexOptions, database: Database, query: QueryOptions, device: Device
+) -> Searcher:
+    """Read the filled index, and set it up for searching.
+
+    Its entries stay on the disk where its kind allows it, shared by the processes of a machine; on
+    a GPU, if this build of faiss has GPUs and can search such an index there.
+
+    Raises:
+        DataError: The index is missing, damaged, or belongs to another database.
+    """
+    path = IndexPaths(workdir, index).added
+    found = read_index(path, index, mapped=True)
+    if not 0 < found.ntotal <= len(database):
+        raise DataError(
+            f"{path} holds {found.ntotal} chunks, but the database has {len(database)}: they "
+            "belong to different data; remove it, and run the task index-build again"
+        )
+    with faiss_threads(index.threads) as faiss:
+        for name, value in (("nprobe", query.nprobe), ("efSearch", query.ef_search)):
+            try:
+                faiss.ParameterSpace().set_index_parameter(found, name, value)
+            except RuntimeError:
+                continue  # this kind of index has no such setting
+    there = on_device(found, device, query.queried)
+    return Searcher(there, database, query, index.threads)
+
+
+def query_chunks(
+    request: DataRequest,
+    *,
+    seq_length: int,
+    chunk_length: int,
+    tokenizer: Tokenizer,
+    compatible: bool = False,
+) -> dict[str, QueryChunks]:
+    """Build the chunks of each split that has samples. Every process calls this function.
+
+    Args:
+        request: The data that the run needs.
+        seq_length: The number of tokens in a sample, not counting the last label.
+        chunk_length: The number of tokens in a chunk.
+        tokenizer: The tokenizer of the data.
+        compatible: Whether Megatron-LM's faults are reproduced.
+
+    Raises:
+        ConfigError: The length of a chunk does not divide that of a sample, no data is named, or
+            --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+    """
+    if seq_length % chunk_length:
+        raise ConfigError(
+            f"--retro-gpt-seq-length {seq_length} is not a multiple of --retro-gpt-chunk-length "
+            f"{chunk_length}: change one of them"
+        )
+    datasets = query_datasets(request, seq_length=seq_length, vocab_size=tokenizer.vocab_size)
+    paths = request.data.data_path or ()
+    prefixes = [path for _, path in parse_weighted_paths(paths, "--retro-gpt-data-path")]
+    return {
+        split: QueryChunks(
+            dataset,
+            seq_length=seq_length,
+            chunk_length=chunk_length,
+            tokenizer=tokenizer,
+            prefixes=() if compatible else prefixes,
+        )
+        for split, dataset in zip(SPLIT_NAMES, datasets, strict=True)
+        if dataset is not None
+    }
+
+
+def query_neighbors(
+    workdir: Path,
+    index: IndexOptions,
+    query: QueryOptions,
+    splits: Mapping[str, QueryChunks],
+    *,
+    database: Database,
+    build_embedder: BuildEmbedder,
+    device: Device,
+    world: Axis,
+) -> None:
+    """Find and store the neighbors of all chunks that have none yet. Collective.
+
+    Args:
+        workdir: The working folder.
+        index: The index, which has been filled.
+        query: How neighbors are found.
+        splits: The chunks of each split, from `query_chunks`.
+        database: The chunks that are retrieved.
+        build_embedder: A function that loads what embeds texts. It is called if any are missing.
+        device: The device of this process.
+        world: The processes that share the work.
+
+    Raises:
+        ConfigError: More neighbors are to be stored than are asked for.
+        DataError: The index is missing, damaged, or belongs to another database.
+        StorageError: A file cannot be written.
+    """
+    if query.saved > query.queried:
+        raise ConfigError(
+            f"--retro-query-num-neighbors-save {query.saved} is more than "
+            f"--retro-query-num-neighbors-query {query.queried}: ask for at least as many"
+        )
+
+    def contents(block: TableBlock) -> dict[str, DataSet]:
+        return {"neighbors": DataSet("i8", (block.rows, query.saved))}
+
+    tools: tuple[Searcher, Embedder] | None = None
+    for split, chunks in splits.items():
+        folder = neighbors_folder(workdir, split, chunks.dataset)
+        blocks = plan_blocks(folder, len(chunks), query.block_size)
+        for block in blocks_to_do(blocks, contents, world):
+            if tools is None:
+                embedder = checked(build_embedder(), index)
+                tools = open_searcher(workdir, index, database, query, device), embedder
+            searcher, embedder = tools
+            vectors = embedder.embed(chunks.texts(block.start, block.stop))
+            write_block(block, {"neighbors": searcher.neighbors(vectors, chunks, block.start)})
+            say(f"  {split}: neighbors of {block.start:,} to {block.stop - 1:,} of {len(chunks):,}")
