@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     rules_parallel.torch_ddp,
     rules_model.architecture,
     rules_model.t5,
+    rules_model.retro,
     rules_model.relative_positions,
     rules_parallel.layout,
     rules_parallel.context,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_IDS, Need, flag
+from megatron.config.retro import RetroDataOptions
 
 # Kinds of tokenizers, with the fields that each is built from: its files, or its size.
 TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -112,7 +113,7 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(RetroDataOptions):
     """Data.
 
     Attributes:
@@ -197,9 +198,9 @@ class DataOptions:
     data_impl: str = flag("infer", choices=("mmap", "infer", "lazy", "cached"))
     dataloader_type: str | None = flag(None, choices=("single", "cyclic"))
     data_sharding: bool = flag(True, needs=_CYCLIC)
-    reset_position_ids: bool = flag(False, only_for=("gpt",))
+    reset_position_ids: bool = flag(False, only_for=("gpt", "retro"))
     reset_attention_mask: bool = flag(False, only_for=("gpt",))
-    eod_mask_loss: bool = flag(False, only_for=("gpt",))
+    eod_mask_loss: bool = flag(False, only_for=("gpt", "retro"))
     fim_data: bool = flag(False, only_for=("gpt",))
     fim_rate: float = flag(0.5, unit="0 to 1", at_least=0, at_most=1, needs=_FIM)
     fim_spm_rate: float = flag(0.5, unit="0 to 1", at_least=0, at_most=1, needs=_FIM)

@@ -1,4 +1,4 @@
-"""Corpora named in a file: --data-args-path and --per-split-data-args-path.
+"""Data named in files: --data-args-path, --per-split-data-args-path and --retro-workdir.
 
 As soon as flags and YAML file are read, the words in the file become the values of the flags that
 it stands for. A saved config.yaml therefore names the corpora themselves, and caches, fingerprints
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.retro import ARGUMENTS, read_arguments
 from megatron.config.run import Findings, RunOptions, field_at, flatten
+from megatron.errors import ConfigError
 
 _WHOLE, _EACH = "data.data_args_path", "data.per_split_data_args_path"
 # The fields that name a file, and the fields that each file stands for.
@@ -25,6 +27,13 @@ _REMEDY = {
     _WHOLE: "give a text file with the words of --data-path, separated by whitespace",
     _EACH: 'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", '
     '"test": null}, where null is no data',
+}
+# What the arguments that made a Retro's working folder decide: their names and types.
+_OF_RETRO = {
+    "model.retro_chunk_length": ("retro_gpt_chunk_length", int),
+    "data.seq_length": ("retro_gpt_seq_length", int),
+    "data.data_path": ("retro_gpt_data_path", list),
+    "data.split": ("retro_gpt_split", str),
 }
 _MOST_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list of corpora
 
@@ -162,3 +171,38 @@ def _words(words: Sequence[str], what: str = "") -> tuple[str, ...]:
     if not words:
         raise ValueError(f"{what}contains no words")
     return tuple(words)
+
+
+def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
+    """Return what --retro-workdir decides, by "section.field".
+
+    Args:
+        config: The run as asked for.
+        found: Receives mistakes.
+    """
+    folder = config.data.retro_workdir
+    if folder is None:
+        return {}
+    try:
+        told = read_arguments(folder)
+    except ConfigError as error:
+        found.problems.append(str(error))
+        return {}
+    asked = flatten(config)
+    taken: dict[str, Any] = {}
+    for path, (name, kind) in _OF_RETRO.items():
+        value, field = told.get(name), field_at(path)
+        if type(value) is not kind:
+            found.problems.append(
+                f"--retro-workdir {folder}: its {ARGUMENTS} lacks {name}: make the folder again "
+                "with tools/retro/main.py"
+            )
+            continue
+        taken[path] = tuple(map(str, told[name])) if kind is list else value
+        if asked[path] not in (field.default, taken[path]):
+            made = field.spell(taken[path])
+            found.problems.append(
+                f"{field.spell(asked[path])}: --retro-workdir {folder} was made with {made}: drop "
+                "the flag, or use the folder of that data"
+            )
+    return taken

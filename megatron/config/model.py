@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, fields
 
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
+from megatron.config.retro import RetroOptions
 
-ARCHITECTURES = ("gpt", "bert", "t5")
+ARCHITECTURES = ("gpt", "bert", "t5", "retro")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
@@ -205,7 +206,7 @@ class DenseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(ExpertOptions, DenseOptions):
+class ModelOptions(RetroOptions, ExpertOptions, DenseOptions):
     """Network."""
 
 
@@ -229,6 +230,12 @@ class ModelConfig(ModelOptions):
     def all_layers(self) -> int:
         """Number of transformer layers, including those of the decoder if there is one."""
         return self.num_layers + self.decoder_layers
+
+    @property
+    def chunk_length(self) -> int:
+        """Number of tokens in a chunk of a Retro."""
+        assert self.retro_chunk_length is not None, "a rule requires it of a Retro"
+        return self.retro_chunk_length
 
     @property
     def kv_heads(self) -> int:
@@ -267,6 +274,12 @@ _NOT_OF_THE_NETWORK = {
     "moe_pad_expert_input_to_capacity",
     "moe_per_layer_logging",
     "moe_token_drop_policy",
+    # What a trained Retro may be given, or trained with, anew.
+    "retro_add_retriever",
+    "retro_encoder_hidden_dropout",
+    "retro_encoder_attention_dropout",
+    "retro_num_neighbors",
+    "retro_num_retrieved_chunks",
 }
 # Fields that give the weights their shape and meaning: other values mean a different network.
 NETWORK_FIELDS = tuple(
@@ -292,6 +305,8 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         return positions != "rope"
     if name.startswith("relative_attention_"):
         return positions != "relative"
+    if name.startswith("retro_"):
+        return model.architecture != "retro"
     if name == "qk_layernorm_scope":
         return not model.qk_layernorm
     if name == "max_position_embeddings":

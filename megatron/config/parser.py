@@ -18,7 +18,7 @@ from megatron.config import deepspeed, yaml_file
 from megatron.config.arguments import Given, add_flags, add_group, from_given, split, value_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
-from megatron.config.data_files import DATA_FILES, read_data_files
+from megatron.config.data_files import DATA_FILES, read_data_files, read_retro_workdir
 from megatron.config.fields import Field, FlagInfo, by_spelling, fields_of
 from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
 from megatron.config.other_flags import explain, other_flags, translate
@@ -166,6 +166,7 @@ def parse_config(
         asked = deepspeed.with_batch_sizes(asked, of_deepspeed, world_size, line)
     unread = _unread(asked, start, program.reads(line.given), line)
     asked = with_values(asked, read_data_files(asked, line.values, unread, line))
+    asked = with_values(asked, read_retro_workdir(asked, line))
     of_checkpoint = _from_checkpoint(asked, read_checkpoint, find_start is not None, line)
     config = with_values(asked, of_checkpoint)
     start = with_values(start, of_checkpoint)  # the user did not ask for these

@@ -49,7 +49,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     has_no_length = has_no_length and training.train_tokens is None
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None
     # Each of Megatron's scripts has its own kind of tokenizer, which the examples do not name.
-    own = "GPT2BPETokenizer" if model.architecture == "gpt" else "BertWordPieceLowerCase"
+    own = "GPT2BPETokenizer" if model.architecture in ("gpt", "retro") else "BertWordPieceLowerCase"
     return {
         "model.decoder_num_layers": model.num_layers if model.architecture == "t5" else None,
         "model.kv_channels": hidden // heads if hidden and heads else None,

@@ -8,6 +8,7 @@ from megatron.config.experts import mixture_layers
 from megatron.config.fields import divisors
 from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
+from megatron.config.retro import retro_layers
 from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at, flatten
 from megatron.config.stages import possible_plan
@@ -259,7 +260,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
             "--position-embedding-type relative is only for T5, and this model is a "
             f"{kind.upper()}: drop it"
         )
-    if kind != "gpt" and context > 1:
+    if kind not in ("gpt", "retro") and context > 1:
         yield (
             f"--context-parallel-size {context}: context parallelism does not support the padding "
             f"masks of {kind.upper()}: use 1"
@@ -309,6 +310,51 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"--decoder-seq-length {length} is not divisible by --tensor-model-parallel-size "
             f"{tensor}, as --sequence-parallel requires: use a multiple of {tensor}"
+        )
+
+
+def retro(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that a Retro lacks or does not support."""
+    model, parallel, chunk = config.model, config.parallel, config.model.retro_chunk_length
+    if model.architecture != "retro":
+        return
+    if config.data.retro_workdir is None:
+        yield "--retro-workdir is required: give the folder that tools/retro/main.py made"
+        return
+    layers, length = model.num_layers or 0, config.data.seq_length or 0
+    if layers > 0 and not retro_layers(layers):
+        yield (
+            f"--num-layers {layers}: the first layer that attends to neighbors is number "
+            f"{retro_layers(layers).start + 1}: use at least as many, or pretrain_gpt.py"
+        )
+    if config.data.mock_data:
+        yield "--mock-data: a Retro's data is that of --retro-workdir: drop it"
+    if not chunk or chunk < 1:
+        return
+    shown, tensor = f"chunks of {chunk} tokens", parallel.tensor_model_parallel_size
+    if length % chunk:
+        yield (
+            f"--seq-length {length} is not divisible into {shown} of --retro-workdir: use a "
+            f"multiple of {chunk}"
+        )
+    elif parallel.context_parallel_size > 1 and length % (
+        2 * parallel.context_parallel_size * chunk
+    ):
+        yield (
+            f"--context-parallel-size {parallel.context_parallel_size}: the pieces of --seq-length "
+            f"{length}, two for each process, do not end between {shown}: use fewer processes"
+        )
+    retrieved = chunk * model.retro_num_retrieved_chunks
+    if parallel.sequence_parallel and tensor > 0 and retrieved % tensor:
+        yield (
+            f"--sequence-parallel: a neighbor has {retrieved} tokens, which do not divide over "
+            f"--tensor-model-parallel-size {tensor}: drop it, or use another size"
+        )
+    longest = model.max_position_embeddings
+    if model.position_embedding_type == "learned_absolute" and longest and retrieved > longest:
+        yield (
+            f"--retro-num-retrieved-chunks {model.retro_num_retrieved_chunks}: a neighbor has "
+            f"{retrieved} tokens, more than --max-position-embeddings {longest}: use fewer"
         )
 
 

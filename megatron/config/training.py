@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_WIDTH, Need, flag
 
+# Networks whose training may be measured in tokens: each sample has equally many.
+OF_TOKENS = ("gpt", "bert", "retro")
+
 # Conditions that flags need or require.
 _COUNTED = Need(
-    lambda run: run.model.architecture != "gpt" or run.data.eod_mask_loss,
+    lambda run: run.model.architecture not in ("gpt", "retro") or run.data.eod_mask_loss,
     "--eod-mask-loss: every token counts",
 )
 _EVALUATES = Need(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
@@ -97,7 +100,7 @@ class TrainingOptions:
         None, unit="iterations", required="required unless --train-samples is given", at_least=0
     )
     train_samples: int | None = flag(None, unit="samples", at_least=1)
-    train_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=("gpt", "bert"))
+    train_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=OF_TOKENS)
     skip_train: bool = False
     iterations_to_skip: tuple[int, ...] | None = flag(None, unit="iterations")
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)

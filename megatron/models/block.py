@@ -35,6 +35,12 @@ from megatron.models.recompute import (
     recompute,
     without_keeping,
 )
+from megatron.models.retrieval import (
+    ChunkedCrossAttention,
+    ChunkStates,
+    NeighborCrossAttention,
+    Neighbors,
+)
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Axis
 from megatron.parallel.random import split_region
@@ -63,7 +69,12 @@ class Sublayer(Protocol):
 # A mixer is constructed with (plan, context, layer_number, recompute_core=...) and called with (x,
 # mask, rotation, cache). The residual sum adds its `bias_to_add`. If it has `handovers`, the
 # normalizations before and after it leave there the amaxes of x and of its result's gradient.
-MIXERS: dict[str, Any] = {"attention": SelfAttention, "cross_attention": CrossAttention}
+MIXERS: dict[str, Any] = {
+    "attention": SelfAttention,
+    "cross_attention": CrossAttention,
+    "chunked_cross_attention": ChunkedCrossAttention,
+    "neighbor_cross_attention": NeighborCrossAttention,
+}
 # An MLP is constructed with (plan, context) and called with x; the rest is as for a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
 # The name in --recompute-modules of each kind of MLP.
@@ -79,7 +90,8 @@ def class_of(plan: SublayerPlan) -> Sublayer:
 class Block(nn.Module):
     """A pre-norm layer: a mixer, then an MLP, each with a normalization before it.
 
-    A decoder layer has a third sublayer between the two: cross-attention to an encoder's output.
+    A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
+    to a Retro's neighbors. The first layer that reads these also holds their encoder.
     The residual of a sublayer is its input, or its normalized input with
     --apply-residual-connection-post-layernorm. The next normalization adds the sublayer's output to
     the residual (see `Stream`), or its dropout does if it has one. An fp32 residual stream stays
@@ -108,8 +120,14 @@ class Block(nn.Module):
         self.cross_norm = self.cross_attention = None
         if plan.cross_attention is not None:
             self.cross_norm = new_norm(plan.norm, hidden, context)
-            self.cross_attention = CrossAttention(
+            self.cross_attention = MIXERS[plan.cross_attention.kind](
                 plan.cross_attention, context, layer_number, recompute_core=recompute_core
+            )
+        self.retriever = None
+        if plan.retriever is not None:
+            layers, before = plan.retriever.layers, plan.retriever.numbered_after
+            self.retriever = LayerStack(
+                layers, context.within_rank(), range(len(layers)), numbered_after=before
             )
         self.mlp_norm = new_norm(plan.norm, hidden, context)
         self.recomputes_mlp = _MODULES.get(plan.mlp.kind) in context.recomputed
@@ -125,23 +143,32 @@ class Block(nn.Module):
     @staticmethod
     def matrix_parameters(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the elements of a layer's matrices on one process."""
-        return sum(
+        own = sum(
             outputs * inputs
             for sublayer in plan.sublayers
             for outputs, inputs in class_of(sublayer).matrices(sublayer, split)
         )
+        return own + sum(Block.matrix_parameters(layer, split) for layer in plan.encoding)
 
     @staticmethod
     def parameter_count(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the parameters that one process holds."""
-        each = Norm.parameter_count(plan.norm, plan.mixer.hidden)
-        vectors = sum(class_of(part).vectors(part, split) + each for part in plan.sublayers)
+        norm = Norm.parameter_count(plan.norm, plan.mixer.hidden)
+        layers = (plan, *plan.encoding)
+        parts = [part for layer in layers for part in layer.sublayers]
+        vectors = sum(class_of(part).vectors(part, split) + norm for part in parts)
         return Block.matrix_parameters(plan, split) + vectors
 
     @staticmethod
     def work(plan: LayerPlan, length: int, encoder_length: int = 0) -> Work:
         """Count the operations of the forward and backward passes for one sample."""
         each = [class_of(part).work(part, length, encoder_length) for part in plan.sublayers]
+        if plan.retriever is not None:
+            sizes = plan.retriever.retrieval
+            neighbors = length // sizes.chunk * sizes.neighbors
+            for layer in plan.encoding:
+                products, scores = Block.work(layer, sizes.retrieved)
+                each.append(Work(neighbors * products, neighbors * scores))
         return Work(sum(work.products for work in each), sum(work.scores for work in each))
 
     @staticmethod
@@ -158,6 +185,11 @@ class Block(nn.Module):
             forgets = "layernorm" in batch.recomputed and not plan.residual_after_norm
             total += (entry - batch.width * forgets) * tokens
             total += class_of(part).activation_bytes(part, batch)
+        if plan.retriever is not None:
+            sizes = plan.retriever.retrieval
+            neighbors = batch.sequences * (batch.length // sizes.chunk) * sizes.neighbors
+            encoded = replace(batch, sequences=neighbors, length=sizes.retrieved)
+            total += sum(Block.activation_bytes(layer, encoded) for layer in plan.encoding)
         return total
 
     def forward(
@@ -166,7 +198,7 @@ class Block(nn.Module):
         mask: Mask | None,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
-        encoder: EncoderOutput | None = None,
+        encoder: EncoderOutput | Neighbors | ChunkStates | None = None,
     ) -> Stream:
         """Run the layer once.
 
@@ -175,7 +207,8 @@ class Block(nn.Module):
             mask: Which keys a query of the mixer may attend to (`AttentionOptions`).
             rotation: Rotation of the mixer's queries and keys, if the model has rotary positions.
             cache: Keys and values of earlier tokens, in inference.
-            encoder: The encoder output that a decoder layer attends to.
+            encoder: What the cross-attention attends to: an encoder's output, a Retro's neighbors
+                or, in their encoder, the chunks.
 
         Returns:
             The stream after the layer, in the shape of `stream`.
@@ -185,7 +218,8 @@ class Block(nn.Module):
         if self.cross_norm is not None:
             assert encoder is not None, "a decoder's layer reads the encoder's output"
             norm, cross = self.cross_norm, self.cross_attention
-            stream = self._add(stream, norm, cross, (encoder,), "cross output")
+            read = (encoder,) if self.retriever is None else (encoder, self.retriever)
+            stream = self._add(stream, norm, cross, read, "cross output")
         return self._add(stream, self.mlp_norm, self.mlp, (), "mlp output")
 
     def _compute(
@@ -248,7 +282,8 @@ class LayerStack(nn.ModuleDict):
     ) -> None:
         """Build the layers that this process holds, and decide which are recomputed."""
         super().__init__()
-        context = replace(context, recomputed=recompute.parts if recompute else frozenset())
+        if recompute is not None:
+            context = replace(context, recomputed=recompute.parts)
         for index in layers:
             self[str(index)] = Block(plans[index], context, numbered_after + index + 1)
         self.groups = layer_groups(recompute, layers)

@@ -260,6 +260,37 @@ class AttentionPlan(MixerPlan):
         return self.query, self.kv_heads * self.head_size
 
 
+@dataclass(frozen=True)
+class RetrievalPlan:
+    """The chunks of a Retro's sequences, and the neighbors that are retrieved for each of them.
+
+    Attributes:
+        chunk: Tokens of a chunk, m.
+        neighbors: Neighbors of a chunk, k.
+        retrieved: Tokens of a neighbor, r.
+    """
+
+    chunk: int
+    neighbors: int
+    retrieved: int
+
+    @property
+    def keys(self) -> int:
+        """Tokens of all neighbors of a chunk."""
+        return self.neighbors * self.retrieved
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalAttentionPlan(AttentionPlan):
+    """Attention of chunks to their neighbors, or of neighbors to their chunk.
+
+    Attributes:
+        retrieval: The sizes of chunks and neighbors.
+    """
+
+    retrieval: RetrievalPlan
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLPPlan(SublayerPlan):
     """A dense position-wise MLP.
@@ -378,6 +409,8 @@ class LayerPlan:
         norm: Normalization before each sublayer.
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
             layers without one.
+        retriever: The encoder of a Retro's neighbors, which reads the input of this layer's
+            `cross_attention`; `None` except in one layer.
         residual_after_norm: Whether the residual is the normalized input, as in the original BERT.
         dropout: Dropout probability of each update of the residual stream.
     """
@@ -386,6 +419,7 @@ class LayerPlan:
     mlp: SublayerPlan
     norm: NormPlan
     cross_attention: AttentionPlan | None = None
+    retriever: RetrieverPlan | None = None
     residual_after_norm: bool = False
     dropout: float = 0.0
 
@@ -394,6 +428,26 @@ class LayerPlan:
         """The sublayers that add to the residual stream, in order."""
         crossing = () if self.cross_attention is None else (self.cross_attention,)
         return (self.mixer, *crossing, self.mlp)
+
+    @property
+    def encoding(self) -> tuple[LayerPlan, ...]:
+        """The layers of its retriever, if it has one."""
+        return () if self.retriever is None else self.retriever.layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverPlan:
+    """The encoder of a Retro's neighbors, whose first layer attends to the neighbors' chunk.
+
+    Attributes:
+        layers: Its layers.
+        retrieval: The sizes of chunks and neighbors.
+        numbered_after: Number of the model's other layers.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    retrieval: RetrievalPlan
+    numbered_after: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,6 +567,7 @@ class ModelPlan:
         encoder_layers: Number of `layers` that belong to an encoder with a decoder after it; 0 if
             there is a single stack.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
+        retrieval: The sizes of a Retro's chunks and neighbors; `None` for other networks.
     """
 
     embedding: EmbeddingPlan
@@ -523,6 +578,12 @@ class ModelPlan:
     head_spec: HeadSpec = LANGUAGE_MODEL_HEAD
     encoder_layers: int = 0
     position_bias: PositionBiasPlan | None = None
+    retrieval: RetrievalPlan | None = None
+
+    @property
+    def first_retro_layer(self) -> int:
+        """The index, from 0, of the layer that holds a Retro's retriever."""
+        return next(i for i, layer in enumerate(self.layers) if layer.retriever is not None)
 
     @property
     def hidden(self) -> int:

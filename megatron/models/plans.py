@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config.experts import layer_experts
 from megatron.config.model import ModelConfig
+from megatron.config.retro import retro_layers
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
     AttentionPlan,
@@ -24,6 +25,9 @@ from megatron.models.plan import (
     NormPlan,
     OutputPlan,
     PositionBiasPlan,
+    RetrievalAttentionPlan,
+    RetrievalPlan,
+    RetrieverPlan,
     RotaryPlan,
     RouterPlan,
 )
@@ -279,7 +283,46 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     )
 
 
-PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan}
+def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a Retro: a GPT, some of whose layers also attend to neighbors.
+
+    The first of these layers holds the encoder of the neighbors.
+    """
+    gpt = gpt_plan(model, vocabulary, head)
+    retrieval = RetrievalPlan(
+        chunk=model.chunk_length,
+        neighbors=model.retro_num_neighbors,
+        retrieved=model.retro_num_retrieved_chunks * model.chunk_length,
+    )
+    encoding = replace(
+        model,
+        position_embedding_type="learned_absolute",  # only the decoder's attention rotates
+        hidden_dropout=model.retro_encoder_hidden_dropout,
+        attention_dropout=model.retro_encoder_attention_dropout,
+    )
+
+    def crossing(model: ModelConfig, kind: str) -> RetrievalAttentionPlan:
+        attention = layer_plan(model, causal=False, crosses=True).cross_attention
+        return RetrievalAttentionPlan(**{**vars(attention), "kind": kind, "retrieval": retrieval})
+
+    plain = layer_plan(encoding, causal=False)
+    reads_chunk = replace(plain, cross_attention=crossing(encoding, "neighbor_cross_attention"))
+    retriever = RetrieverPlan(
+        layers=(reads_chunk, *[plain] * (model.retro_encoder_layers - 1)),
+        retrieval=retrieval,
+        numbered_after=model.num_layers,
+    )
+    layers = list(gpt.layers)
+    for index in retro_layers(model.num_layers):
+        reads_neighbors = crossing(model, "chunked_cross_attention")
+        layers[index] = replace(layers[index], cross_attention=reads_neighbors)
+    first = retro_layers(model.num_layers).start
+    layers[first] = replace(layers[first], retriever=retriever)
+    embedding = replace(gpt.embedding, calls=2)
+    return replace(gpt, embedding=embedding, layers=tuple(layers), retrieval=retrieval)
+
+
+PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan, "retro": retro_plan}
 
 
 def model_plan(

@@ -59,6 +59,8 @@ class Kernels:
         output_products: The products that compute logits.
         expert_casts: The casts of experts that multiply in 8 bits; `None` if they do not.
         attention: The implementation of the attention core.
+        own_attention: The same for sequences that this rank holds whole, whatever the number of
+            context-parallel ranks.
         activation: Returns the implementation of an MLP's activation, given its name and
             `handovers`.
         rotate: Rotates heads.
@@ -71,6 +73,7 @@ class Kernels:
     output_products: Products = PLAIN
     expert_casts: Fp8Casts | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
+    own_attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
     activation: Callable[..., Activation] = choose_activation
     rotate: Rotate = rotate
     split_rotate: SplitRotate = split_rotate
@@ -174,6 +177,10 @@ class BuildContext:
         parameter.spec = spec  # type: ignore[attr-defined]
         return parameter
 
+    def within_rank(self) -> BuildContext:
+        """Return a copy of this context for attention within sequences that a rank holds whole."""
+        return replace(self, kernels=replace(self.kernels, attention=self.kernels.own_attention))
+
     def multiplying_by(
         self, new_products: Callable[[], Products], *, for_output: Products | None = None
     ) -> BuildContext:
@@ -213,6 +220,7 @@ def choose_kernels(
     chosen = Kernels(
         library=library,
         attention=attention,
+        own_attention=choose_attention(model, precision, device),
         activation=partial(choose_activation, library=library, fuses_gelu=model.bias_gelu_fusion),
         rotate=choose_rotate(model, library),
         split_rotate=choose_split_rotate(model, library),

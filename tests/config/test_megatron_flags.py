@@ -40,8 +40,16 @@ _DEVIATIONS = {
 }
 # Types that differ: numbers instead of text, and fractions of a minute.
 _KINDS = {"--rampup-batch-size": "int", "--distributed-timeout-minutes": "float"}
+_RETRO_WORKDIR = Path(__file__).parent / "retro_workdir"
+_OF_RETRO = (
+    *("--retro-workdir", "--retro-add-retriever", "--retro-cyclic-train-iters"),
+    *("--retro-encoder-layers", "--retro-encoder-hidden-dropout"),
+    *("--retro-encoder-attention-dropout", "--retro-num-neighbors"),
+    *("--retro-num-retrieved-chunks", "--retro-return-doc-ids"),
+)
 # A value that our rules accept, where `_other_value` would make one that they refuse.
 _VALUES = {
+    "--retro-workdir": str(_RETRO_WORKDIR),
     "--tensor-model-parallel-size": "2",
     "--pipeline-model-parallel-size": "2",
     "--num-layers-per-virtual-pipeline-stage": "1",
@@ -81,6 +89,10 @@ _VALUES = {
 _DELAYED = ("--bf16 --fp8-format hybrid --fp8-recipe delayed", "")
 _SAMPLES = ("--train-samples 1000", "--train-iters")
 _COMPANIONS = {
+    **dict.fromkeys(
+        _OF_RETRO,
+        (f"--retro-workdir {_RETRO_WORKDIR} --num-layers 6", "--mock-data --seq-length"),
+    ),
     "--num-layers-per-virtual-pipeline-stage": ("--pipeline-model-parallel-size 2", ""),
     "--encoder-num-layers": ("", "--num-layers"),
     "--encoder-seq-length": ("", "--seq-length"),
@@ -144,6 +156,7 @@ _ARCHITECTURE = {
     "--decoder-num-layers": "t5",
     "--decoder-seq-length": "t5",
     "--pipeline-model-parallel-split-rank": "t5",
+    **dict.fromkeys(_OF_RETRO, "retro"),
 }
 _NEEDS_PROGRAM = ("--use-checkpoint-args",)
 

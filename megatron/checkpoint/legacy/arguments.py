@@ -27,6 +27,10 @@ _MODEL_FIELDS = (
     *(*NETWORK_FIELDS, "make_vocab_size_divisible_by", "onnx_safe", "bias_gelu_fusion"),
     *("attention_dropout", "hidden_dropout"),
 )
+_RETRO_FIELDS = (
+    *("retro_num_neighbors", "retro_num_retrieved_chunks"),
+    *("retro_encoder_hidden_dropout", "retro_encoder_attention_dropout"),
+)
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_size vocab_extra_ids"
 # Other fields that a model needs to run, by section of `RunOptions`.
 _OTHER_FIELDS = {
@@ -106,6 +110,10 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
         model["position_embedding_type"] = "rope"
     elif args.get("add_position_embedding") is False:
         model["position_embedding_type"] = "none"
+    if architecture == "retro":
+        model |= {name: args[name] for name in _RETRO_FIELDS if name in args}
+        # Megatron-LM takes it from its working folder.
+        model["retro_chunk_length"] = args.get("retro_gpt_chunk_length")
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
         model.setdefault("kv_channels", hidden // heads)
@@ -175,6 +183,13 @@ def megatron_arguments(
         "transformer_impl": "local",
         "consumed_valid_samples": evaluated,
     }
+    if model.retro_chunk_length is not None:
+        length = model.retro_chunk_length
+        values |= {
+            "retro_add_retriever": True,
+            "retro_gpt_chunk_length": length,
+            "retro_gpt_retrieved_length": length * model.retro_num_retrieved_chunks,
+        }
     values |= dict(meta.get("legacy_args") or {})
     values |= {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,

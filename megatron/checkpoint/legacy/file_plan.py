@@ -9,6 +9,7 @@ begins.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -135,16 +136,28 @@ def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str
         above, below = part.halves(encoder)
         stacks = [("encoder.", above, encoder - 1 in above), ("decoder.", below, part.head)]
     for stack, layers, ends in stacks:
-        table = names.DECODER_LAYER if stack == "decoder." else names.LAYER
-        modules = [f"layers.{index}.{module}" for index in layers for module in table]
-        for module in [*modules, *["final_norm"] * ends]:
-            for name in (f"{stack}{module}.{kind}" for kind in names.KINDS):
-                yield name, names.megatron_path(name, layers.start)
+        for layer in (f"{stack}layers.{index}" for index in layers):
+            for holder in (layer, *_retriever_layers(shapes, layer)):
+                crosses = f"{holder}.cross_norm.weight" in shapes
+                for module in names.DECODER_LAYER if crosses else names.LAYER:
+                    for name in (f"{holder}.{module}.{kind}" for kind in names.KINDS):
+                        yield name, names.megatron_path(name, layers.start, crosses=crosses)
+        for name in (f"{stack}final_norm.{kind}" for kind in names.KINDS if ends):
+            yield name, names.megatron_path(name, layers.start)
     if part.head:
         yield from outside(names.AFTER_LAYERS)
         if not has_embedding and "output.weight" not in shapes:
             yield _WORDS, names.TIED_COPY
         yield from outside(names.HEADS)
+
+
+def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
+    """Yield our names of the layers that a Retro's layer holds to encode neighbors."""
+    for number in itertools.count():
+        name = f"{layer}.retriever.{number}"
+        if f"{name}.attention_norm.weight" not in shapes:
+            return
+        yield name
 
 
 def _box(

@@ -1,15 +1,15 @@
 """Megatron's parameters under our names, and how its files split and order them.
 
-The reader supports GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and the flat
-trees of Megatron Core (GPT), which its `torch` format has held since 2023. A layer's number in a
-file counts from the first layer of its stage, or of its virtual stage.
+The reader supports GPT, BERT, T5 and Retro trees of v1.0 to 23.08 and of the Llama-2 fork, and the
+flat trees of Megatron Core (GPT), which its `torch` format has held since 2023. A layer's number in
+a file counts from the first layer of its stage, or of its virtual stage.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ LAYER: Modules = {
     "mlp_norm": _NORM,
     **_MLP,
 }
-# A decoder layer attends to the encoder output before its MLP.
+# A T5's decoder layer attends to the encoder output before its MLP, and some layers of a Retro to
+# neighbors or chunks.
 DECODER_LAYER: Modules = {
     **_ATTENTION,
     "cross_norm": _NORM,
@@ -74,7 +75,9 @@ _BESIDE = dict.fromkeys(names[0].partition(".")[0] for names in HEADS.values())
 
 _LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 _LAYER_NUMBER = re.compile(r"(?:decoder\.)?layers\.(\d+)\.")
-_LAYER_PREFIX = re.compile(r"(?:(?:encoder|decoder)\.)?layers\.\d+\.")
+_LAYER_PREFIX = re.compile(r"(?:(?:encoder|decoder)\.)?layers\.\d+\.(?:retriever\.\d+\.)?")
+_CROSSING = re.compile(r"(.*layers\.\d+)\.inter_attention\.")
+_RETRIEVER = re.compile(r"retriever\.(?:layers\.)?(\d{1,4})\.(.+)")
 _OURS = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
 _SPLIT_OUTPUTS = {
     *("embedding.word", "output", "attention.qkv", "mlp.up"),
@@ -144,6 +147,8 @@ def architecture_of(models: Iterable[Any]) -> str:
         keys |= set(language) if isinstance(language, dict) else set()
     if "decoder" in keys:
         return "t5"
+    if any(_crossing(_flatten_nested(tree)) for tree in trees if not is_core(tree)):
+        return "retro"
     return "bert" if keys & {"lm_head", "pooler"} else "gpt"
 
 
@@ -164,7 +169,9 @@ def list_parameters(
         CheckpointError: The file's kind is not supported, or the name of a tensor is unknown.
     """
     parameters, is_flat = [], is_core(model)
-    for path, value in _flatten(model, "") if is_flat else _flatten_nested(model):
+    leaves = list(_flatten(model, "") if is_flat else _flatten_nested(model))
+    crossing = _crossing(leaves)
+    for path, value in leaves:
         # Some state is derived from the flags: fp8 scales, rotary frequencies.
         if path.endswith(("_extra_state", "inv_freq")):
             continue
@@ -178,7 +185,13 @@ def list_parameters(
                 name = None
         else:
             try:
-                name = our_name(path, first, has_decoder=architecture == "t5", is_first=is_first)
+                name = our_name(
+                    path,
+                    first,
+                    has_decoder=architecture == "t5",
+                    is_first=is_first,
+                    crossing=crossing,
+                )
             except KeyError:
                 what = f"parameter {path} does not exist in our {architecture}"
                 raise CheckpointError(what) from None
@@ -207,7 +220,7 @@ def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
 def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree from before Megatron Core by dotted path, in a fixed order."""
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
-        what = "not a GPT, BERT or T5 file of Megatron-LM up to 23.08"
+        what = "not a GPT, BERT, T5 or Retro file of Megatron-LM up to 23.08"
         raise CheckpointError(f"no `language_model`: {what}")
     language = model["language_model"]
     inside = ("embedding", "encoder", "decoder", "pooler", "output_layer")
@@ -215,7 +228,7 @@ def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
     extra = sorted({*model, *language} - {"language_model", "transformer", *inside, *beside})
     if extra:
         names = ", ".join(extra)
-        raise CheckpointError(f"it holds {names}: only GPT, BERT and T5 files are supported")
+        raise CheckpointError(f"it holds {names}: only GPT, BERT, T5 and Retro files are supported")
     language = {"encoder": language.get("transformer", {}), **language}
     for tree, tops in ((language, inside), (model, beside)):
         for top in tops:
@@ -235,10 +248,28 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
+def _crossing(leaves: Iterable[tuple[str, Any]]) -> set[str]:
+    """Return the path of each layer with cross-attention."""
+    matches = (_CROSSING.match(path) for path, _ in leaves)
+    return {match[1] for match in matches if match}
+
+
 def our_name(
-    path: str, first: Mapping[str, int], *, has_decoder: bool, is_first: bool
+    path: str,
+    first: Mapping[str, int],
+    *,
+    has_decoder: bool,
+    is_first: bool,
+    crossing: Collection[str] = (),
 ) -> str | None:
     """Return our name for a parameter, or None for a copy that a later stage holds.
+
+    Args:
+        path: Megatron's name.
+        first: The index of the stage's first layer in each stack.
+        has_decoder: Whether the network is a T5, with a stack of encoder and one of decoder layers.
+        is_first: Whether the file belongs to the first stage.
+        crossing: The paths of the layers with cross-attention.
 
     Raises:
         KeyError: Our networks have no such parameter.
@@ -252,27 +283,37 @@ def our_name(
     module, _, kind = rest.rpartition(".")
     if module in _FINAL_NORM and kind in KINDS:
         return f"{stack}final_norm.{kind}"
-    match, known = _LAYER_NAME.fullmatch(rest), _READ_LAYERS.get(top, _READ_LAYERS["encoder"])
+    match = _LAYER_NAME.fullmatch(rest)
     if match is None:
         raise KeyError(path)
     layer, part, kind = match.groups()
-    return f"{stack}layers.{first[top] + int(layer)}.{known[part]}.{kind}"
+    holder, ours = f"{top}.layers.{layer}", f"{stack}layers.{first[top] + int(layer)}"
+    inner = _RETRIEVER.fullmatch(part)
+    if inner is not None:
+        number, part = inner.groups()
+        holder, ours = f"{holder}.retriever.layers.{number}", f"{ours}.retriever.{number}"
+    known = _READ_LAYERS["decoder" if top == "decoder" or holder in crossing else "encoder"]
+    return f"{ours}.{known[part]}.{kind}"
 
 
-def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
+def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tuple[str, ...]:
     """Return the keys under which Megatron 23.08 keeps a parameter in a file's `model`.
 
     Args:
         name: One of our names that Megatron has.
         first_layer: The index of the stage's first layer.
+        crosses: Whether the parameter belongs to a layer with cross-attention.
     """
     match = _OURS.fullmatch(name)
     if match:
         stack, layer, part, kind = match.groups()
         stack, module = stack or "encoder", _FINAL_NORM[0]
-        table = DECODER_LAYER if stack == "decoder" else LAYER
+        table = DECODER_LAYER if stack == "decoder" or crosses else LAYER
         if layer is not None:
-            module = f"layers.{int(layer) - first_layer}.{table[part][0]}"
+            inner, holder = _RETRIEVER.fullmatch(part), ""
+            if inner is not None:
+                holder, part = f"retriever.layers.{inner[1]}.", inner[2]
+            module = f"layers.{int(layer) - first_layer}.{holder}{table[part][0]}"
         return ("language_model", stack, f"{module}.{kind}")
     theirs = _OUTSIDE[name][0]
     top, _, rest = theirs.partition(".")

@@ -102,7 +102,7 @@ def _rewrite(path, change):
         (lambda t: t["optimizer"]["param_groups"][0]["params"].pop(), "do not match"),
         (lambda t: t["optimizer"]["state"][0].update(step=4), "step counts differ"),
         (lambda t: t["model"].update(vision_head={}), "holds vision_head: only GPT"),
-        (lambda t: t["model"].pop("language_model"), "not a GPT, BERT or T5 file"),
+        (lambda t: t["model"].pop("language_model"), "not a GPT, BERT, T5 or Retro file"),
         (lambda t: t["model"]["language_model"]["encoder"].update(x=0), "x is not a tensor"),
         (
             lambda t: t["model"]["language_model"]["encoder"].update(x=torch.ones(1)),
@@ -110,7 +110,7 @@ def _rewrite(path, change):
         ),
         (lambda t: t.update(checkpoint_version=5.0), "checkpoint_version 5.0 is not supported"),
         (lambda t: t.update(iteration="3"), "iteration '3'"),
-        (lambda t: t.update(model0=t.pop("model"), model1={}), "not a GPT, BERT or T5 file"),
+        (lambda t: t.update(model0=t.pop("model"), model1={}), "not a GPT, BERT, T5 or Retro file"),
         (lambda t: t.update(args={}), "not an argparse.Namespace"),
         (lambda t: t["model"].update({1: 2}), "not a Megatron-LM checkpoint"),
         (lambda t: t["model"]["language_model"]["encoder"].update({1: 2}), "not a string"),

@@ -1,0 +1,104 @@
+"""Options for Retro's network and for its data, under Megatron-LM's names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.fields import flag
+from megatron.errors import ConfigError
+
+ARGUMENTS = "args.json"  # the command line that made a working folder
+_MOST_BYTES = 1 << 26
+_RETRO = ("retro",)
+# A layer that attends to neighbors is every third one from the first; Megatron-LM's rule for it.
+_FIRST_OF_FEW, _FIRST_OF_MANY, _FEW, _STEP = 6, 9, 15, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetroOptions:
+    """Retro's network.
+
+    Attributes:
+        retro_add_retriever: Give a trained GPT that --load names a retriever with new weights.
+            Retro's own checkpoints have one.
+        retro_encoder_layers: Number of layers that encode the neighbors.
+        retro_encoder_hidden_dropout: Dropout on block outputs of the neighbors' encoder.
+        retro_encoder_attention_dropout: Dropout on attention probabilities of the neighbors'
+            encoder.
+        retro_num_neighbors: Number of neighbors that each chunk attends to.
+        retro_num_retrieved_chunks: Number of chunks in a neighbor: the chunk that was found and
+            those that follow it.
+        retro_chunk_length: Length of the chunks that have neighbors of their own. Default: that of
+            --retro-workdir.
+    """
+
+    retro_add_retriever: bool = flag(False, only_for=_RETRO)
+    retro_encoder_layers: int = flag(2, unit="layers", at_least=1, only_for=_RETRO)
+    retro_encoder_hidden_dropout: float = flag(
+        0.1, unit="0 to 1", at_least=0, below=1, only_for=_RETRO
+    )
+    retro_encoder_attention_dropout: float = flag(
+        0.1, unit="0 to 1", at_least=0, below=1, only_for=_RETRO
+    )
+    retro_num_neighbors: int = flag(2, at_least=1, only_for=_RETRO)
+    retro_num_retrieved_chunks: int = flag(2, unit="chunks", at_least=1, only_for=_RETRO)
+    retro_chunk_length: int | None = flag(None, unit="tokens", at_least=1, only_for=_RETRO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetroDataOptions:
+    """Retro's data.
+
+    Attributes:
+        retro_workdir: Working folder that tools/retro/main.py made. It determines the data, the
+            split, the seed of the data and the length of a chunk.
+        retro_cyclic_train_iters: Number of iterations for whose samples neighbors were retrieved,
+            which --dataloader-type cyclic repeats. Default: those of the run.
+        retro_compatible: Read missing neighbors as Megatron-LM 23.08 does, which takes the last
+            chunk of the database and the first for them. Otherwise they are empty.
+        retro_return_doc_ids: Accepted for compatibility; no effect in training.
+    """
+
+    retro_workdir: str | None = flag(None, only_for=_RETRO)
+    retro_cyclic_train_iters: int | None = flag(
+        None, unit="iterations", at_least=1, only_for=_RETRO
+    )
+    retro_compatible: bool = flag(False, only_for=_RETRO)
+    retro_return_doc_ids: bool = flag(
+        False, only_for=_RETRO, notice="training does not read the documents of neighbors"
+    )
+
+
+def retro_layers(num_layers: int) -> range:
+    """Return the indices, from 0, of the layers that attend to neighbors."""
+    first = _FIRST_OF_FEW if num_layers <= _FEW else _FIRST_OF_MANY
+    return range(first - 1, num_layers, _STEP)
+
+
+def read_arguments(workdir: str) -> dict[str, Any]:
+    """Return the arguments of the command that made a working folder.
+
+    Args:
+        workdir: The value of --retro-workdir.
+
+    Raises:
+        ConfigError: There is no such folder, or its arguments cannot be read.
+    """
+    file = Path(workdir) / ARGUMENTS
+    shown = f"--retro-workdir {workdir}"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError("it is too large")
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{shown}: {file} does not exist: make the folder with tools/retro/main.py"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{shown}: {file} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{shown}: {file} does not hold the arguments of tools/retro/main.py")
+    return found

@@ -1,0 +1,248 @@
+"""Retro's cross-attention: chunks attend to retrieved neighbors, and these to their chunk.
+
+A sequence of s tokens is cut into l chunks of m tokens, each with k neighbors of r tokens (Borgeaud
+et al., 2022). Weights multiply whole sequences, token by token; only the attention core sees chunks
+as its samples. Context ranks hold two slices of each sequence, which begin and end between chunks.
+
+Shapes: s, l count this context rank's tokens and chunks; b micro-batch, h hidden, n heads, d head
+size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.models.attention import CrossAttention
+from megatron.models.norm import Stream
+from megatron.models.plan import MicroBatch, RetrievalAttentionPlan, Work
+from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import gather_rows_to
+from megatron.parallel.context.split import local_positions
+from megatron.parallel.layout import Axis
+
+
+class Encoder(Protocol):
+    """The layers that encode neighbors, a `LayerStack`."""
+
+    def run(self, stream: Stream, *inputs: Any) -> Stream:
+        """Run the layers, passing `inputs` to each of them after the stream."""
+        ...
+
+
+class ChunkStates(NamedTuple):
+    """The hidden states of whole sequences, to whose chunks neighbors attend.
+
+    Attributes:
+        states: [s, b, h]; [s/t, b, h] with sequence parallelism.
+    """
+
+    states: Tensor
+
+
+class Neighbors:
+    """The neighbors of a micro-batch's chunks, which the first Retro layer encodes.
+
+    Attributes:
+        states: [r, k b l, h], the neighbors' embeddings, later the encoder's output; [r/t, k b l,
+            h] with sequence parallelism.
+    """
+
+    def __init__(self, states: Tensor) -> None:
+        """Store the embeddings, or the output of an encoder in an earlier part of the model."""
+        self.states = self._embeddings = states
+
+    def encode(self, retriever: Encoder, x: Tensor) -> None:
+        """Let `states` be the encoder's output. Recomputation calls this a second time.
+
+        Args:
+            retriever: The encoder.
+            x: The input of the first chunked cross-attention, in the shape of `ChunkStates`.
+        """
+        embeddings = Stream(self._embeddings)
+        self.states = retriever.run(embeddings, None, None, None, ChunkStates(x)).join()
+
+
+class NeighborCrossAttention(CrossAttention):
+    """Attention of each token of a neighbor to all tokens of the chunk that it was retrieved for.
+
+    The arguments are those of `CrossAttention`.
+    """
+
+    def __init__(
+        self,
+        plan: RetrievalAttentionPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        """Allocate the projections."""
+        super().__init__(plan, context, layer_number, recompute_core=recompute_core)
+        self.retrieval = plan.retrieval
+
+    @staticmethod
+    def work(plan: Any, length: int, encoder_length: int) -> Work:
+        """Count the operations of one neighbor. All of a chunk share its keys and values."""
+        chunk, neighbors = plan.retrieval.chunk, plan.retrieval.neighbors
+        products = 12 * (length * neighbors + chunk) * plan.hidden * plan.query // neighbors
+        return Work(products, 12 * length * chunk * plan.query)
+
+    @staticmethod
+    def activation_bytes(plan: Any, batch: MicroBatch) -> int:
+        """Count the bytes that one neighbor keeps. All of a chunk share its keys and values."""
+        whole = replace(batch, encoder_length=plan.retrieval.chunk)
+        shared = batch.width * whole.encoder_tokens * 2 * plan.query // batch.tensor
+        kept = CrossAttention.activation_bytes(plan, whole)
+        return kept - shared + shared // plan.retrieval.neighbors
+
+    def forward(self, x: Tensor, encoder: ChunkStates) -> Tensor:  # type: ignore[override]
+        """Let neighbors attend to their chunks.
+
+        Args:
+            x: [r, k b l, h]; [r/t, k b l, h] with sequence parallelism.
+            encoder: The hidden states of the chunks.
+
+        Returns:
+            The output in the shape of x; the caller adds `bias_to_add`.
+        """
+        keys = self.key_value(encoder.states.to(x.dtype))  # [s, b, 2 n/t d]
+        keys = keys.unflatten(0, (-1, self.retrieval.chunk))  # [l, m, b, ...]
+        keys = keys.permute(1, 2, 0, 3).flatten(1, 2)  # [m, b l, ...]
+        key, value = keys.unflatten(2, (-1, 2, self.head_size)).unbind(3)  # [m, b l, n/t, d]
+        query = self.query(x)  # [r, k b l, n/t d]
+        # The neighbors of a chunk are one sequence of queries, for nothing depends on their order.
+        rows = query.reshape(-1, key.shape[1], *key.shape[2:])  # [r k, b l, n/t, d]
+        return self.output(self.core(rows, key, value, None).view(query.shape))
+
+
+class ChunkedCrossAttention(CrossAttention):
+    """Attention of the tokens of a sequence to the neighbors of a chunk.
+
+    So that nothing of a chunk's later tokens reaches earlier ones through the neighbors, which were
+    retrieved for the whole chunk, they are read by the chunk's last token and by all but the last
+    token of the next chunk. The first m - 1 tokens of a sequence read no neighbors and get 0.
+
+    The arguments are those of `CrossAttention`.
+    """
+
+    bias_to_add = None  # forward adds the bias, except to the first tokens
+
+    def __init__(
+        self,
+        plan: RetrievalAttentionPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        """Allocate the projections."""
+        unbiased = replace(plan, defers_bias=True)
+        whole = context.within_rank()
+        super().__init__(unbiased, whole, layer_number, recompute_core=recompute_core)
+        self.chunk = plan.retrieval.chunk
+        self.context_axis, self.sequence = context.layout.context, context.layout.sequence
+
+    @staticmethod
+    def work(plan: Any, length: int, encoder_length: int) -> Work:
+        """Count the operations. Keys and values are products over the tokens of all neighbors."""
+        keys = plan.retrieval.keys
+        retrieved = length // plan.retrieval.chunk * keys
+        products = 12 * (length + retrieved) * plan.hidden * plan.query
+        return Work(products, 12 * length * keys * plan.query)
+
+    @staticmethod
+    def activation_bytes(plan: Any, batch: MicroBatch) -> int:
+        """Count the bytes of query, output, the neighbors' keys and values, and scores if kept."""
+        retrieved = batch.length // plan.retrieval.chunk * plan.retrieval.keys
+        each = 2 * plan.query // batch.tensor
+        scores = replace(batch, length=batch.length, encoder_length=plan.retrieval.keys)
+        kept = CrossAttention.activation_bytes(plan, scores)
+        tokens = batch.sequences * retrieved // batch.context - scores.encoder_tokens
+        return kept + batch.width * tokens * each
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, encoder: Neighbors, retriever: Encoder | None = None
+    ) -> Tensor:
+        """Let tokens attend to neighbors.
+
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            encoder: The neighbors.
+            retriever: The layers that encode them first, in the first layer that reads them.
+
+        Returns:
+            The output in the shape of x.
+        """
+        if retriever is not None:
+            encoder.encode(retriever, x)
+        batch, axis = x.shape[1], self.context_axis
+        states = encoder.states.to(x.dtype)
+        query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
+        positions = local_positions(query.shape[0] * axis.size, axis, x.device)  # [s]
+        # [r k, b l, h]: all tokens of a chunk's neighbors are its keys.
+        states = states.reshape(-1, batch * (len(positions) // self.chunk), states.shape[2])
+        if axis.size > 1:
+            states = _with_chunks_before(states, batch, axis)  # [r k, b (l + 2), h]
+        both = self.key_value(states).unflatten(2, (-1, 2, self.head_size))
+        key, value = both.unbind(3)  # [r k, b l, n/t, d]
+        context = self.core(self._by_chunk(query), key, value, None)  # [m, b l, n/t d]
+        reads = (positions >= self.chunk - 1)[:, None, None]
+        context = self._by_token(context, batch)  # [s, b, n/t d]
+        output = self.output(context if axis.size == 1 else context.where(reads, 0))
+        if self.output.bias is None:
+            return output
+        mine = reads.chunk(self.sequence.size)[self.sequence.rank]
+        return output + self.output.bias * mine
+
+    def _by_chunk(self, query: Tensor) -> Tensor:
+        """Group [s, b, n/t, d] by the chunk whose neighbors a token reads: [m, b l, n/t, d].
+
+        The groups begin m - 1 tokens after the sequence. A slice of a context rank has a group
+        more, because its first tokens read the chunk before it.
+        """
+        slices, before = self._slices
+        rows = query.unflatten(0, (slices, -1))  # [slices, s / slices, b, n/t, d]
+        rows = F.pad(rows, (0, 0, 0, 0, 0, 0, before, self.chunk - 1))
+        rows = rows.unflatten(1, (-1, self.chunk))  # [slices, groups, m, b, n/t, d]
+        return rows.permute(2, 3, 0, 1, 4, 5).flatten(1, 3)
+
+    def _by_token(self, context: Tensor, batch: int) -> Tensor:
+        """Undo `_by_chunk` for [m, b l, n/t d]; tokens before the first group get 0."""
+        slices, before = self._slices
+        rows = context.unflatten(1, (batch, slices, -1))  # [m, b, slices, groups, n/t d]
+        rows = rows.permute(2, 3, 0, 1, 4).flatten(1, 2)  # [slices, groups m, b, n/t d]
+        return F.pad(rows, (0, 0, 0, 0, -before, 1 - self.chunk)).flatten(0, 1)
+
+    @property
+    def _slices(self) -> tuple[int, int]:
+        """The slices of a sequence that this rank holds, and the tokens added before each."""
+        return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
+
+
+def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
+    """Add the neighbors of the chunk before each of this rank's two slices of a sequence.
+
+    The first slice of all has no chunk before it and gets another chunk's neighbors.
+
+    Args:
+        states: [r k, b l, h].
+        batch: Sequences in the micro-batch, b.
+        axis: The context ranks; rank i of C holds slices i and 2C - 1 - i.
+
+    Returns:
+        [r k, b (l + 2), h].
+    """
+    slices = states.unflatten(1, (batch, 2, -1))  # [r k, b, 2, l/2, h]
+    last = slices[:, :, :, -1].permute(2, 0, 1, 3)  # [2, r k, b, h]
+    of_all = gather_rows_to(last.contiguous(), axis)  # [2 C, r k, b, h], in the order of ranks
+    early = 2 * max(axis.rank - 1, 0)
+    # The late slice of the next rank, but of the last rank its own early one.
+    late = 2 * axis.rank + (3 if axis.rank + 1 < axis.size else 0)
+    before = of_all[[early, late]]
+    before = before.permute(1, 2, 0, 3)[:, :, :, None]  # [r k, b, 2, 1, h]
+    return torch.cat((before, slices), 3).flatten(1, 3)

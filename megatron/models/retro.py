@@ -1,0 +1,84 @@
+"""Retro: a GPT whose chunks attend to similar chunks of a database (Borgeaud et al., 2022).
+
+The network is that of Megatron-LM 23.08: the encoder of the neighbors is in the first layer that
+reads them, where it also attends to their chunk.
+
+In a pipeline the sequence's hidden states and the neighbors' travel together, [s + l k r, b, h]: up
+to the first Retro layer the neighbors' embeddings, after it the encoder's output. Every message
+therefore has the same shape, and the embeddings are in a single place.
+
+Shapes: s sequence, l chunks of m tokens, each with k neighbors of r tokens; b micro-batch, h
+hidden, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.models.gpt import GPTModel
+from megatron.models.norm import Stream
+from megatron.models.retrieval import Neighbors
+from megatron.parallel.context.split import local_positions
+
+
+class RetroModel(GPTModel):
+    """A Retro: a GPT, some of whose layers attend to neighbors.
+
+    The arguments and the names of its parameters are those of `GPTModel`, and further
+
+        layers.5.cross_norm, .cross_attention.query, .key_value, .output   also of layers 8, 11, ...
+        layers.5.retriever.0.attention_norm, ...                           a layer with
+            cross-attention, to the chunk
+        layers.5.retriever.1.attention_norm, ...                           plain layers
+    """
+
+    def forward(  # type: ignore[override] # it has neighbors, and no masks or cache
+        self,
+        tokens: Tensor,
+        neighbors: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers of this part once.
+
+        With context parallelism s and l count only this rank's tokens and chunks of a sequence.
+
+        Args:
+            tokens: [b, s].
+            neighbors: [b, l, k, r], the tokens of each chunk's neighbors.
+            position_ids: [b, s], for learned positions; `None` counts from the start of the
+                sequence.
+            labels: [b, s], the token that follows each token.
+            hidden: [s + l k r, b, h], the previous part's output; `None` in the first part of the
+                model.
+            loss_mask: [b, s], the weight of each token's loss (`Output`).
+
+        Returns:
+            Hidden states [s + l k r, b, h] unless this is the last part of the model. From the last
+            part, the loss of each token, fp32 [b, s], if labels are given (their weighted sum with
+            a loss mask); otherwise logits [b, s, v/t].
+        """
+        samples, length = tokens.shape
+        positions = local_positions(
+            length * self.layout.context.size, self.layout.context, tokens.device
+        )
+        if hidden is None:
+            x = self.embed(tokens, positions if position_ids is None else position_ids)
+            places = torch.arange(neighbors.shape[3], device=tokens.device)
+            by_neighbor = neighbors.permute(2, 0, 1, 3).flatten(0, 2)  # [k b l, r]
+            retrieved = self.embed(by_neighbor, places, site="neighbor embedding")
+        else:
+            x, retrieved = hidden.tensor_split([length // self.layout.sequence.size])
+            rows = neighbors.shape[3] // self.layout.sequence.size
+            retrieved = retrieved.reshape(rows, -1, x.shape[2])  # [r, k b l, h]
+        read = Neighbors(retrieved)
+        stream = self.layers.run(Stream(x), None, self.rotation(positions), None, read)
+        if self.final_norm is None or self.output is None:
+            x = stream.join()
+            return torch.cat((x, read.states.to(x.dtype).reshape(-1, samples, x.shape[2])))
+        _, x = self.final_norm(stream)  # [s, b, h]
+        scores: Tensor = self.output(x, labels, loss_mask)
+        return scores
