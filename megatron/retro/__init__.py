@@ -5,4 +5,5 @@ similar chunks of a database. The working folder has the files of Megatron-LM 23
 
     blocks          tables in HDF5 block files: which are missing, writing, checked reading
     database        documents cut into chunks, in tables; reading chunks
+    workdir         args.json, what a folder was made from, and refusals
 """

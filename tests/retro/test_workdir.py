@@ -1,0 +1,171 @@
+"""What a working folder was made from: kept, read, and compared before anything is done."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.retro_preprocessing import RetroPreprocessing
+from megatron.errors import DataError
+from megatron.retro.workdir import (
+    Origin,
+    arguments_file,
+    check_folder,
+    read_arguments,
+    write_arguments,
+)
+from tests.retro.corpus import options
+
+ORIGIN = Origin("90,8,2", "digest", "GPT2BPETokenizer:1", "BertWordPieceLowerCase:2")
+
+
+def changed(asked: RetroPreprocessing, **values: Any) -> RetroPreprocessing:
+    """Return options with other values, wherever they are."""
+    parts = {}
+    for name in ("stages", "gpt", "embedding", "index"):
+        part = getattr(asked, name)
+        parts[name] = replace(part, **{k: v for k, v in values.items() if hasattr(part, k)})
+    return RetroPreprocessing(**parts)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> RetroPreprocessing:
+    """The options of a folder that has all parts."""
+    found = options(tmp_path, "1.0", "data/text")
+    write_arguments(tmp_path, found, ORIGIN, {"seed": 1, "params_dtype": "torch.float32"})
+    for part in ("db", "index", "query"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "file").touch()
+    return found
+
+
+def test_arguments_are_read_back(tmp_path: Path, asked: RetroPreprocessing) -> None:
+    assert read_arguments(tmp_path) == asked
+    found = json.loads(arguments_file(tmp_path).read_text())
+    assert found["retro_tasks"] == ["build"]
+    assert (found["seed"], found["retro_gpt_data_path"]) == (1, ["1.0", "data/text"])
+    check_folder(tmp_path, asked, ORIGIN)
+
+
+def test_the_original_s_arguments_are_read(golden: Path) -> None:
+    workdir = golden / "retro_fp32" / "workdir"
+    found = read_arguments(workdir)
+    assert found.stages.retro_compatible
+    assert found.gpt.retro_gpt_data_path == ("1.0", "data/gpt_text_document")
+    assert found.index.retro_index_str == "IVF32_HNSW8,Flat"
+    assert not found.index.retro_index_delete_added_codes
+    check_folder(workdir, found, ORIGIN)
+    moved = changed(found, retro_gpt_vocab_file="/elsewhere/gpt2-tiny-vocab.json")
+    check_folder(workdir, moved, ORIGIN)
+    with pytest.raises(DataError, match="--retro-gpt-vocab-file .* in the folder, other.json here"):
+        check_folder(workdir, changed(found, retro_gpt_vocab_file="other.json"), ORIGIN)
+    with pytest.raises(DataError, match="--retro-compatible True in the folder, False here"):
+        check_folder(workdir, changed(found, retro_compatible=False), ORIGIN)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"retro_gpt_data_path": ("1.0", "data/other")}, "--retro-gpt-data-path 1.0 data/text in"),
+        ({"retro_gpt_data_path": ("2", "data/text")}, "db: --retro-gpt-data-path 1.0 data/text in"),
+        ({"retro_gpt_seed": 5}, "query: --retro-gpt-seed 1234 in the folder, 5 here"),
+        ({"retro_gpt_seq_length": 64}, "query: --retro-gpt-seq-length 32 in the folder, 64 here"),
+        ({"retro_gpt_chunk_length": 4}, "db: --retro-gpt-chunk-length 8 in the folder, 4 here"),
+        ({"retro_gpt_split": "80,18,2"}, "query: --retro-gpt-split 90,8,2 in the folder"),
+        ({"retro_doc_block_size": 9}, "db: --retro-doc-block-size 10 in the folder, 9 here"),
+        ({"retro_block_size": 9}, "index: --retro-block-size 16 in the folder, 9 here"),
+        ({"retro_index_nfeats": 9}, "index: --retro-index-nfeats 1024 in the folder, 9 here"),
+        ({"retro_compatible": True}, "db: --retro-compatible False in the folder, True here"),
+    ],
+)
+def test_a_folder_made_with_other_flags_is_refused(
+    tmp_path: Path, asked: RetroPreprocessing, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        check_folder(tmp_path, changed(asked, **values), ORIGIN)
+    assert str(tmp_path) in str(caught.value)
+    assert "another --retro-workdir" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("origin", "message"),
+    [
+        (ORIGIN._replace(split="80,18,2"), "db: --retro-gpt-split 90,8,2 in the folder, 80,18,2"),
+        (ORIGIN._replace(data="changed"), "the files have these names here too, but another"),
+        (ORIGIN._replace(gpt_tokenizer="GPT2:9"), "--retro-gpt-vocab-file: the tokenizer has"),
+        (ORIGIN._replace(bert_tokenizer="Bert:9"), "--retro-bert-vocab-file: the tokenizer has"),
+    ],
+)
+def test_a_folder_made_from_other_files_is_refused(
+    tmp_path: Path, asked: RetroPreprocessing, origin: Origin, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        check_folder(tmp_path, asked, origin)
+
+
+def test_all_differences_are_named_at_once(tmp_path: Path, asked: RetroPreprocessing) -> None:
+    other = changed(asked, retro_gpt_seed=5, retro_gpt_seq_length=64, retro_block_size=3)
+    with pytest.raises(DataError) as caught:
+        check_folder(tmp_path, other, ORIGIN)
+    lines = str(caught.value).splitlines()
+    assert [line.split()[1] for line in lines[1:-1]] == [
+        "--retro-block-size",
+        "--retro-gpt-seed",
+        "--retro-gpt-seq-length",
+    ]
+
+
+def test_flags_of_parts_that_are_not_there_may_change(
+    tmp_path: Path, asked: RetroPreprocessing
+) -> None:
+    other = changed(asked, retro_gpt_seed=5, retro_block_size=3)
+    (tmp_path / "query" / "file").unlink()
+    with pytest.raises(DataError, match="--retro-block-size"):
+        check_folder(tmp_path, other, ORIGIN)
+    (tmp_path / "index" / "file").unlink()
+    check_folder(tmp_path, other, ORIGIN)
+    moved = changed(asked, retro_gpt_data_path=("1", "/elsewhere/text"))
+    check_folder(tmp_path, moved, ORIGIN)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+def test_damaged_arguments_are_named(
+    tmp_path: Path, asked: RetroPreprocessing, content: bytes
+) -> None:
+    arguments_file(tmp_path).write_bytes(content)
+    for check in (read_arguments, lambda folder: check_folder(folder, asked, ORIGIN)):
+        with pytest.raises(DataError, match=r"args\.json"):
+            check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("retro_gpt_seq_length", "long"),
+        ("retro_gpt_chunk_length", 0),
+        ("retro_gpt_data_path", {"a": 1}),
+        ("retro_compatible", 7),
+    ],
+)
+def test_a_damaged_argument_is_named(
+    tmp_path: Path, asked: RetroPreprocessing, key: str, value: object
+) -> None:
+    path = arguments_file(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(DataError, match=rf"args\.json: {key}: "):
+        read_arguments(tmp_path)
+
+
+def test_a_folder_without_arguments_is_refused_if_it_has_parts(
+    tmp_path: Path, asked: RetroPreprocessing
+) -> None:
+    arguments_file(tmp_path).unlink()
+    with pytest.raises(DataError, match=r"args\.json does not exist, but .* has db, index, query"):
+        check_folder(tmp_path, asked, ORIGIN)
+    with pytest.raises(DataError, match="is not a working folder of Retro; make one"):
+        read_arguments(tmp_path)
+    check_folder(tmp_path / "new", asked, ORIGIN)
