@@ -57,7 +57,7 @@ OLD_NAMES: Mapping[str, OldName] = {
         _PREPROCESS,
         "BigScience",
         drops=(
-            *("--split", "--torch-backend", "--local_rank", "--merge", "--scratch"),
+            *("--split", "--torch-backend", "--local_rank", "--merge", "--scratch", "--seed"),
             *_EMBEDDING_ROWS,
         ),
         renames={"--columns": "--json-keys"},
@@ -74,14 +74,16 @@ OLD_NAMES: Mapping[str, OldName] = {
     "tools/checkpoint/convert.py": OldName(
         _CONVERT,
         "Core 0.6 and later",
-        drops=("--model-size", "--checkpoint-type", "--position-embedding-type", "--bf16"),
+        drops=(
+            *("--model-size", "--checkpoint-type", "--position-embedding-type", "--bf16", "--fp16"),
+            *("--loader-transformer-impl", "--saver-transformer-impl"),
+            "--make-vocab-size-divisible-by",
+        ),
         renames={
-            **{
-                f"--{side} {old}": "megatron"
-                for side in ("loader", "saver")
-                for old in ("mcore", "legacy")
-            },
-            "--loader llama_mistral": "hf",
+            **dict.fromkeys(("--loader mcore", "--loader core", "--loader legacy"), "megatron"),
+            **dict.fromkeys(("--loader llama_mistral", "--loader mixtral_hf"), "hf"),
+            "--saver legacy": "megatron",
+            **dict.fromkeys(("--saver mcore", "--saver core"), "torch_dist"),
         },
     ),
     "tools/merge_mp_partitions.py": OldName(
@@ -100,6 +102,9 @@ OLD_NAMES: Mapping[str, OldName] = {
             "--target-tensor-parallel-size 1",
             "--target-pipeline-parallel-size 1",
         ),
+    ),
+    "tools/openwebtext/group_duplicates_url.py": OldName(
+        "tools/openwebtext/group_duplicate_url.py", "2019 to v1.1"
     ),
     "tools/generate_samples_gpt2.py": OldName("tools/generate_samples_gpt.py", "v1.0"),
     "tools/preprocess_data_nmt.py": OldName(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def build_parser() -> ToolParser:
     """Define the command line."""
-    parser = ToolParser("merge_datasets.py", __doc__)
+    gone = {"--multimodal": "models of images are not supported: omit it"}
+    parser = ToolParser("merge_datasets.py", __doc__, gone)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
         "--input", metavar="DIR", help="Folder with the .bin and .idx files to join."

@@ -31,11 +31,21 @@ if TYPE_CHECKING:
 
 _MOST_WORKERS = 1024
 _WORKERS = "omit it and --workers: one process per core"
-# Flags of today's Megatron-LM that are not supported; all flags of older versions are accepted.
+_ROWS = "omit it: training pads the vocabulary with --make-vocab-size-divisible-by"
+# Flags of Megatron-LM and its forks that are not supported. All others are accepted.
 _GONE = {
     "--find-optimal-num-workers": _WORKERS,
     "--workers-to-check": _WORKERS,
     "--max-documents": _WORKERS,
+    "--chunk-size": "omit it: each worker is given as much text as keeps it busy",
+    "--seq-length": "omit it: documents of any length are written, and training cuts them",
+    "--trust-remote-code": "omit it: code that comes with a tokenizer is never run",
+    "--make-vocab-size-divisible-by": _ROWS,
+    "--pad-vocab-size-to": _ROWS,
+    "--datasets": "use tools/merge_datasets.py, which takes it",
+    "--count": "write the samples that you want into a file, and use it as --input",
+    "--shuffle": "omit it: training shuffles samples by --seed",
+    "--seed": "omit it: nothing here is drawn at random; training shuffles samples by its --seed",
 }
 
 # The shortest time between two log lines.

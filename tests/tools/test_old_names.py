@@ -196,6 +196,15 @@ def test_checkpoints_are_merged(start, golden, tmp_path, name, words):
     assert written == ["mp_rank_00"]
 
 
+def test_converting_to_core(start):
+    words = "--model-type GPT --loader core --saver core --load-dir a --save-dir b --bf16"
+    script, now = start("tools/checkpoint/convert.py", *words.split())
+    assert script == "tools/checkpoint/util.py"
+    assert now == (
+        "--model-type GPT --loader megatron --saver torch_dist --load-dir a --save-dir b".split()
+    )
+
+
 def test_generation(start):
     words = "--num-layers 24 --load gpt2 --top_p 0.9 --genfile out.json --num-samples 2 --fp16"
     script, now = start("tools/generate_samples_gpt2.py", *words.split())

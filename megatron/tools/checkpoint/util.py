@@ -47,11 +47,27 @@ _TARGETS = {  # how Megatron-LM's files are split
     "target_num_layers_per_virtual_pipeline_stage": "Layers of each virtual stage. Default: no "
     "virtual stages.",
 }
+_IN_FOLDER = "omit it: --load-dir says it"
+# Flags of Megatron's loaders and savers that this tool lacks.
+_GONE = {
+    "--target-expert-parallel-size": "use --saver native or torch_dist, whose files load in any "
+    "layout, and --expert-model-parallel-size in the run that loads them",
+    "--loader-transformer-impl": "omit it: both implementations' files are recognized",
+    "--saver-transformer-impl": "omit it: use --saver torch_dist for Megatron Core",
+    "--model-size": _IN_FOLDER,
+    "--checkpoint-type": "use --loader hf with Hugging Face's folder of the model, as Meta's "
+    "own files are not read",
+    "--position-embedding-type": _IN_FOLDER,
+    "--bf16": "omit it: weights keep the type of the source",
+    "--fp16": "omit it: weights keep the type of the source",
+    "--make-vocab-size-divisible-by": "omit it: the run that loads the weights pads its vocabulary "
+    "with this flag",
+}
 
 
 def build_parser() -> ToolParser:
     """Return the command line's parser with Megatron's flags and ours."""
-    parser = ToolParser("util.py", __doc__)
+    parser = ToolParser("util.py", __doc__, _GONE)
     add = parser.add_argument
     add("--model-type", required=True, choices=MODELS, help="Kind of model.")
     add("--loader", default="megatron", choices=LOADERS, help="Format to read.")
