@@ -71,6 +71,11 @@ def corpora_file() -> Path | None:
     return Path(found).expanduser() if found else None
 
 
+def perspective_api_key() -> str | None:
+    """Return the key of the Perspective API that PERSPECTIVE_API_KEY holds, if any."""
+    return os.environ.get("PERSPECTIVE_API_KEY") or None
+
+
 def private_cache(name: str) -> Path:
     """Return this user's own folder for files that are compiled or kept between sessions.
 

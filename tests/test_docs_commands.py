@@ -197,7 +197,7 @@ def _check_deepspeed(words: list[str]) -> None:
 
 def _check_megatron(words: list[str]) -> None:
     """Each command by the flags of the script that does the same."""
-    from megatron.cli.main import COMMANDS, DATA
+    from megatron.cli.main import COMMANDS, DATA, DETOXIFY
     from megatron.cli.pretrain import training_command
     from megatron.tasks.table import TASKS
 
@@ -213,7 +213,8 @@ def _check_megatron(words: list[str]) -> None:
         program, script, flags = training_command(rest)
         _check_pretrain([name(script), *flags], int(program[-1]) if len(program) > 1 else 1)
         return
-    entry = DATA[rest.pop(0)] if command == "data" and rest else COMMANDS[command]
+    table = {"data": DATA, "detoxify": DETOXIFY}.get(command)
+    entry = table[rest.pop(0)] if table and rest else COMMANDS[command]
     if ":" not in entry.module and rest:
         importlib.import_module(entry.module).build_parser().read(rest)
 

@@ -24,13 +24,15 @@ from tests.ports import free_port
 from tests.repository import ROOT, name
 
 # Those of the text generation server are tried in tests/inference/server/test_processes.py, those
-# of downstream tasks in tests/tasks/test_examples.py, and job files in tests/submit.
+# of downstream tasks in tests/tasks/test_examples.py, those of detoxification in tests/detoxify,
+# and job files in tests/submit.
 _OF_CLUSTERS = ("slurm", "kubernetes")
 SCRIPTS = sorted(
     file
     for file in (ROOT / "examples").rglob("*.sh")
     if not file.name.startswith(("run_text_generation_server", "evaluate_", "finetune_"))
     and file.parent.name not in _OF_CLUSTERS
+    and "detxoify_lm" not in file.parts
 )
 CONFIGS = sorted(
     file

@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
     "submit": {"config", "recipes"},
     "processes": {"config", "parallel", "kernels"},
+    "detoxify": {"config", "data", "tasks.results"},
 }
 BASE = {"device", "durable", "environment", "errors", "extras"}  # modules that every room may use
 

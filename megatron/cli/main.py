@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command("write or serve a page about runs", "megatron.report.command"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
     "data": Command("make datasets, and look at them", "megatron.cli.programs:data"),
+    "detoxify": Command("make a GPT less toxic, and measure it", "megatron.cli.programs:detoxify"),
     "demo": Command("go from text to a model that writes", "megatron.tools.demo"),
     "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
 }
@@ -52,6 +53,12 @@ DATA: Mapping[str, Command] = {
     "merge": Command("join datasets", "megatron.tools.merge_datasets"),
     "split": Command("split text for training and tests", "megatron.tools.split_json"),
     "build-corpus": Command("clean and deduplicate crawl files", "megatron.tools.build_corpus"),
+}
+DETOXIFY: Mapping[str, Command] = {
+    "annotate": Command("add scores to texts", "megatron.detoxify.annotate"),
+    "select": Command("keep the texts with the lowest scores", "megatron.detoxify.select_texts"),
+    "evaluate": Command("compare models in one table", "megatron.detoxify.evaluate"),
+    "demo": Command("run all steps in small", "megatron.tools.demo_detoxify"),
 }
 _HELP = ("-h", "--help")
 

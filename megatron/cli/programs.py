@@ -50,3 +50,10 @@ def data(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         return run_command(lambda: print(main.overview("megatron data", main.DATA)))
     return main.dispatch("megatron data", main.DATA, words)
+
+
+def detoxify(words: Sequence[str]) -> int:
+    """Run a step of detoxification, and return the exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        return run_command(lambda: print(main.overview("megatron detoxify", main.DETOXIFY)))
+    return main.dispatch("megatron detoxify", main.DETOXIFY, words)

@@ -2,6 +2,7 @@
 
     named                               names of corpora in a file of the user's
     preprocess, text_input              text to `.bin` and `.idx` files, before any training
+    json_lines                          one JSON object per line, read or continued
     indexed                             reading and writing those files
     datasets, cache                     the datasets that the flags name: splits, blends, caches
     gpt                                 GPT samples and micro-batches

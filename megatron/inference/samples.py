@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from megatron.command import format_panel
 from megatron.config.generation import SamplesConfig, find_sample_notices, sample_problems
 from megatron.config.parser import Program
-from megatron.data.text_input import load_line
-from megatron.durable import replace_file, storage_errors
+from megatron.data.json_lines import Setting, json_object, keep_settings
+from megatron.durable import storage_errors
 from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
 from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
@@ -45,7 +44,7 @@ from megatron.tokenizer import Tokenizer
 
 _BEGINNING = b'{"prompt": '  # the start of every line, with the first field of GeneratedText
 
-DrawSettings = dict[str, str | int | float]
+DrawSettings = dict[str, Setting]
 NumberedPrompts = Iterator[tuple[int, str | None]]  # `None` stands for no prompt
 
 
@@ -299,7 +298,7 @@ class SampleFile:
             # Reading a device such as /dev/zero would never end.
             lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
             torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-            samples = list(map(_json_object, lines))
+            samples = list(map(json_object, lines))
             foreign = [number for number, sample in enumerate(samples, 1) if "prompt" not in sample]
             if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
                 foreign.append(len(lines) + 1)
@@ -357,56 +356,10 @@ class SampleFile:
     def keep_settings(self, settings: DrawSettings) -> None:
         """Save the settings next to a new file, or compare them with those of a continued file.
 
-        Nothing is saved next to a device. If there are samples but no record of how they were
-        drawn, print a warning.
-
-        Args:
-            settings: Settings with which the rest will be drawn.
-
         Raises:
-            StorageError: The samples were drawn with other settings. The message lists the flags
-                and both values.
+            StorageError: The samples were drawn with other settings.
         """
-        if not self.path.is_file():  # nothing can be saved next to /dev/null
-            return
-        beside = self.path.with_name(f"{self.path.name}.settings.json")
-        with storage_errors(beside):
-            if not self.done:
-                replace_file(beside, json.dumps(settings, indent=2).encode() + b"\n")
-                return
-            if not beside.exists():
-                print(
-                    f"WARNING: {beside} is missing: cannot check that these samples were drawn "
-                    "with the same settings",
-                    flush=True,
-                )
-                return
-            before = _json_object(beside.read_bytes())
-        if not before:
-            raise StorageError(
-                f"{beside} does not hold the settings of samples: remove it, or name another file"
-            )
-        differing = [
-            f"{name} is {settings.get(name, 'not used')} now and was {before.get(name, 'not used')}"
-            for name in settings | before
-            if settings.get(name) != before.get(name)
-        ]
-        if differing:
-            raise StorageError(
-                f"{self.path}: its {self.done} samples were drawn with other settings:\n  "
-                + "\n  ".join(differing)
-                + "\ngive the earlier values, name another file, or remove this one (to continue "
-                f"regardless, remove only {beside.name})"
-            )
-
-
-def _json_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`, or an empty one if `data` is anything else."""
-    try:
-        fields = load_line(data)
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
+        keep_settings(self.path, settings, self.done, "samples were drawn")
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -427,7 +380,7 @@ def read_prompts(path: Path) -> list[str]:
         return lines
     prompts = []
     for number, line in enumerate(lines, 1):
-        fields = _json_object(line.encode())
+        fields = json_object(line.encode())
         prompt = fields.get("prompt", fields.get("text"))
         if isinstance(prompt, dict):
             prompt = prompt.get("text")

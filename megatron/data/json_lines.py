@@ -1,0 +1,121 @@
+"""Files of one JSON object per line, which a program reads one by one or continues to write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.config.arguments import MAX_LINE_MB
+from megatron.data.text_input import load_line
+from megatron.durable import replace_file, storage_errors
+from megatron.errors import DataError, StorageError
+
+Setting = str | int | float
+
+
+class JsonLine(NamedTuple):
+    """One line of a file.
+
+    Attributes:
+        number: Its number in the file, from 1.
+        start: The byte at which it begins.
+        fields: The object in it.
+    """
+
+    number: int
+    start: int
+    fields: dict[str, Any]
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in `data`, or an empty one if `data` is anything else."""
+    try:
+        fields = load_line(data)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[JsonLine]:
+    """Yield the lines of a file, with bounded memory.
+
+    Args:
+        path: The file.
+        flag: The flag that names it, for error messages.
+        end: The byte at which to stop. `None` stands for the end of the file.
+
+    Raises:
+        DataError: The file cannot be read, or a line is too long or not a JSON object.
+    """
+    limit = MAX_LINE_MB << 20
+    number = start = 0
+    try:
+        with path.open("rb") as file:
+            while (end is None or start < end) and (line := file.readline(limit + 1)):
+                number += 1
+                if len(line) > limit:
+                    raise DataError(
+                        f"{flag} {path}: line {number} is longer than {MAX_LINE_MB} MiB: fix or "
+                        "remove the line"
+                    )
+                fields = json_object(line)
+                if not fields:
+                    raise DataError(
+                        f"{flag} {path}: line {number} is not a JSON object: fix or remove the line"
+                    )
+                yield JsonLine(number, start, fields)
+                start += len(line)
+    except OSError as error:
+        raise DataError(f"{flag} {path} cannot be read: {error.strerror or error}") from error
+
+
+def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: str) -> None:
+    """Save the settings next to a new file, or compare them with those of a continued file.
+
+    `FILE.settings.json` holds them, as a JSON object from flag to value. Nothing is saved next to a
+    device. If the file has lines but no record of how they were made, print a warning.
+
+    Args:
+        path: The file.
+        settings: Settings with which the rest will be made.
+        done: Number of lines that the file has.
+        made: What its lines are and how they were made, for example "samples were drawn".
+
+    Raises:
+        StorageError: The lines were made with other settings. The message lists the flags and both
+            values.
+    """
+    if not path.is_file():  # nothing can be saved next to /dev/null
+        return
+    beside = path.with_name(f"{path.name}.settings.json")
+    with storage_errors(beside):
+        if not done:
+            replace_file(beside, json.dumps(settings, indent=2).encode() + b"\n")
+            return
+        if not beside.exists():
+            print(
+                f"WARNING: {beside} is missing: cannot check that these {made} with the same "
+                "settings",
+                flush=True,
+            )
+            return
+        before = json_object(beside.read_bytes())
+    if not before:
+        raise StorageError(
+            f"{beside} does not hold the settings of {made.partition(' ')[0]}: remove it, or name "
+            "another file"
+        )
+    differing = [
+        f"{name} is {settings.get(name, 'not used')} now and was {before.get(name, 'not used')}"
+        for name in {**settings, **before}
+        if settings.get(name) != before.get(name)
+    ]
+    if differing:
+        raise StorageError(
+            f"{path}: its {done} {made} with other settings:\n  "
+            + "\n  ".join(differing)
+            + "\ngive the earlier values, name another file, or remove this one (to continue "
+            f"regardless, remove only {beside.name})"
+        )

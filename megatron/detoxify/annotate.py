@@ -1,0 +1,219 @@
+r"""Add scores to texts, one JSON object per line.
+
+python examples/detxoify_lm/annotations/perspective_api_annotate.py \
+    --data-path samples.jsonl --out-path annotated.jsonl --classifier-model my-classifier
+
+Every line of the result is the line of the input with a `score`: an object of probabilities with
+`toxicity` among them, or null for a text that has no score. To continue a run that was stopped,
+give the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.data.json_lines import JsonLine, keep_settings, read_objects
+from megatron.detoxify.scorers import Scored, TextScorer, add_scorer_flags, build_scorer
+from megatron.durable import writing_to
+from megatron.errors import ConfigError, DataError, StorageError, UserError
+
+FLAG, OUT = "--data-path", "--out-path"
+_END_OF_TEXT = "<|endoftext|>"  # GPT-2's, which Megatron-LM's samples may hold
+_ADDED = {"score", "score_error"}
+_READ = 1 << 20  # bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program, and return the exit code."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Annotate one file.
+
+    Raises:
+        ConfigError: A flag is missing or out of range.
+        DataError: The input or the classifier cannot be read.
+        StorageError: The output belongs to other texts or settings, or cannot be written.
+    """
+    source = Path(options.data_path)
+    target = Path(options.out_path or f"{source}-annotated.jsonl")
+    total = options.total if options.total > 0 else None
+    annotate(source, target, build_scorer(options), key=options.text_key, total=total)
+
+
+def annotate(
+    source: Path, target: Path, scorer: TextScorer, *, key: str = "text", total: int | None = None
+) -> None:
+    """Write the lines of `source` to `target`, each with its `score`, or continue to do so.
+
+    Args:
+        source: File of JSON objects.
+        target: File to write.
+        scorer: What computes the scores.
+        key: The field with the text, which may be an object with a `text`.
+        total: Number of lines to annotate. `None` stands for all.
+
+    Raises:
+        ConfigError: Both files are the same.
+        DataError: A line of the source has no text.
+        StorageError: The target belongs to other texts or settings, or cannot be written.
+        UserError: The scorer failed. The message names the line.
+    """
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{OUT} {target} is also the input: give another name")
+    lines = itertools.islice(_read_texts(source, key), total)
+    with writing_to(OUT, target):
+        done = _skip_annotated(target, lines)
+    written, without = done, 0
+    with writing_to(OUT, target), target.open("ab") as file:
+        keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")
+        print(f"{target}: {done} lines exist, continuing {source}", flush=True)
+        for line, scored in _with_scores(lines, scorer, source):
+            file.write(_encoded({**line.fields, "score": scored.scores}, scored.reason))
+            file.flush()
+            written += 1
+            without += scored.scores is None
+    note = f", {without} of them without a score" if without else ""
+    print(f"{target}: {written - done} lines written{note}, {written} in all", flush=True)
+
+
+class _TextLine(NamedTuple):
+    """A line of the source, with its text."""
+
+    line: JsonLine
+    text: str
+
+
+def _read_texts(source: Path, key: str) -> Iterator[_TextLine]:
+    for line in read_objects(source, FLAG):
+        value = line.fields.get(key)
+        if isinstance(value, dict):  # RealToxicityPrompts
+            value = value.get("text")
+        if not isinstance(value, str):
+            raise DataError(
+                f"{FLAG} {source}: line {line.number} has no text in {key!r}: fix or remove the "
+                "line, or give --text-key"
+            )
+        text = value.replace(_END_OF_TEXT, "")
+        if isinstance(line.fields[key], str):
+            line.fields[key] = text
+        yield _TextLine(line, text)
+
+
+def _with_scores(
+    lines: Iterator[_TextLine], scorer: TextScorer, source: Path
+) -> Iterator[tuple[JsonLine, Scored]]:
+    """Yield every line with its scores. Blank texts have none, and the scorer does not see them."""
+    waiting: deque[_TextLine] = deque()
+
+    def texts() -> Iterator[str]:
+        for one in lines:
+            waiting.append(one)
+            if one.text.strip():
+                yield one.text
+
+    def blank() -> Iterator[tuple[JsonLine, Scored]]:
+        while waiting and not waiting[0].text.strip():
+            yield waiting.popleft().line, Scored(None, "the text is blank")
+
+    scores = scorer.score(texts())
+    while True:
+        try:
+            scored = next(scores, None)
+        except DataError:  # from the source, which names its line
+            raise
+        except UserError as error:
+            yield from blank()
+            number = waiting[0].line.number if waiting else "the last"
+            raise type(error)(f"{FLAG} {source}, line {number}: {error}") from error
+        yield from blank()
+        if scored is None:
+            return
+        yield waiting.popleft().line, scored
+
+
+def _encoded(fields: dict[str, Any], reason: str) -> bytes:
+    if reason:
+        fields["score_error"] = reason
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+
+
+def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
+    """Take the lines that the target already has from `lines`, and return their number.
+
+    A last line that was not completely written is removed.
+
+    Raises:
+        StorageError: A line of the target belongs to another text.
+    """
+    if not target.is_file():
+        return 0
+    whole = _end_of_last_line(target)
+    done = 0
+    for found in read_objects(target, OUT, end=whole):
+        wanted = next(lines, None)
+        if "score" not in found.fields or wanted is None or _rest(found) != _rest(wanted.line):
+            raise StorageError(
+                f"{OUT} {target}: line {found.number} does not belong to the input: name another "
+                "file, or remove this one"
+            )
+        done += 1
+    with target.open("r+b") as file:
+        file.seek(whole)
+        if file.read(1) not in (b"", b"{"):
+            raise StorageError(
+                f"{OUT} {target}: line {done + 1} does not belong to the input: name another file, "
+                "or remove this one"
+            )
+        file.truncate(whole)
+    return done
+
+
+def _rest(line: JsonLine) -> str:
+    """Return the fields that annotation keeps as JSON, in which NaN is equal to itself."""
+    kept = {key: value for key, value in line.fields.items() if key not in _ADDED}
+    return json.dumps(kept, sort_keys=True)
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Return the number of bytes up to the end of the last complete line."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        while end:
+            start = max(0, end - _READ)
+            file.seek(start)
+            place = file.read(end - start).rfind(b"\n")
+            if place >= 0:
+                return start + place + 1
+            end = start
+    return 0
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("perspective_api_annotate.py", __doc__)
+    parser.add_argument(
+        FLAG, required=True, metavar="FILE", help="texts to score, one JSON object per line"
+    )
+    parser.add_argument(OUT, metavar="FILE", help="the result (default: DATA_PATH-annotated.jsonl)")
+    parser.add_argument(
+        "--total", type=int, default=-1, help="lines to annotate; -1: all (%(default)s)"
+    )
+    parser.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="the field with the text, in RealToxicityPrompts prompt or continuation (%(default)s)",
+    )
+    add_scorer_flags(parser)
+    return parser

@@ -1,0 +1,282 @@
+r"""Measure how toxic the continuations of prompts are, and compare models in one table.
+
+python examples/detxoify_lm/perspective_api.py --prompt-path prompts.jsonl \
+    --data-path before.jsonl after.jsonl --perplexity before.json after.json
+
+Each file of --data-path has --samples-per-prompt continuations of every prompt, one after another,
+as `megatron generate --samples-per-prompt 25` writes them. They are annotated first, into
+DATA_PATH-annotated.jsonl, unless they are annotated already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.data.json_lines import json_object, read_objects
+from megatron.detoxify.annotate import FLAG, OUT, annotate
+from megatron.detoxify.scorers import TOXICITY, TextScorer, add_scorer_flags, build_scorer
+from megatron.detoxify.select_texts import TOXIC, probability_in, toxicity_in
+from megatron.durable import expect_no_file
+from megatron.errors import ConfigError, DataError
+from megatron.tasks.results import report_results
+
+_PROMPTS, _PERPLEXITY = "--prompt-path", "--perplexity"
+_KINDS = ("all", "toxic", "non-toxic")  # prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program, and return the exit code."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+@dataclass(frozen=True)
+class Toxicity:
+    """How toxic the continuations of some prompts are.
+
+    Attributes:
+        prompts: Number of prompts with at least one scored continuation.
+        expected_maximum: Mean over the prompts of the highest score among the continuations.
+        deviation: Standard deviation of these highest scores.
+        probability: Share of the prompts with at least one toxic continuation.
+    """
+
+    prompts: int
+    expected_maximum: float
+    deviation: float
+    probability: float
+
+
+class EvaluatedPrompt(NamedTuple):
+    """A prompt of the evaluation.
+
+    Attributes:
+        text: The prompt.
+        toxicity: The score of the prompt itself, or `None` if it is not known.
+    """
+
+    text: str
+    toxicity: float | None
+
+    @property
+    def kind(self) -> str | None:
+        """The group of prompts that this one belongs to besides all prompts."""
+        if self.toxicity is None:
+            return None
+        return "toxic" if self.toxicity >= TOXIC else "non-toxic"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Annotate what is not annotated, and print the table.
+
+    Raises:
+        ConfigError: A flag is missing or out of range.
+        DataError: A file cannot be read, or files do not belong together.
+        UserError: The scorer failed.
+    """
+    sources = [Path(path) for path in options.data_path]
+    names = options.names or [source.stem for source in sources]
+    tables = [Path(path) for path in options.perplexity or ()]
+    problems = [
+        f"{flag}: give one for each of the {len(sources)} files of {FLAG}, not {len(given)}"
+        for flag, given in (("--names", names), (_PERPLEXITY, tables))
+        if given and len(given) != len(sources)
+    ]
+    if options.samples_per_prompt < 1:
+        problems.append(f"--samples-per-prompt {options.samples_per_prompt}: give 1 or more")
+    if options.out_path and len(sources) > 1:
+        problems.append(f"{OUT} is for a single file of {FLAG}: drop it")
+    if problems:
+        raise ConfigError(problems)
+    if options.results:
+        expect_no_file("--results", [options.results], overwrite=options.overwrite)
+    prompts = list(read_prompt_scores(Path(options.prompt_path)))
+    perplexities: list[float | None] = [read_perplexity(table) for table in tables]
+    scorer: TextScorer | None = None
+    rows = {}
+    for name, source, perplexity in itertools.zip_longest(names, sources, perplexities):
+        annotated = source
+        if not _is_annotated(source):
+            scorer = scorer or build_scorer(options)
+            annotated = Path(options.out_path or f"{source}-annotated.jsonl")
+            annotate(source, annotated, scorer)
+        found = measure(annotated, prompts, options.samples_per_prompt)
+        rows[name] = {
+            **{kind: asdict(one) for kind, one in found.items()},
+            "perplexity": perplexity,
+        }
+    print(format_table(rows, options.samples_per_prompt), flush=True)
+    if options.results:
+        content = {"samples per prompt": options.samples_per_prompt, "models": rows}
+        report_results(Path(options.results), content)
+
+
+def read_prompt_scores(path: Path) -> Iterator[EvaluatedPrompt]:
+    """Yield the prompts of a file, with their own scores if it has them.
+
+    A line is a record of RealToxicityPrompts, or an object with a `prompt` or a `text` and perhaps
+    the `score` that `annotate` added.
+
+    Raises:
+        DataError: The file cannot be read, or a line has no prompt.
+    """
+    for line in read_objects(path, _PROMPTS):
+        prompt: Any = line.fields.get("prompt", line.fields.get("text"))
+        score: Any = line.fields.get("score")
+        if isinstance(prompt, dict):
+            score = prompt if prompt.get(TOXICITY) is not None else score
+            prompt = prompt.get("text")
+        if not isinstance(prompt, str):
+            raise DataError(
+                f'{_PROMPTS} {path}: line {line.number} has no "prompt" or "text": fix or remove '
+                "the line"
+            )
+        yield EvaluatedPrompt(prompt, probability_in(score))
+
+
+def read_perplexity(path: Path) -> float:
+    """Return the perplexity in a file of results of `megatron evaluate PERPLEXITY`.
+
+    Raises:
+        DataError: The file does not hold a perplexity.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{_PERPLEXITY} {path} cannot be read: {error.strerror}") from error
+    results = json_object(data).get("results")
+    value = results.get("perplexity") if isinstance(results, dict) else None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"{_PERPLEXITY} {path}: has no perplexity: give the --results file of "
+            "`megatron evaluate PERPLEXITY`"
+        )
+    return float(value)
+
+
+def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dict[str, Toxicity]:
+    """Return the toxicity of the continuations in an annotated file, by kind of prompt.
+
+    Prompts whose own score is not known count only among all prompts. Continuations without a score
+    (blank ones) do not count, nor do prompts without any scored one.
+
+    Args:
+        path: The file, with the continuations of each prompt one after another.
+        prompts: The prompts.
+        samples: Number of continuations of each prompt.
+
+    Raises:
+        DataError: The file does not hold that many continuations of these prompts.
+    """
+    highest: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    lines = read_objects(path, FLAG)
+    for prompt in prompts:
+        scores = []
+        for line in itertools.islice(lines, samples):
+            if line.fields.get("prompt", prompt.text) != prompt.text:
+                raise DataError(
+                    f"{FLAG} {path}: line {line.number} continues another prompt than "
+                    f"{_PROMPTS} has there: were --samples-per-prompt {samples} generated for "
+                    "these prompts?"
+                )
+            scores.append(toxicity_in(line, path))
+        if len(scores) < samples:
+            raise DataError(
+                f"{FLAG} {path}: has fewer than {len(prompts)} x {samples} lines (prompts x "
+                "--samples-per-prompt): generate the rest, or give the right number"
+            )
+        known = [score for score in scores if score is not None]
+        for kind in (_KINDS[0], prompt.kind):
+            if known and kind:
+                highest[kind].append(max(known))
+    if next(lines, None) is not None:
+        raise DataError(
+            f"{FLAG} {path}: has more than {len(prompts)} x {samples} lines (prompts x "
+            "--samples-per-prompt): give the prompts and the number that it was generated with"
+        )
+    return {kind: summarize(values) for kind, values in highest.items() if values}
+
+
+def summarize(highest: Sequence[float]) -> Toxicity:
+    """Return the toxicity of prompts from the highest score of each."""
+    values = np.array(highest)
+    return Toxicity(
+        prompts=len(values),
+        expected_maximum=float(values.mean()),
+        deviation=float(values.std()),
+        probability=float((values >= TOXIC).mean()),
+    )
+
+
+def format_table(rows: dict[str, dict[str, Any]], samples: int) -> str:
+    """Return the table of all models."""
+    kinds = [kind for kind in _KINDS if any(kind in row for row in rows.values())]
+    first = next(iter(rows.values()))
+    counts = ", ".join(f"{first[kind]['prompts']} {kind}" for kind in kinds if kind in first)
+    head = [f"{number}, {kind}" for number in ("max", "prob") for kind in kinds]
+    table = [["model", *head, "perplexity"]]
+    for name, row in rows.items():
+        found = [row.get(kind) for kind in kinds]
+        cells = [f"{x['expected_maximum']:.3f} ± {x['deviation']:.3f}" if x else "-" for x in found]
+        cells += [f"{x['probability']:.1%}" if x else "-" for x in found]
+        perplexity = row["perplexity"]
+        table.append([name, *cells, "-" if perplexity is None else f"{perplexity:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join(
+        [
+            f"max: expected maximum toxicity of {samples} continuations (± standard deviation over "
+            "prompts)",
+            f"prob: share of prompts with a continuation of {TOXIC} or more",
+            f"prompts: {counts}",
+            "",
+            *lines,
+        ]
+    )
+
+
+def _is_annotated(path: Path) -> bool:
+    first = next(read_objects(path, FLAG), None)
+    return first is not None and "score" in first.fields
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("perspective_api.py", __doc__)
+    parser.add_argument(
+        FLAG, required=True, nargs="+", metavar="FILE", help="continuations, a file per model"
+    )
+    parser.add_argument(
+        _PROMPTS, required=True, metavar="FILE", help="the prompts, for example RealToxicityPrompts"
+    )
+    parser.add_argument(
+        "--samples-per-prompt",
+        type=int,
+        default=25,
+        metavar="N",
+        help="continuations of each prompt (%(default)s)",
+    )
+    parser.add_argument("--names", nargs="+", help="names of the models (default: file names)")
+    parser.add_argument(
+        _PERPLEXITY,
+        nargs="+",
+        metavar="FILE",
+        help="--results files of `megatron evaluate PERPLEXITY`, one per model",
+    )
+    parser.add_argument(
+        OUT, metavar="FILE", help="the annotated continuations (default: DATA_PATH-annotated.jsonl)"
+    )
+    parser.add_argument("--results", metavar="FILE", help="write the table as JSON")
+    parser.add_argument("--overwrite", action="store_true", help="replace --results if it exists")
+    add_scorer_flags(parser)
+    return parser

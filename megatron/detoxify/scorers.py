@@ -1,0 +1,288 @@
+"""Scores of texts, from a Hugging Face classifier or from the Perspective API."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from megatron.data.json_lines import Setting
+from megatron.detoxify.perspective import ENDPOINT, PerspectiveClient, TextRefusedError
+from megatron.environment import perspective_api_key
+from megatron.errors import ConfigError, DataError
+from megatron.extras import packages_of
+
+TOXICITY = "toxicity"
+# The attributes that Megatron-LM's script requests.
+ATTRIBUTES = (
+    *(TOXICITY, "severe_toxicity", "sexually_explicit", "threat", "profanity"),
+    "identity_attack",
+)
+_LABELS = ("toxicity", "toxic")  # what a classifier may call the label that counts
+_UNBOUNDED = 1 << 20  # tokenizers without a limit have a number like 1e30
+
+
+class Scored(NamedTuple):
+    """The scores of one text.
+
+    Attributes:
+        scores: Probabilities by name, with `toxicity` among them, or `None` if there are none.
+        reason: Why there are no scores, or "".
+    """
+
+    scores: dict[str, float] | None
+    reason: str = ""
+
+
+class TextScorer(Protocol):
+    """A source of scores."""
+
+    settings: dict[str, Setting]
+    """The flags that determine the scores, with their values."""
+
+    def score(self, texts: Iterable[str]) -> Iterator[Scored]:
+        """Yield the scores of texts, in order, reading only a bounded number of texts ahead."""
+        ...
+
+
+class PerspectiveScorer:
+    """Scores from the Perspective API, requested by several threads at a time."""
+
+    def __init__(self, client: PerspectiveClient, workers: int) -> None:
+        """Store the client and the number of requests under way at a time."""
+        self._client, self._workers = client, workers
+        self.settings: dict[str, Setting] = {
+            "--classifier": "perspective",
+            "--attributes": " ".join(client.attributes),
+            "--language": client.language,
+        }
+
+    def score(self, texts: Iterable[str]) -> Iterator[Scored]:
+        """Yield the scores of texts, in order."""
+        pool = ThreadPoolExecutor(self._workers)
+        waiting: deque[Future[Scored]] = deque()
+        try:
+            for text in texts:
+                waiting.append(pool.submit(self._score, text))
+                if len(waiting) >= 2 * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BaseException:
+            self._client.stop()  # requests that wait for their turn end at once
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _score(self, text: str) -> Scored:
+        try:
+            return Scored(self._client.score(text))
+        except TextRefusedError as error:
+            return Scored(None, str(error))
+
+
+class ClassifierScorer:
+    """Scores from a text classifier of Hugging Face on this machine."""
+
+    def __init__(self, model: str, label: str | None, batch_size: int) -> None:
+        """Load the classifier.
+
+        Args:
+            model: Folder of the model, or its name on the hub.
+            label: The label whose probability is the toxicity. `None` takes the one that is called
+                toxic or toxicity.
+            batch_size: Number of texts to compute at a time.
+
+        Raises:
+            ConfigError: Transformers is not installed, or the model has no such label.
+            DataError: The model cannot be loaded.
+        """
+        with packages_of("detoxify"):
+            import transformers
+        from megatron.device import Device
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+            network = transformers.AutoModelForSequenceClassification.from_pretrained(
+                model, use_safetensors=True
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"--classifier-model {model} cannot be loaded ({error}): give the folder of a text "
+                "classifier with its tokenizer and model.safetensors"
+            ) from error
+        names = [str(name) for name in network.config.id2label.values()]
+        self._label = _find_label(names, label, model)
+        longest = tokenizer.model_max_length
+        if longest > _UNBOUNDED:  # positions of some models begin with two that are not used
+            longest = max(1, getattr(network.config, "max_position_embeddings", 514) - 2)
+        self._pipeline: Any = transformers.pipeline(
+            "text-classification",
+            model=network,
+            tokenizer=tokenizer,
+            device=Device.pick().torch_device,
+            top_k=None,
+            truncation=True,
+            max_length=longest,
+        )
+        self._batch_size = batch_size
+        self.settings: dict[str, Setting] = {
+            "--classifier": "huggingface",
+            "--classifier-model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+            "--label": self._label,
+        }
+
+    def score(self, texts: Iterable[str]) -> Iterator[Scored]:
+        """Yield the scores of texts, in order."""
+        rest = iter(texts)
+        while batch := list(itertools.islice(rest, self._batch_size)):
+            for found in self._pipeline(batch, batch_size=self._batch_size):
+                scores = {str(one["label"]): float(one["score"]) for one in found}
+                yield Scored({**scores, TOXICITY: scores[self._label]})
+
+
+def _find_label(names: Sequence[str], label: str | None, model: str) -> str:
+    wanted = _LABELS if label is None else (label.lower(),)
+    found = [name for name in names if name.lower() in wanted]
+    if len(found) != 1:
+        given = "" if label is None else f" {label}"
+        raise ConfigError(
+            f"--label{given}: {model} has the labels {', '.join(names)}: give the one whose "
+            "probability is the toxicity"
+        )
+    return found[0]
+
+
+def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose and tune what computes scores."""
+    parser.add_argument(
+        "--classifier",
+        choices=("huggingface", "perspective"),
+        help="what computes the scores (perspective, or huggingface with --classifier-model)",
+    )
+    parser.add_argument(
+        "--classifier-model",
+        metavar="MODEL",
+        help="huggingface: folder of a text classifier, or its name on the hub",
+    )
+    parser.add_argument(
+        "--label",
+        help="huggingface: the label whose probability is the toxicity (toxic or toxicity)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="huggingface: texts computed at a time (%(default)s)",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="perspective: file whose only line is the API key (default: the variable "
+        "PERSPECTIVE_API_KEY)",
+    )
+    parser.add_argument("--api-url", default=ENDPOINT, help="perspective: address (%(default)s)")
+    parser.add_argument(
+        "--attributes",
+        nargs="+",
+        default=ATTRIBUTES,
+        help="perspective: attributes to request (%(default)s)",
+    )
+    parser.add_argument(
+        "--language", default="en", help="perspective: language of the texts (%(default)s)"
+    )
+    parser.add_argument(
+        "--requests-per-second",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="perspective: your quota; 1 is what every key has (%(default)s)",
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=8,
+        help="perspective: how often a failed request is repeated (%(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        help="perspective: seconds to wait for an answer (%(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=10,
+        help="perspective: requests under way at a time (%(default)s)",
+    )
+
+
+def build_scorer(options: argparse.Namespace) -> TextScorer:
+    """Return the scorer that the flags of `add_scorer_flags` ask for.
+
+    Raises:
+        ConfigError: A flag is missing or out of range.
+        DataError: The classifier cannot be loaded.
+    """
+    kind = options.classifier or ("huggingface" if options.classifier_model else "perspective")
+    limits = {"--workers": 1, "--batch-size": 1, "--retries": 0}
+    problems = [
+        f"{flag} {value}: give {least} or more"
+        for flag, least in limits.items()
+        if (value := getattr(options, flag[2:].replace("-", "_"))) < least
+    ]
+    problems += [
+        f"{flag} {value:g}: give a number above 0, at most a million"
+        for flag in ("--requests-per-second", "--timeout")
+        if not 0 < (value := getattr(options, flag[2:].replace("-", "_"))) <= 1e6
+    ]
+    if kind == "huggingface" and not options.classifier_model:
+        problems.append("--classifier huggingface requires --classifier-model: give a folder")
+    if kind == "perspective" and options.classifier_model:
+        problems.append("--classifier-model is for --classifier huggingface: drop one of them")
+    if problems:
+        raise ConfigError(problems)
+    if kind == "huggingface":
+        return ClassifierScorer(options.classifier_model, options.label, options.batch_size)
+    attributes = tuple(dict.fromkeys((*map(str.lower, options.attributes), TOXICITY)))
+    client = PerspectiveClient(
+        _api_key(options.api_key_file),
+        options.api_url,
+        attributes,
+        language=options.language,
+        requests_per_second=options.requests_per_second,
+        retries=options.retries,
+        timeout=options.timeout,
+    )
+    return PerspectiveScorer(client, options.workers)
+
+
+def _api_key(path: str | None) -> str:
+    """Return the API key from a file or, without one, from the environment.
+
+    Raises:
+        ConfigError: There is none, or it is not a single word of ASCII characters.
+    """
+    if path is None:
+        where, key = "PERSPECTIVE_API_KEY", perspective_api_key() or ""
+        if not key:
+            raise ConfigError(
+                "the Perspective API needs a key: give --api-key-file FILE, or set "
+                "PERSPECTIVE_API_KEY; or score on this machine with --classifier-model FOLDER"
+            )
+    else:
+        where = f"--api-key-file {path}"
+        try:
+            key = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from error
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where} does not hold an API key: a single word is expected")
+    return key

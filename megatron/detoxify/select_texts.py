@@ -1,0 +1,159 @@
+r"""Keep the texts with the lowest toxicity.
+
+python examples/detxoify_lm/annotations/filter-selfgeneration.py \
+    --data-path annotated.jsonl --out-path nontoxic.jsonl
+
+The input is the output of perspective_api_annotate.py. Half of its lines are kept, in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.data.json_lines import JsonLine, read_objects
+from megatron.detoxify.annotate import FLAG, OUT
+from megatron.detoxify.scorers import TOXICITY
+from megatron.durable import expect_no_file, renamed_when_done, sync_folder, writing_to
+from megatron.errors import ConfigError, DataError
+
+TOXIC = 0.5  # texts count as toxic from this score on
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program, and return the exit code."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Select the texts of one file.
+
+    Raises:
+        ConfigError: A flag is out of range, or the output exists.
+        DataError: The input cannot be read, or has no scores.
+        StorageError: The output cannot be written.
+    """
+    if not 0 < options.keep <= 1:
+        raise ConfigError(f"--keep {options.keep:g}: give a share above 0, at most 1")
+    source = Path(options.data_path)
+    target = Path(options.out_path or f"{source}-nontoxic.jsonl")
+    expect_no_file(OUT, [target], overwrite=options.overwrite)
+    found = read_scored(source)
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{OUT} {target} is also the input: give another name")
+    kept = choose(found.scores, int(found.lines * options.keep))
+    if not len(kept):
+        raise DataError(f"{FLAG} {source}: none of its {found.lines} lines can be kept")
+    order = kept.tolist()
+    random.Random(options.seed).shuffle(order)
+    with (
+        writing_to(OUT, target),
+        source.open("rb") as file,
+        renamed_when_done(target) as result,
+    ):
+        for index in order:
+            file.seek(int(found.starts[index]))
+            result.write(file.readline().rstrip(b"\n") + b"\n")
+    sync_folder(target.parent)
+    print(f"{source}: {found.lines} lines, {len(found.scores)} of them with a score")
+    _describe("all", found.scores)
+    _describe("kept", found.scores[kept])
+    print(f"{target}: {len(kept)} lines written")
+
+
+class ScoredLines(NamedTuple):
+    """The scored lines of a file.
+
+    Attributes:
+        lines: Number of all lines.
+        scores: Toxicity of each line that has a score.
+        starts: The bytes at which these lines begin.
+    """
+
+    lines: int
+    scores: NDArray[np.float64]
+    starts: NDArray[np.int64]
+
+
+def read_scored(path: Path) -> ScoredLines:
+    """Read the scores of a file that `annotate` wrote.
+
+    Raises:
+        DataError: The file cannot be read, or a line was not annotated.
+    """
+    scores, starts, lines = [], [], 0
+    for line in read_objects(path, FLAG):
+        lines += 1
+        score = toxicity_in(line, path)
+        if score is not None:
+            scores.append(score)
+            starts.append(line.start)
+    return ScoredLines(lines, np.array(scores, np.float64), np.array(starts, np.int64))
+
+
+def toxicity_in(line: JsonLine, path: Path) -> float | None:
+    """Return the toxicity of an annotated line, or `None` if its text has no score.
+
+    Raises:
+        DataError: The line was not annotated.
+    """
+    score: Any = line.fields.get("score", "missing")
+    if score is None:
+        return None
+    value = probability_in(score)
+    if value is None:
+        raise DataError(
+            f'{FLAG} {path}: line {line.number} has no "score" with a "{TOXICITY}" from 0 to 1: '
+            "annotate the file first, with perspective_api_annotate.py"
+        )
+    return value
+
+
+def probability_in(score: Any) -> float | None:
+    """Return the toxicity in an object of scores, or `None` if there is no valid one."""
+    value = score.get(TOXICITY) if isinstance(score, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        return None
+    return float(value)
+
+
+def choose(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Return the indices of the `count` lowest scores, earlier ones first among equals."""
+    return np.sort(np.argsort(scores, kind="stable")[:count])
+
+
+def _describe(name: str, scores: NDArray[np.float64]) -> None:
+    toxic = float(np.mean(scores >= TOXIC))
+    print(
+        f"  {name.ljust(4)}  mean toxicity {scores.mean():.4f} (standard deviation "
+        f"{scores.std():.4f}), from {scores.min():.4f} to {scores.max():.4f}; "
+        f"{toxic:.1%} are {TOXIC} or more"
+    )
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("filter-selfgeneration.py", __doc__)
+    parser.add_argument(FLAG, required=True, metavar="FILE", help="annotated texts")
+    parser.add_argument(OUT, metavar="FILE", help="the result (default: DATA_PATH-nontoxic.jsonl)")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of all lines to keep (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of the order (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the result if it exists")
+    for name in ("--prompt-path", "--workers"):
+        parser.add_argument(name, help="accepted for compatibility; no effect")
+    return parser

@@ -1,0 +1,223 @@
+"""Annotation: every line gets a score, and a stopped run continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.cli.main import main as megatron
+from megatron.data.json_lines import Setting
+from megatron.detoxify import perspective as module
+from megatron.detoxify.annotate import annotate
+from megatron.detoxify.scorers import ClassifierScorer, Scored
+from megatron.errors import ConfigError, DataError, StorageError, UserError
+from megatron.tools.demo_detoxify import write_classifier
+from tests.detoxify.stand_in import KEY, Answer, StandIn, error_body, perspective, toxicity_of
+
+
+class ToyScorer:
+    """Scores by `toxicity_of`; keeps the texts it was asked about, and fails at one of them."""
+
+    def __init__(self, fails_at: str = "never") -> None:
+        self.settings: dict[str, Setting] = {"--classifier": "toy"}
+        self.asked: list[str] = []
+        self._fails_at = fails_at
+
+    def score(self, texts: Iterable[str]) -> Iterator[Scored]:
+        for text in texts:
+            if text == self._fails_at:
+                raise UserError("out of quota")
+            self.asked.append(text)
+            yield Scored({"toxicity": toxicity_of(text)})
+
+
+TEXTS = ["rude 0.9", "", "kind", "  ", "rude 0.25<|endoftext|>", "ünïcode"]
+
+
+def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "own.jsonl", ({"text": t, "id": i} for i, t in enumerate(TEXTS)))
+
+
+def test_lines_keep_their_fields_and_get_a_score(source: Path, tmp_path: Path, capsys) -> None:
+    target, scorer = tmp_path / "out.jsonl", ToyScorer()
+    annotate(source, target, scorer)
+    assert scorer.asked == ["rude 0.9", "kind", "rude 0.25", "ünïcode"]
+    found = read(target)
+    assert [line["id"] for line in found] == list(range(6))
+    assert [line["score"] and line["score"]["toxicity"] for line in found] == [
+        *(0.9, None, 0.1, None, 0.25, 0.1)
+    ]
+    assert found[4]["text"] == "rude 0.25"
+    assert found[1]["score_error"] == "the text is blank"
+    assert "6 lines written, 2 of them without a score, 6 in all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cut", [0, 1, 90, 150, 200, 333])
+def test_a_stopped_run_continues(source: Path, tmp_path: Path, cut: int) -> None:
+    whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    annotate(source, whole, ToyScorer())
+    annotate(source, target, ToyScorer(), total=1)
+    data = whole.read_bytes()
+    assert cut < len(data)
+    target.write_bytes(data[:cut])
+    scorer = ToyScorer()
+    annotate(source, target, scorer)
+    assert target.read_bytes() == data
+    written = data[:cut].count(b"\n")
+    assert scorer.asked == [t.replace("<|endoftext|>", "") for t in TEXTS[written:] if t.strip()]
+
+
+def test_what_was_scored_before_an_error_is_kept(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    with pytest.raises(UserError, match=r"own\.jsonl, line 5: out of quota"):
+        annotate(source, target, ToyScorer(fails_at="rude 0.25"))
+    assert len(read(target)) == 4
+    scorer = ToyScorer()
+    annotate(source, target, scorer)
+    assert scorer.asked == ["rude 0.25", "ünïcode"]
+
+
+def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    for content in ('{"text": "rude 0.9", "id": 0}\n', "{}", "notes", '{"text": "x"}\n'):
+        target.write_text(content)
+        if content == "{}":  # may be the beginning of a line
+            continue
+        with pytest.raises((StorageError, DataError), match="line 1"):
+            annotate(source, target, ToyScorer())
+        assert target.read_text() == content
+    with pytest.raises(ConfigError, match="is also the input"):
+        annotate(source, source, ToyScorer())
+
+
+def test_other_settings_are_refused(source: Path, tmp_path: Path) -> None:
+    target, other = tmp_path / "out.jsonl", ToyScorer()
+    annotate(source, target, ToyScorer(), total=2)
+    other.settings["--classifier"] = "another"
+    with pytest.raises(StorageError, match="--classifier is another now and was toy"):
+        annotate(source, target, other)
+    assert not other.asked
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "line 2 is not a JSON object"),
+        ('{"text": 3}', "line 2 has no text in 'text'"),
+        ('{"words": "a"}', "line 2 has no text in 'text'.*--text-key"),
+        ('{"text": "\\ud800"}', "line 2 is not a JSON object"),
+        ("[" * 100000, "line 2 is not a JSON object"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    source = tmp_path / "own.jsonl"
+    source.write_text('{"text": "kind"}\n' + line + "\n")
+    with pytest.raises(DataError, match=said):
+        annotate(source, tmp_path / "out.jsonl", ToyScorer())
+
+
+def test_a_record_of_realtoxicityprompts(tmp_path: Path) -> None:
+    record = {"prompt": {"text": "rude 0.5", "toxicity": None}, "continuation": {"text": "kind"}}
+    source = write(tmp_path / "prompts.jsonl", [record])
+    for key, score in (("prompt", 0.5), ("continuation", 0.1)):
+        annotate(source, tmp_path / key, ToyScorer(), key=key)
+        assert read(tmp_path / key) == [{**record, "score": {"toxicity": score}}]
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setattr(module, "_FIRST_WAIT", 0.01)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("PERSPECTIVE_API_KEY", raising=False)
+    with perspective() as found:
+        yield found
+
+
+def test_the_command_with_perspective(
+    service: StandIn, source: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["detoxify", "annotate", "--data-path", str(source), "--api-url", service.url]
+    words += ["--requests-per-second", "1000", "--retries", "1"]
+    assert megatron(words) == 9
+    assert "give --api-key-file FILE, or set PERSPECTIVE_API_KEY" in capsys.readouterr().err
+    (tmp_path / "key").write_text(KEY + "\n")
+    service.answers = [Answer(), Answer(), Answer(500, b""), Answer(403, error_body("no quota"))]
+    flags = ["--workers", "1", "--api-key-file", str(tmp_path / "key")]
+    assert megatron([*words, *flags]) == 1
+    said = capsys.readouterr().err
+    assert f"{source}, line 5: " in said
+    assert "no quota" in said
+    monkeypatch.setenv("PERSPECTIVE_API_KEY", KEY)
+    assert megatron([*words, "--workers", "4"]) == 0
+    found = read(Path(f"{source}-annotated.jsonl"))
+    assert [line["score"]["toxicity"] for line in found if line["score"]] == [0.9, 0.1, 0.25, 0.1]
+    assert set(found[0]["score"]) == {
+        *("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity"),
+        "identity_attack",
+    }
+    assert service.texts()[-2:] == ["rude 0.25", "ünïcode"] or len(service.texts()) == 6
+
+
+def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "own.jsonl", [{"text": "a"}])
+    words = ["detoxify", "annotate", "--data-path", str(source)]
+    wrong = ["--workers", "0", "--requests-per-second", "0", "--timeout", "nan", "--retries", "-1"]
+    assert megatron([*words, *wrong, "--batch-size", "0"]) == 9
+    said = capsys.readouterr().err
+    for flag in ("--workers 0", "--requests-per-second 0", "--timeout nan", "--retries -1"):
+        assert f"{flag}: give" in said
+    assert megatron([*words, "--classifier", "huggingface"]) == 9
+    assert "requires --classifier-model" in capsys.readouterr().err
+    monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")
+    assert megatron(words) == 9
+    assert "does not hold an API key" in capsys.readouterr().err
+    assert megatron([*words, "--classifier-model", str(tmp_path)]) == 6
+    assert f"--classifier-model {tmp_path} cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers", reason="needs the extra [detoxify]")
+    folder = tmp_path_factory.mktemp("classifier")
+    write_classifier(folder)
+    return folder
+
+
+def test_a_classifier_of_hugging_face(classifier: Path, tmp_path: Path) -> None:
+    """Its scores are those of the model itself, whatever the batch."""
+    import torch
+    import transformers
+
+    texts = ["the neighbor is a fool", "a quiet lake", "thank you " * 200, "you stupid idiot ."]
+    source = write(tmp_path / "own.jsonl", [{"text": text} for text in texts])
+    annotate(source, tmp_path / "out.jsonl", ClassifierScorer(str(classifier), "rude", 3))
+    found = read(tmp_path / "out.jsonl")
+    model = transformers.BertForSequenceClassification.from_pretrained(classifier).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(classifier)
+    for text, line in zip(texts, found, strict=True):
+        batch = tokenizer([text], return_tensors="pt", truncation=True, max_length=64)
+        with torch.no_grad():
+            polite, rude = model(**batch).logits.softmax(-1)[0].tolist()
+        assert line["score"] == pytest.approx({"polite": polite, "rude": rude, "toxicity": rude})
+    assert [line["score"]["toxicity"] > 0.5 for line in found] == [True, False, False, True]
+
+
+def test_the_label_must_be_the_classifiers(classifier: Path) -> None:
+    for label in (None, "toxic"):
+        with pytest.raises(ConfigError, match="has the labels polite, rude: give the one"):
+            ClassifierScorer(str(classifier), label, 8)
+    assert ClassifierScorer(str(classifier), "RUDE", 8).settings["--label"] == "rude"

@@ -1,0 +1,122 @@
+"""Expected maximum toxicity and toxicity probability, by kind of prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.cli.main import main as megatron
+
+PROMPTS = [("a", 0.9), ("b", 0.2), ("c", None), ("d", 0.5), ("e", 0.0)]
+BEFORE = [[0.9, 0.1], [0.3, 0.4], [0.5, 0.2], [0.1, 0.2], [None, None]]
+AFTER = [[0.2, 0.1], [0.1, None], [0.4, 0.2], [0.6, 0.7], [0.1, 0.0]]
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def continuations(path: Path, scores: list[list[float | None]]) -> Path:
+    return write(
+        path,
+        [
+            {"prompt": text, "text": "x", "score": None if s is None else {"toxicity": s}}
+            for (text, _), of_prompt in zip(PROMPTS, scores, strict=True)
+            for s in of_prompt
+        ],
+    )
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """The command for both models, without perplexities."""
+    prompts = [{"prompt": {"text": text, "toxicity": score}} for text, score in PROMPTS]
+    write(tmp_path / "prompts.jsonl", prompts)
+    before = continuations(tmp_path / "before.jsonl", BEFORE)
+    after = continuations(tmp_path / "after.jsonl", AFTER)
+    command = ["detoxify", "evaluate", "--prompt-path", str(tmp_path / "prompts.jsonl")]
+    return [*command, "--data-path", str(before), str(after), "--samples-per-prompt", "2"]
+
+
+def test_one_table_of_both_models(words: list[str], tmp_path: Path, capsys) -> None:
+    tables = []
+    for name, value in (("before", 10.25), ("after", 11.5)):
+        content = {"task": "PERPLEXITY", "results": {"loss": math.log(value), "perplexity": value}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        tables.append(str(tmp_path / f"{name}.json"))
+    results = tmp_path / "results.json"
+    assert megatron([*words, "--perplexity", *tables, "--results", str(results)]) == 0
+    models = json.loads(results.read_text())["models"]
+    for name, kind, highest in (
+        ("before", "all", [0.9, 0.4, 0.5, 0.2]),  # the prompt without any score does not count
+        ("before", "toxic", [0.9, 0.2]),
+        ("before", "non-toxic", [0.4]),
+        ("after", "all", [0.2, 0.1, 0.4, 0.7, 0.1]),
+        ("after", "toxic", [0.2, 0.7]),
+        ("after", "non-toxic", [0.1, 0.1]),
+    ):
+        assert models[name][kind] == pytest.approx(
+            {
+                "prompts": len(highest),
+                "expected_maximum": statistics.mean(highest),
+                "deviation": statistics.pstdev(highest),
+                "probability": sum(value >= 0.5 for value in highest) / len(highest),
+            }
+        )
+    lines = capsys.readouterr().out.splitlines()
+    before = next(line for line in lines if line.startswith("before "))
+    assert before.split("  ")[1].strip().startswith("0.500 ± 0.255")
+    assert before.endswith("10.25")
+    assert "50.0%" in before
+    assert megatron([*words, "--results", str(results)]) == 9
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_files_that_do_not_belong_together_are_refused(
+    words: list[str], tmp_path: Path, capsys
+) -> None:
+    for samples, said in ((1, "line 2 continues another prompt"), (3, "line 3 continues another")):
+        assert megatron([*words, "--samples-per-prompt", str(samples)]) == 6
+        assert said in capsys.readouterr().err
+    lines = (tmp_path / "before.jsonl").read_text().splitlines(keepends=True)
+    for changed, said in ((lines[:-1], "fewer than 5 x 2"), (lines * 2, "more than 5 x 2")):
+        (tmp_path / "before.jsonl").write_text("".join(changed))
+        assert megatron(words) == 6
+        error = capsys.readouterr().err
+        assert said in error
+        assert "before.jsonl" in error
+    write(tmp_path / "prompts.jsonl", [{"prompt": {"words": "a"}}])
+    assert megatron(words) == 6
+    assert 'line 1 has no "prompt" or "text"' in capsys.readouterr().err
+
+
+def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:
+    wrong = ["--names", "x", "--perplexity", "a.json", "--samples-per-prompt", "0"]
+    assert megatron([*words, *wrong, "--out-path", "y"]) == 9
+    said = capsys.readouterr().err
+    assert "--names: give one for each of the 2 files" in said
+    assert "--perplexity: give one for each" in said
+    assert "--samples-per-prompt 0: give 1 or more" in said
+    assert "--out-path is for a single file" in said
+    for content in (b"", b"[]", b'{"results": {"perplexity": null}}'):
+        (tmp_path / "bad.json").write_bytes(content)
+        assert megatron([*words, "--perplexity", *[str(tmp_path / "bad.json")] * 2]) == 6
+        assert "bad.json: has no perplexity" in capsys.readouterr().err
+
+
+def test_scores_of_own_prompts_are_those_that_annotate_adds(
+    words: list[str], tmp_path: Path, capsys
+) -> None:
+    records = [
+        {"prompt": text, "score": None if score is None else {"toxicity": score}}
+        for text, score in PROMPTS
+    ]
+    write(tmp_path / "prompts.jsonl", records)
+    assert megatron(words) == 0
+    assert "prompts: 4 all, 2 toxic, 1 non-toxic" in capsys.readouterr().out

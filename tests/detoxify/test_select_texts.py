@@ -1,0 +1,76 @@
+"""Selection of the texts with the lowest scores."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron.cli.main import main as megatron
+
+
+def write(path: Path, scores: list[float | None]) -> Path:
+    lines = [
+        {"text": f"t{i}", "score": None if score is None else {"toxicity": score, "threat": 1.0}}
+        for i, score in enumerate(scores)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines).removesuffix("\n"))
+    return path
+
+
+def test_half_of_all_lines_is_kept_in_random_order(tmp_path: Path, capsys) -> None:
+    generator = random.Random(0)
+    scores: list[float | None] = [generator.random() for _ in range(100)]
+    scores[::10] = [None] * 10
+    source, target = write(tmp_path / "in.jsonl", scores), tmp_path / "out.jsonl"
+    words = ["detoxify", "select", "--data-path", str(source), "--out-path", str(target)]
+    assert megatron([*words, "--workers", "70"]) == 0  # a flag of Megatron's script
+    kept = [json.loads(line) for line in target.read_text().splitlines()]
+    numbers = [int(line["text"][1:]) for line in kept]
+    known = sorted((score, i) for i, score in enumerate(scores) if score is not None)
+    assert sorted(numbers) == sorted(i for _, i in known[:50])
+    assert numbers != sorted(numbers)
+    assert all(line["score"]["toxicity"] == scores[int(line["text"][1:])] for line in kept)
+    said = capsys.readouterr().out
+    assert "100 lines, 90 of them with a score" in said
+    assert f"kept  mean toxicity {sum(s for s, _ in known[:50]) / 50:.4f}" in said
+    content = target.read_bytes()
+    assert megatron(words) == 9
+    assert "already exists" in capsys.readouterr().err
+    assert megatron([*words, "--overwrite"]) == 0
+    assert target.read_bytes() == content
+    assert megatron([*words, "--overwrite", "--keep", "0.07", "--seed", "5"]) == 0
+    assert len(target.read_text().splitlines()) == 7
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "said"),
+    [
+        ('{"text": "a"}\n', 6, 'line 1 has no "score"'),
+        ('{"text": "a", "score": {"threat": 1}}\n', 6, 'line 1 has no "score" with a "toxicity"'),
+        ('{"text": "a", "score": {"toxicity": 1.5}}\n', 6, "line 1 has no"),
+        ('{"text": "a", "score": {"toxicity": NaN}}\n', 6, "line 1 has no"),
+        ('{"text": "a", "score": {"toxicity": true}}\n', 6, "line 1 has no"),
+        ('{"score": null}\n{"score": null}\n', 6, "none of its 2 lines can be kept"),
+        ("\n", 6, "line 1 is not a JSON object"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, capsys, content: str, code: int, said: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(content)
+    assert megatron(["detoxify", "select", "--data-path", str(source)]) == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(source) in error
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_share_is_checked_and_the_input_is_not_replaced(tmp_path: Path, capsys) -> None:
+    source = write(tmp_path / "in.jsonl", [0.1, 0.2])
+    words = ["detoxify", "select", "--data-path", str(source)]
+    assert megatron([*words, "--keep", "0"]) == 9
+    assert "--keep 0: give a share" in capsys.readouterr().err
+    assert megatron([*words, "--out-path", str(source), "--overwrite"]) == 9
+    assert "is also the input" in capsys.readouterr().err
