@@ -41,7 +41,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 END_OF_DOCUMENT = "<|endoftext|>"  # GPT-2's spelling, which Megatron-LM removes from texts
 KINDS = ("megatron", "huggingface")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BATCHES = 64  # batches of a piece, which is sorted by length
+_BATCHES = 64  # batches of texts of full length in a piece, which is sorted by length
 _ENDS = 2  # [CLS] and [SEP]
 
 Vectors = NDArray[np.float32]
@@ -68,7 +68,7 @@ class EmbedderOptions:
         load: The folder of the BERT's checkpoints, or the folder or name of a Hugging Face model.
         tokenizer: The BERT's tokenizer; `None` takes that of the checkpoint. Unused with
             "huggingface".
-        batch_size: The most texts of a batch.
+        batch_size: The most texts of `max_length` tokens in a batch. It holds more shorter ones.
         max_length: The most tokens of a text, [CLS] and [SEP] included. Further ones are cut off.
         dtype: The number format, a key of `DTYPES`; `None` takes that of the checkpoint.
         masking: The masking as in Megatron-LM; `None` embeds texts as they are.
@@ -137,9 +137,10 @@ class Embedder(ABC):
     max_length: int
 
     def __init__(self, device: Device, batch_size: int) -> None:
-        """Store the device and the most texts of a batch."""
+        """Store the device and the size of a batch."""
         self._device = device
         self._batch_size = batch_size
+        self._unit = 8 if device.is_gpu else 1
 
     def embed(self, texts: Sequence[str], *, first: int = 0) -> Vectors:
         """Return the vectors of texts, float32 `[n, h]`.
@@ -188,14 +189,23 @@ class Embedder(ABC):
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         """Yield the places of each batch's texts, and their vectors, perhaps still computed."""
-        for start in range(0, len(piece.rows), self._batch_size):
-            rows = piece.rows[start : start + self._batch_size]
-            tokens = np.full((len(rows), len(rows[-1])), self._filler, np.int64)
-            for number, row in enumerate(rows):
+        lengths = np.array([len(row) for row in piece.rows])
+        # A GPU multiplies and attends fastest at lengths that are multiples of 8.
+        padded = np.minimum(-(-lengths // self._unit) * self._unit, self.max_length)
+        start = 0
+        while start < len(lengths):
+            # Texts that follow are longer, so fewer of them fit.
+            counts = np.arange(1, len(lengths) - start + 1)
+            fits = counts * padded[start:] <= self._batch_size * self.max_length
+            stop = start + int(fits.sum())
+            tokens = np.full((stop - start, padded[stop - 1]), self._filler, np.int64)
+            for number, row in enumerate(piece.rows[start:stop]):
                 tokens[number, : len(row)] = row
-            lengths = np.array([len(row) for row in rows])
-            values = self._vectors(self._device.send(tokens), self._device.send(lengths))
-            yield piece.places[start : start + self._batch_size], values
+            values = self._vectors(
+                self._device.send(tokens), self._device.send(lengths[start:stop])
+            )
+            yield piece.places[start:stop], values
+            start = stop
 
     _filler: int  # the id of padding
 
@@ -364,8 +374,11 @@ def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
         config = replace(config, precision=replace(config.precision, fp16=fp16, bf16=bf16))
     tokenizer = build_tokenizer(options.tokenizer or config.tokenizer)
     rows = -(-tokenizer.vocab_size // 8) * 8
-    plan = replace(model_plan(config.model, rows), heads=())
-    model = BertModel(plan, run_context(config, Layout.single(), device)).eval()
+    # Fused attention is faster, also where the checkpoint's run did without it.
+    network = replace(config.model, masked_softmax_fusion=True)
+    plan = replace(model_plan(network, rows), heads=())
+    context = run_context(replace(config, model=network), Layout.single(), device)
+    model = BertModel(plan, context).eval()
     restore(
         PaddedReader(reader, rows=rows, entries=tokenizer.text_vocab_size),
         model_state([model]),
