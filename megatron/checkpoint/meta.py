@@ -68,6 +68,7 @@ class SavedSchedule(TypedDict, total=False):
     lr_warmup_tokens: _Samples
     lr_decay_tokens: _Samples
     lr_in_tokens: bool
+    lr_warmup_log_update: _Samples
     lr_range_test_step_size: _Samples
     lr_range_test_step_rate: float | None
     lr_range_test_staircase: bool

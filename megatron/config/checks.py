@@ -165,6 +165,11 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     if config.checkpoint.save is not None and kind != "native":
         style = config.schedule.lr_decay_style if kind == "legacy" else None
         lines += rules_legacy.not_kept(config.precision, style, f"--ckpt-format {kind}")
+        if config.schedule.lr_warmup_style == "log":
+            lines.append(
+                f"--ckpt-format {kind}: Megatron-LM has no --lr-warmup-style log: to resume there, "
+                "use --override-opt_param-scheduler"
+            )
     return lines
 
 

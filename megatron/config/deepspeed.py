@@ -32,6 +32,7 @@ _MOST_BYTES = 2**20
 _MOST_DIGITS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
+_DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _STEPS = "gradient_accumulation_steps"
 # Keys whose values are those of a field.
 _SAME = {
@@ -262,7 +263,7 @@ def _settings(
             yield key, field_path, keys[key]
     yield from _precision(keys, where, found)
     yield from _optimizer(keys, where, found)
-    yield from _scheduler(keys, where, found)
+    yield from _scheduler(keys, given, where, found)
     yield from _curriculum(keys, where, found)
     yield from _reports(keys, given)
     steps = keys.get("steps_per_print")
@@ -318,7 +319,7 @@ def _optimizer(
 
 
 def _scheduler(
-    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+    keys: Mapping[str, Any], given: Mapping[str, Any], where: Mapping[str, str], found: Findings
 ) -> Iterator[tuple[str, str, Any]]:
     params = {
         key.removeprefix("scheduler.params."): value
@@ -335,28 +336,77 @@ def _scheduler(
             if f"lr_range_test_{name}" in params:
                 long = f"lr_range_test_{name}"
                 yield f"scheduler.params.{long}", f"schedule.{long}", params[long]
-    elif kind not in ("WarmupLR", "WarmupDecayLR"):
+    elif kind not in _DECAYS:
         found.problems.append(
-            f"{where[key]}: {kind!r} is not supported: use WarmupLR, WarmupDecayLR or LRRangeTest, "
+            f"{where[key]}: {kind!r} is not supported: use {', '.join(_DECAYS)} or LRRangeTest, "
             "or remove scheduler and use --lr-decay-style and --lr-warmup-iters"
         )
-    elif params.get("warmup_type") != "linear":
-        found.problems.append(
-            f"{where[key]}: a warm-up along a logarithm, which is DeepSpeed's default, is not "
-            'supported: add "warmup_type": "linear" to scheduler.params'
-        )
     else:
-        yield key, "schedule.lr_warmup_init", params.get("warmup_min_lr", 0.0)
-        yield key, "schedule.lr_warmup_iters", params.get("warmup_num_steps", 1000)
-        if "warmup_max_lr" in params:
-            yield "scheduler.params.warmup_max_lr", "schedule.lr", params["warmup_max_lr"]
-        elif kind == "WarmupDecayLR":
-            yield key, "schedule.lr", 1e-3
-        decays = kind == "WarmupDecayLR"
-        yield key, "schedule.lr_decay_style", "linear" if decays else "constant"
-        if decays:
-            yield key, "schedule.lr_decay_iters", params.get("total_num_steps")
-            yield key, "schedule.min_lr", params.get("warmup_min_lr", 0.0)
+        yield from _warm_up(kind, keys, params)
+        if kind == "WarmupCosineLR":
+            yield from _cosine_rates(keys, given, where, found)
+        if kind != "WarmupLR" and params.get("total_num_steps") is None:
+            found.notices.append(
+                f"{where[key]}: total_num_steps is not given: the decay takes {_length(given)}"
+            )
+
+
+def _warm_up(
+    kind: str, keys: Mapping[str, Any], params: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the settings of DeepSpeed's schedules with a warm-up."""
+    key, shape = "scheduler.type", "scheduler.params.warmup_type"
+    yield (shape if shape in keys else key), "schedule.lr_warmup_style", keys.get(shape, "log")
+    steps = params.get("warmup_num_steps", 1000)
+    yield key, "schedule.lr_warmup_iters", 2 if steps == 1 else steps  # as DeepSpeed does
+    yield key, "schedule.lr_decay_style", _DECAYS[kind]
+    if kind != "WarmupLR":
+        yield key, "schedule.lr_decay_iters", params.get("total_num_steps")
+    if kind == "WarmupCosineLR":
+        return
+    yield key, "schedule.lr_warmup_init", params.get("warmup_min_lr", 0.0)
+    if "warmup_max_lr" in params:
+        yield "scheduler.params.warmup_max_lr", "schedule.lr", params["warmup_max_lr"]
+    elif kind == "WarmupDecayLR":
+        yield key, "schedule.lr", 1e-3
+    if kind == "WarmupDecayLR":
+        yield key, "schedule.min_lr", params.get("warmup_min_lr", 0.0)
+
+
+def _length(given: Mapping[str, Any]) -> str:
+    """Return how long a decay takes for which the file gives no length."""
+    for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
+        if given.get(f"schedule.{name}") is not None:
+            return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])
+    lengths = [f"training.train_{unit}" for unit in ("iters", "samples", "tokens")]
+    shown = [field_at(path).spell(given[path]) for path in lengths if given.get(path) is not None]
+    return f"the whole run ({', '.join(shown)})" if shown else "the whole run"
+
+
+def _cosine_rates(
+    keys: Mapping[str, Any],
+    given: Mapping[str, Any],
+    where: Mapping[str, str],
+    found: Findings,
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the rates of WarmupCosineLR, which the file gives as multiples of the peak."""
+    kind, peak = "scheduler.type", keys.get("optimizer.params.lr")
+    if peak is None:
+        peak = given.get("schedule.lr")
+    for name, default, path in (
+        ("warmup_min_ratio", 0.0, "schedule.lr_warmup_init"),
+        ("cos_min_ratio", 1e-4, "schedule.min_lr"),
+    ):
+        key = f"scheduler.params.{name}"
+        ratio = keys.get(key, default)
+        if type(ratio) in (int, float) and type(peak) in (int, float):
+            ratio *= peak
+        yield (key if key in keys else kind), path, ratio
+    if peak is None:
+        found.problems.append(
+            f"{where[kind]}: WarmupCosineLR gives rates as multiples of the peak: add "
+            "optimizer.params.lr, or --lr"
+        )
 
 
 def _curriculum(

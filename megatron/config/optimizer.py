@@ -82,11 +82,13 @@ class ScheduleConfig:
         lr_decay_samples: Length of the decay. Default: the whole run.
         lr_decay_tokens: Length of the decay, counted over all tokens read. Default: --train-tokens,
             if that alone sets the length of the run.
-        lr_warmup_fraction: Length of the linear warm-up as a fraction of the decay length.
-        lr_warmup_iters: Length of the linear warm-up.
-        lr_warmup_samples: Length of the linear warm-up.
-        lr_warmup_tokens: Length of the linear warm-up, if the decay is in tokens, too.
+        lr_warmup_fraction: Length of the warm-up as a fraction of the decay length.
+        lr_warmup_iters: Length of the warm-up.
+        lr_warmup_samples: Length of the warm-up.
+        lr_warmup_tokens: Length of the warm-up, if the decay is in tokens, too.
         lr_warmup_init: Learning rate at the start of the warm-up.
+        lr_warmup_style: Shape of the warm-up. A logarithm rises steeply first, as DeepSpeed's
+            schedulers do by default.
         min_lr: Minimum learning rate of the decay.
         decoupled_lr: Peak learning rate of the word embeddings and the output layer. Default: --lr.
         decoupled_min_lr: Minimum learning rate of the decay of --decoupled-lr. Default: --min-lr.
@@ -120,6 +122,7 @@ class ScheduleConfig:
     lr_warmup_samples: int = flag(0, unit="samples", at_least=0)
     lr_warmup_tokens: int = flag(0, unit="tokens", at_least=0, only_for=OF_TOKENS)
     lr_warmup_init: float = flag(0.0, at_least=0, needs=_WARMS_UP)
+    lr_warmup_style: str = flag("linear", choices=("linear", "log"), needs=_WARMS_UP)
     min_lr: float = flag(0.0, is_common=True, at_least=0)
     decoupled_lr: float | None = flag(None, at_least=0)
     decoupled_min_lr: float | None = flag(None, at_least=0, needs=_DECOUPLED)

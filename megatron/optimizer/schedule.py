@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import cos, exp, floor, isfinite, log, pi, sqrt
+from math import cos, exp, floor, isfinite, log, log1p, pi, sqrt
 from typing import Any
 
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -21,7 +21,7 @@ from megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up, then decay.
+    """Warm-up, then decay.
 
     Attributes:
         peak: Learning rate at the end of the warm-up.
@@ -37,6 +37,8 @@ class LearningRateSchedule:
         anneal_style: Shape of that decay: "exponential", "linear", "cosine" or "minus_sqrt"; `None`
             with other styles.
         in_tokens: Whether all lengths are in tokens instead of samples.
+        log_update: With a logarithmic warm-up (DeepSpeed's): length in samples of an update; `None`
+            with a linear one.
         step: With style "range-test" (Smith, "A disciplined approach to neural network
             hyper-parameters", 2018), which only raises the rate: length in samples of a step;
             `None` with other styles.
@@ -55,6 +57,7 @@ class LearningRateSchedule:
     anneal: float | None = None
     anneal_style: str | None = None
     in_tokens: bool = False
+    log_update: float | None = None
     step: float | None = None
     step_rate: float | None = None
     staircase: bool = False
@@ -65,7 +68,7 @@ class LearningRateSchedule:
         if self.style == "range-test":
             return self._range_test_at(samples)
         if self.warmup > 0 and samples <= self.warmup:
-            return self.initial + (self.peak - self.initial) * samples / self.warmup
+            return self.initial + (self.peak - self.initial) * self._warm_up_at(samples)
         if self.style == "constant":
             return self.peak
         if samples > self.decay or self.decay <= self.warmup:
@@ -79,6 +82,13 @@ class LearningRateSchedule:
             begin, shape = self.decay - self.anneal, self.anneal_style
         done = max(0.0, (samples - begin) / (self.decay - begin))
         return self.minimum + _SHAPES[shape](done) * (self.peak - self.minimum)
+
+    def _warm_up_at(self, samples: float) -> float:
+        if self.log_update is None:
+            return samples / self.warmup
+        # It is complete one update before its end, as DeepSpeed's.
+        updates = max(2.0, self.warmup / self.log_update)
+        return min(1.0, log1p(samples / self.log_update) / log(updates))
 
     def _range_test_at(self, samples: float) -> float:
         assert self.step is not None, "given by flags, or by the checkpoint"
@@ -184,6 +194,7 @@ class Schedules:
         assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
         decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
+        update = global_batch * (seq_length if in_tokens else 1)
         if in_tokens:
             decay, warmup = schedule.lr_decay_tokens, schedule.lr_warmup_tokens
         decay = run if decay is None else decay
@@ -205,6 +216,7 @@ class Schedules:
             anneal=anneal,
             anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
             in_tokens=in_tokens,
+            log_update=update if schedule.lr_warmup_style == "log" and warmup > 0 else None,
         )
         return cls(
             learning_rate,
@@ -281,7 +293,8 @@ class Schedules:
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with every saved value in place of ours."""
         changes: dict[str, dict[str, Any]] = {
-            "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES},  # not saved means off
+            # Not saved means off.
+            "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES} | {"log_update": None},
             "weight_decay": {},
             "decoupled": {"peak": None, "minimum": None},  # not saved means not decoupled
         }
@@ -326,6 +339,11 @@ _FIELDS = {
     "lr_warmup_steps": ("learning_rate", "warmup", f"the warm-up ({_WARMUP}), in samples,"),
     "lr_decay_steps": ("learning_rate", "decay", f"the decay's length ({_DECAY}), in samples,"),
     "lr_in_tokens": ("learning_rate", "in_tokens", "counting in tokens (--lr-decay-tokens)"),
+    "lr_warmup_log_update": (
+        "learning_rate",
+        "log_update",
+        "--lr-warmup-style log, or its update, in samples,",
+    ),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
     "lr_range_test_step_size": (
         "learning_rate",

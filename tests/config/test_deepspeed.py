@@ -125,7 +125,29 @@ _READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
                 "params": {"warmup_type": "linear", "warmup_num_steps": 3},
             }
         },
-        {"schedule.lr_decay_style": "constant", "schedule.lr_warmup_iters": 3},
+        {"schedule.lr_decay_style": "constant", "schedule.lr_warmup_iters": 3}
+        | {"schedule.lr_warmup_style": "linear"},
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}},
+        {"schedule.lr_warmup_style": "log", "schedule.lr_warmup_iters": 2},
+    ),
+    (
+        {
+            "optimizer": {"params": {"lr": 1e-3}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {
+                    "warmup_min_ratio": 0.5,
+                    "cos_min_ratio": 0.25,
+                    "warmup_num_steps": 4,
+                    "total_num_steps": 30,
+                },
+            },
+        },
+        {"schedule.lr": 1e-3, "schedule.lr_warmup_init": 5e-4, "schedule.min_lr": 2.5e-4}
+        | {"schedule.lr_decay_style": "cosine", "schedule.lr_decay_iters": 30}
+        | {"schedule.lr_warmup_iters": 4, "schedule.lr_warmup_style": "log"},
     ),
     (
         {
@@ -429,8 +451,12 @@ def test_a_file_that_is_not_there_and_one_with_a_byte_order_mark(tmp_path: Path)
             "scheduler.type (ds.json, line 3): 'OneCycle' is not",
         ),
         (
-            {"scheduler": {"type": "WarmupLR"}},
-            "scheduler.type (ds.json, line 3): a warm-up along a",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "root"}}},
+            "scheduler.params.warmup_type (ds.json, line 5): expected one of linear, log, got ",
+        ),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "low"}}},
+            "scheduler.params.cos_min_ratio (ds.json, line 5): expected a",
         ),
         (
             {"scheduler": {"params": {"warmup_num_steps": 1}}},
@@ -490,6 +516,29 @@ def test_a_file_that_is_not_there_and_one_with_a_byte_order_mark(tmp_path: Path)
 )
 def test_mistakes_name_key_and_line(tmp_path: Path, content: dict[str, Any], expected: str) -> None:
     assert wrong(tmp_path, content)[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [("", "the whole run (--train-iters 40)"), ("--lr-decay-iters 9", "--lr-decay-iters 9")],
+)
+def test_a_decay_without_a_length_says_which_it_takes(
+    words: str, length: str, tmp_path: Path
+) -> None:
+    params = {"warmup_num_steps": 4}
+    content = {"scheduler": {"type": "WarmupDecayLR", "params": params}}
+    (told,) = [
+        notice
+        for notice in read(tmp_path, content, words, without=["--lr"]).notices
+        if "total_num_steps" in notice
+    ]
+    assert told.endswith(f"line 3): total_num_steps is not given: the decay takes {length}")
+
+
+def test_ratios_need_a_rate(tmp_path: Path) -> None:
+    cosine = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 20}}}
+    (line, *_) = wrong(tmp_path, cosine, without=["--lr"])
+    assert line.endswith("as multiples of the peak: add optimizer.params.lr, or --lr")
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

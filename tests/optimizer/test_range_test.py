@@ -69,6 +69,68 @@ def test_warm_up_flags_are_deepspeeds_one_update_later(style: str) -> None:
         theirs.step()
 
 
+@pytest.mark.parametrize("style", ["constant", "linear"])
+def test_a_logarithmic_warm_up_is_deepspeeds_one_update_later(style: str) -> None:
+    module = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="needs deepspeed")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    words = "--lr 1e-2 --lr-warmup-init 1e-4 --lr-warmup-iters 10 --lr-warmup-style log"
+    if style == "constant":
+        theirs = module.WarmupLR(optimizer, 1e-4, 1e-2, 10)
+    else:
+        theirs = module.WarmupDecayLR(optimizer, 40, 1e-4, 1e-2, 10)
+        words += " --lr-decay-iters 40 --min-lr 1e-4"
+    ours = _rate(f"{words} --lr-decay-style {style}")
+    for update in range(60):
+        expected = ours.at(4 * max(update - 1, 0))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-12)
+        theirs.step()
+
+
+@pytest.mark.parametrize("shape", ["log", "linear"])
+def test_a_cosine_is_deepspeeds_and_its_warm_up_one_update_later(shape: str) -> None:
+    """DeepSpeed's cosine is an update ahead of its warm-up, so that its updates have our rates."""
+    module = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="needs deepspeed")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    theirs = module.WarmupCosineLR(optimizer, 40, 0.1, 10, 0.05, shape)
+    theirs.step()  # before it, the rate is 0
+    ours = _rate(
+        f"--lr 1e-2 --lr-warmup-init 1e-3 --lr-warmup-iters 10 --lr-warmup-style {shape} "
+        "--lr-decay-style cosine --lr-decay-iters 40 --min-lr 5e-4"
+    )
+    for update in range(1, 60):
+        expected = ours.at(4 * (update - 1 if update <= 10 else update))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-12), update
+        theirs.step()
+
+
+def test_a_logarithmic_warm_up_without_deepspeed() -> None:
+    """The rates that DeepSpeed 0.19.8 gave, and the same in samples and tokens."""
+    words = "--lr 1e-2 --lr-warmup-init 1e-4 --lr-warmup-style log --lr-decay-style constant "
+    expected = [
+        *(0.0001, 0.004363697924926592, 0.006857801325411256, 0.008627395849853182),
+        *[0.01] * 4,
+    ]
+    rate = _rate(words + "--lr-warmup-iters 5")
+    assert [rate.at(4 * update) for update in range(8)] == pytest.approx(expected, rel=1e-12)
+    in_samples = _rate(words + "--train-iters none --train-samples 80 --lr-warmup-samples 20")
+    assert [in_samples.at(4 * k) for k in range(8)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_logarithmic_warm_up_is_saved() -> None:
+    words = "--lr 1e-2 --lr-decay-style constant --lr-warmup-iters 5"
+    linear, log = (
+        Schedules.from_config(
+            run.schedule, run.optimizer, run.training, global_batch=4, seq_length=128
+        )
+        for run in (parse(words + style).config for style in ("", " --lr-warmup-style log"))
+    )
+    assert log.resumed(log.to_dict(8)) == (log, 8)
+    assert linear.resumed(log.to_dict(8), use_checkpoint=True) == (log, 8)
+    assert log.resumed(linear.to_dict(8), use_checkpoint=True) == (linear, 8)
+    with pytest.raises(CheckpointError, match="--lr-warmup-style log"):
+        linear.resumed(log.to_dict(8))
+
+
 def test_a_test_resumes(tmp_path: Path) -> None:
     flags = [*_TEST.split(), "--lr-range-test-staircase", "--save", str(tmp_path)]
     flags += ["--save-interval", "3", "--lr-warmup-fraction", "none", "--min-lr", "0"]
