@@ -21,12 +21,14 @@ from megatron.checkpoint.mapped import MappedFile
 from megatron.checkpoint.retention import hold_for_reading
 from megatron.checkpoint.shard import Placement
 from megatron.checkpoint.trust import open_trusted
+from megatron.config.retriever import TOWERS
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
 SHOWN = 10  # largest number of problems listed in a message
 _ROWS = 4096  # number of rows read at a time
-_TABLES = ("embedding.word.weight", "output.weight", "output.bias")
+_WORDS = "embedding.word.weight"
+_TABLES = (_WORDS, *(f"{tower}.{_WORDS}" for tower in TOWERS), "output.weight", "output.bias")
 
 
 class HeldTensor(NamedTuple):

@@ -15,6 +15,7 @@ from megatron.config import (
     rules_legacy,
     rules_model,
     rules_parallel,
+    rules_retriever,
     rules_training,
 )
 from megatron.config.experts import mixture_layers
@@ -111,6 +112,8 @@ RULES: tuple[Rule, ...] = (
     rules_data.split,
     rules_data.tokenizer,
     rules_data.sentinels,
+    rules_retriever.towers,
+    rules_retriever.titles,
 )
 
 

@@ -8,7 +8,7 @@ from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.retro import RetroOptions
 
-ARCHITECTURES = ("gpt", "bert", "t5", "retro")
+ARCHITECTURES = ("gpt", "bert", "t5", "retro", "ict")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
@@ -95,6 +95,9 @@ class DenseOptions:
             (Qwen3), or the whole "projection", all heads at once (OLMoE).
         bert_binary_head: Train BERT to predict whether two segments are in order. Off: train on
             masked tokens only, without token types and pooler.
+        biencoder_projection_dim: Size of a bi-encoder's vectors. 0: --hidden-size, without a
+            projection.
+        biencoder_shared_query_context_model: Embed queries and contexts with the same tower.
         attention_dropout: Dropout on attention probabilities.
         hidden_dropout: Dropout on block outputs and embeddings.
         init_method_std: Standard deviation of the initial weights.
@@ -167,6 +170,8 @@ class DenseOptions:
     qk_layernorm: bool = False
     qk_layernorm_scope: str = flag("head", choices=("head", "projection"), needs=_QK_NORM)
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", only_for=("bert",))
+    biencoder_projection_dim: int = flag(0, at_least=0, at_most=MOST_WIDTH, only_for=("ict",))
+    biencoder_shared_query_context_model: bool = flag(False, only_for=("ict",))
     attention_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     init_method_std: float = flag(0.02, at_least=0)

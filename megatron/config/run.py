@@ -20,6 +20,7 @@ from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig, ParallelOptions
 from megatron.config.precision import PrecisionConfig
+from megatron.config.retriever import RetrieverConfig
 from megatron.config.training import EvaluationConfig, TrainingConfig, TrainingOptions
 from megatron.errors import ConfigError
 
@@ -41,6 +42,7 @@ class RunOptions:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -10,7 +10,8 @@
     text_stream                         GPT samples straight from text, tokenized while training
     bert, t5                            BERT and T5 samples, which are made of sentences
     sentences, sentence_map, masking    runs of sentences, and the choice of the masked tokens
-    mock                                generated tokens for all three
+    ict, block_map                      a bi-encoder's samples: a sentence and the block around it
+    mock                                generated tokens for all of them
     tfrecord                            ready-made samples of the original BERT
     npy                                 token ids in numpy's files, which are converted
     sample, loader                      the form of a sample, the order of samples, batches

@@ -104,7 +104,7 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
     rows = _rows_in_order(plan, _places(plan, text))
     dtype = np.uint64 if len(text.lengths) > np.iinfo(np.uint32).max else np.uint32
     in_order = np.concatenate([part.astype(dtype) for part in rows])
-    return in_order[_shuffled(len(in_order), plan.seed + 1)]
+    return in_order[shuffled(len(in_order), plan.seed + 1)]
 
 
 def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
@@ -183,7 +183,7 @@ def _walk(
     return path, place
 
 
-def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
+def shuffled(count: int, seed: int) -> NDArray[np.int64]:
     """Return the numbers below `count`, shuffled as in Megatron's Fisher-Yates loop (C++)."""
     order = list(range(count))
     blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)

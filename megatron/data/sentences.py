@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -241,26 +241,51 @@ def map_sentences(
         f"One short in {plan.short_ratio}\nFewest sentences {plan.min_sentences}\n"
         f"Random seed {plan.seed}\n"
     )
-    stem = (
-        f"{data.prefix}_{part.split}_indexmap_{plan.num_samples}mns_{plan.max_length}msl_"
+    name = (
+        f"{part.split}_indexmap_{plan.num_samples}mns_{plan.max_length}msl_"
         f"{plan.short_seq_prob:0.2f}ssp_{plan.seed}s"
     )
+    rows = kept_map(
+        data.prefix, name, description, text, lambda: build_sentence_map(plan, text), request
+    )
+    return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
+
+
+def kept_map(
+    prefix: str,
+    name: str,
+    description: str,
+    inputs: Sequence[NDArray[Any]],
+    build: Callable[[], NDArray[Any]],
+    request: DataRequest,
+) -> NDArray[Any]:
+    """Load a map of sentences, or build it and keep it.
+
+    It is kept next to the dataset, or in the folder of --data-cache-path.
+
+    Args:
+        prefix: The dataset's prefix, with which the name of the map's file begins.
+        name: The rest of that name, without `.npy`.
+        description: The text that describes the map.
+        inputs: The arrays that determine the map together with the description.
+        build: A function that makes the map.
+        request: The data that the run needs.
+    """
+    stem = f"{prefix}_{name}"
     digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()[:8]
     # The second name is used if the first belongs to a map that was made from something else.
     names = [Path(stem), Path(f"{stem}_{digest}")]
     cache_path = request.data.data_cache_path
     own = names if cache_path is None else [Path(cache_path) / path.name for path in names]
-    source, origin = idx_path(data.prefix), digest_of(description, text)
+    source, origin = idx_path(prefix), digest_of(description, inputs)
     places = [ArrayFiles(path, ("",), origin, source) for path in dict.fromkeys([*names, *own])]
     for files in places:
         found = files.load()
         if found is not None:
-            (rows,) = found
-            break
-    else:
-        rows = build_sentence_map(plan, text)
-        taken = open_array(Path(f"{own[0]}.npy"), source)
-        path = own[0] if taken is None or np.array_equal(taken, rows) else own[1]
-        with saving(f"sentence map {path}.npy", warns=request.is_builder):
-            (rows,) = ArrayFiles(path, ("",), origin, source).save((rows,))
-    return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
+            return found[0]
+    rows = build()
+    taken = open_array(Path(f"{own[0]}.npy"), source)
+    path = own[0] if taken is None or np.array_equal(taken, rows) else own[1]
+    with saving(f"sentence map {path}.npy", warns=request.is_builder):
+        (rows,) = ArrayFiles(path, ("",), origin, source).save((rows,))
+    return rows

@@ -3,6 +3,7 @@
     plan                  a network as data: one record per layer, which everything else reads
     network               what all models share: the embedding, positions, the part held here
     gpt, bert, t5         models, whole or the part that a pipeline stage holds
+    biencoder             two BERTs that turn queries and contexts into vectors
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     norm, position_bias   normalizations; T5's relative positions
     embedding, head       embeddings before the layers; output and loss after them

@@ -24,6 +24,7 @@ HEADS: dict[str, Any] = {
     "pooler": Classifier,
     "binary_head": Classifier,
     "task_head": Classifier,
+    "projection": Classifier,
 }
 
 
@@ -69,19 +70,19 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) 
     if plan.position_bias is not None:
         table = PositionBias.parameter_count(plan.position_bias, tensor)
         count += len(plan.stacks(part)) * table
-    return count
+    return count * plan.towers
 
 
 def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the parameters of a part's experts that one process holds."""
     mlps = [plan.layers[i].mlp for i in part.layers]
     mixtures = [mlp for mlp in mlps if isinstance(mlp, MixturePlan)]
-    return sum(Mixture.expert_parameters(mixture, split) for mixture in mixtures)
+    return plan.towers * sum(Mixture.expert_parameters(mixture, split) for mixture in mixtures)
 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the elements of a part's layer matrices that one process holds."""
-    return sum(Block.matrix_parameters(plan.layers[i], split) for i in part.layers)
+    return plan.towers * sum(Block.matrix_parameters(plan.layers[i], split) for i in part.layers)
 
 
 def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
@@ -89,6 +90,7 @@ def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )
+    plan = replace(plan, towers=1)
     return max(
         (count_part_parameters(plan, part, split), count_part_experts(plan, part, split))
         for part in alone

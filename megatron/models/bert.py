@@ -30,6 +30,7 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Axis
 from megatron.parallel.products import InFp32, Products
 
 SHORTEST_IN_ONE = 256  # tokens per sample; at 128 the flash kernel is slower
@@ -209,11 +210,21 @@ class Pooler(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to [b, h] on every rank."""
-        first = x[:1]
-        if self.sequence.size > 1:
-            # Other ranks multiply theirs by 0, so that backward passes through x on every rank.
-            first = reduce_from(first * int(self.sequence.is_first), self.sequence)
-        return torch.tanh(self.dense(first)).squeeze(0)
+        return torch.tanh(self.dense(first_token(x, self.sequence))).squeeze(0)
+
+
+def first_token(x: Tensor, sequence: Axis) -> Tensor:
+    """Return the hidden states of each sample's first token, [1, b, h], on every rank.
+
+    Args:
+        x: [s, b, h], or [s/t, b, h] with sequence parallelism.
+        sequence: The ranks that share a sequence.
+    """
+    first = x[:1]
+    if sequence.size > 1:
+        # Other ranks multiply theirs by 0, so that backward passes through x on every rank.
+        first = reduce_from(first * int(sequence.is_first), sequence)
+    return first
 
 
 class MaskedTokenHead(nn.Module):

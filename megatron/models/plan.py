@@ -37,6 +37,8 @@ class HeadSpec:
 
 
 LANGUAGE_MODEL_HEAD = HeadSpec()
+# A bi-encoder's: no scores, but a vector for each of two sequences, a query and a context.
+RETRIEVAL_HEAD = HeadSpec(outputs=0, sequences=2)
 
 
 class Work(NamedTuple):
@@ -568,6 +570,8 @@ class ModelPlan:
             there is a single stack.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
         retrieval: The sizes of a Retro's chunks and neighbors; `None` for other networks.
+        towers: Number of copies of all of this with weights of their own: 2 for a bi-encoder whose
+            queries and contexts have a tower each.
     """
 
     embedding: EmbeddingPlan
@@ -579,6 +583,7 @@ class ModelPlan:
     encoder_layers: int = 0
     position_bias: PositionBiasPlan | None = None
     retrieval: RetrievalPlan | None = None
+    towers: int = 1
 
     @property
     def first_retro_layer(self) -> int:

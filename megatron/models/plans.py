@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
+    RETRIEVAL_HEAD,
     AttentionPlan,
     ClassifierPlan,
     EmbeddingPlan,
@@ -322,7 +323,27 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     return replace(gpt, embedding=embedding, layers=tuple(layers), retrieval=retrieval)
 
 
-PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan, "retro": retro_plan}
+def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a bi-encoder: BERT towers that turn a text into a vector."""
+    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only a BERT takes a task's head"
+    projection = ClassifierPlan(
+        kind="projection",
+        outputs=model.biencoder_projection_dim,
+        hidden=model.hidden_size,
+        init=init_plan(model),
+    )
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary, token_types=_SEGMENTS),
+        layers=(layer_plan(model, causal=False),) * model.num_layers,
+        final_norm=norm_plan(model),
+        heads=(projection,) if projection.outputs else (),
+        head_spec=RETRIEVAL_HEAD,
+        positions=model.max_position_embeddings,
+        towers=1 if model.biencoder_shared_query_context_model else 2,
+    )
+
+
+PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan, "retro": retro_plan, "ict": ict_plan}
 
 
 def model_plan(

@@ -11,6 +11,7 @@ The modules, in the order in which a run uses them:
     run_start      all settings and facts of a run, for the records that callbacks write
     find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
+    from_bert      starts a bi-encoder from a BERT
 
 `recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.
 """

@@ -52,12 +52,13 @@ class Extras:
         """Run once the requested training is complete, even if there was nothing left to train."""
 
 
-def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
+def main(recipe: Recipe, argv: Sequence[str] | None = None, extras: Extras | None = None) -> int:
     """Run one process of a pretraining job.
 
     Args:
         recipe: The kind of pretraining.
         argv: The command line, or `None` for the process's own.
+        extras: Additional steps, if any.
 
     Returns:
         The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if it
@@ -78,7 +79,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         show_notices(parsed.notices, launch)
         if parsed.config.training.dry_run:
             return dry_run(parsed.config, recipe, launch)
-        return pretrain(parsed.config, recipe, launch, started)
+        return pretrain(parsed.config, recipe, launch, started, extras)
 
     return run_process(arguments, work)
 

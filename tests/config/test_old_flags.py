@@ -91,7 +91,7 @@ _OF_MIXTURES = {words for words in _TRANSLATED if re.match("--topk|--moe-[^f]|--
 # Old words whose translation is refused by today's name.
 _REFUSED = {
     "--distribute-checkpointed-activations": "--distribute-saved-activations requires ",
-    "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5: ",
+    "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5 is only for ICT",
     "--img-dim 64": "--img-h 64: ",
     "--distribute-recomputed-activations": "--distribute-saved-activations requires ",
     "--projection-dim 8": "--biencoder-projection-dim 8: ",

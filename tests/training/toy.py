@@ -19,6 +19,7 @@ from megatron.training.run import Run
 from megatron.training.run_start import RunStart
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
+from pretrain_ict import ICTRecipe
 from pretrain_t5 import T5Recipe
 from tests.distributed import toy_device
 
@@ -32,11 +33,17 @@ TOY = """
 
 
 CPU = Device.cpu()
-RECIPES: dict[str, Recipe] = {"gpt": GPTRecipe(), "bert": BertRecipe(), "t5": T5Recipe()}
+RECIPES: dict[str, Recipe] = {
+    "gpt": GPTRecipe(),
+    "bert": BertRecipe(),
+    "t5": T5Recipe(),
+    "ict": ICTRecipe(),
+}
 OF_KIND: dict[str, list[str]] = {
     "gpt": [],
     "bert": [],
     "t5": "--decoder-seq-length 12 --lr 2e-3 --min-lr 2e-4".split(),
+    "ict": "--micro-batch-size 4 --lr 2e-3 --min-lr 2e-4".split(),
 }
 
 

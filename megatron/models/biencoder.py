@@ -1,0 +1,174 @@
+"""Bi-encoder: two BERT towers that turn queries and contexts into vectors of one space.
+
+A context answers a query if the inner product of their vectors is high. Training compares each
+query with the contexts of all samples of a micro-batch, on all data-parallel ranks: its own is
+right, the others are wrong (Lee et al., 2019, "Latent Retrieval for Weakly Supervised Open Domain
+Question Answering").
+
+Shapes: q queries, c contexts, s sequence, b micro-batch, h hidden, e size of a vector.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.retriever import CONTEXT, QUERY, SHARED
+from megatron.config.stages import ModelPart, whole_model
+from megatron.models.bert import BertModel, Classifier, first_token
+from megatron.models.plan import ClassifierPlan, ModelPlan
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import gather_rows_to
+from megatron.parallel.layout import Axis
+
+
+class Vectors(NamedTuple):
+    """The vectors of some queries, [q, e], and of some contexts, [c, e]."""
+
+    queries: Tensor
+    contexts: Tensor
+
+
+class TextEncoder(BertModel):
+    """A tower: a BERT whose hidden state of [CLS], perhaps projected, stands for the whole text.
+
+    Its parameters are those of a BERT without heads and pooler, and with a projection
+    `projection.weight` [e, h] and `projection.bias` [e].
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        context: BuildContext,
+        part: ModelPart | None = None,
+        recompute: RecomputePlan | None = None,
+    ) -> None:
+        """Build a BERT and the projection."""
+        super().__init__(plan, context, part, recompute)
+        self.sequence = context.layout.sequence
+        projection = plan.head("projection")
+        self.projection = None
+        if isinstance(projection, ClassifierPlan):
+            self.projection = Classifier(projection, context)
+
+    def encode(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the vectors of texts, [b, e], on every tensor-parallel rank.
+
+        Args:
+            tokens: [b, s].
+            padding: bool [b, s], True for a token; padding comes after the tokens.
+        """
+        first = first_token(self(tokens, padding, torch.zeros_like(tokens)), self.sequence)
+        projected: Tensor = first if self.projection is None else self.projection(first)
+        return projected.squeeze(0)
+
+
+class BiEncoderModel(nn.Module):
+    """The towers of a bi-encoder: `query_model` and `context_model`, or a single `shared_model`.
+
+    Args:
+        plan: The whole network. Its `towers` says how many there are.
+        context: Layout, device, kernels and number formats.
+        part: The whole model, which is never cut into stages; `None` means the same.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        context: BuildContext,
+        part: ModelPart | None = None,
+        recompute: RecomputePlan | None = None,
+    ) -> None:
+        """Build the towers."""
+        super().__init__()
+        whole = whole_model(len(plan.layers))
+        assert part in (None, whole), "the towers of a bi-encoder are not cut into stages"
+        self.plan, self.part = plan, whole
+        self.towers = (SHARED,) if plan.towers == 1 else (QUERY, CONTEXT)
+        for name in self.towers:
+            self.add_module(name, TextEncoder(plan, context, whole, recompute))
+        self.attention_choice = context.kernels.attention
+
+    @property
+    def queries(self) -> TextEncoder:
+        """The tower of the queries."""
+        return self._tower(0)
+
+    @property
+    def contexts(self) -> TextEncoder:
+        """The tower of the contexts."""
+        return self._tower(-1)
+
+    def forward(
+        self, queries: Tensor, query_padding: Tensor, contexts: Tensor, context_padding: Tensor
+    ) -> Vectors:
+        """Return the vectors of queries and contexts.
+
+        Args:
+            queries: [q, s].
+            query_padding: bool [q, s], True for a token.
+            contexts: [c, s].
+            context_padding: bool [c, s], True for a token.
+        """
+        if len(self.towers) == 2:
+            return Vectors(
+                self.queries.encode(queries, query_padding),
+                self.contexts.encode(contexts, context_padding),
+            )
+        # One pass over both: the gradient of a weight is collected once per micro-batch.
+        texts, padding = torch.cat([queries, contexts]), torch.cat([query_padding, context_padding])
+        vectors = self.queries.encode(texts, padding)
+        return Vectors(vectors[: len(queries)], vectors[len(queries) :])
+
+    def _tower(self, number: int) -> TextEncoder:
+        tower = self.get_submodule(self.towers[number])
+        assert isinstance(tower, TextEncoder)
+        return tower
+
+
+class Retrieval(NamedTuple):
+    """How well queries find their contexts among those of all ranks.
+
+    Attributes:
+        loss: The mean cross entropy of the right contexts, over all queries of all ranks. Every
+            rank gets the same.
+        places: The number of contexts with a higher score than the right one, int64 [q].
+    """
+
+    loss: Tensor
+    places: Tensor
+
+
+def compare_all(vectors: Vectors, data: Axis, *, scale: float) -> Retrieval:
+    """Score the queries of all ranks against the contexts of all ranks, and return the loss.
+
+    Context i of a rank is the right one for its query i. A rank may have more contexts than
+    queries: the others are wrong for every query. The numbers are the same on all ranks.
+
+    Gradients flow back to the rank of each vector. Averaged over the ranks, as gradients of
+    parameters are, they are those of a single process with all samples.
+
+    Args:
+        vectors: The vectors of this rank.
+        data: The data-parallel ranks.
+        scale: Factor applied to the scores.
+    """
+    queries = gather_rows_to(vectors.queries.float(), data)
+    contexts = gather_rows_to(vectors.contexts.float(), data)
+    scores = queries @ contexts.t() * scale
+    own, count = len(vectors.queries), len(vectors.contexts)
+    right = torch.arange(len(queries), device=scores.device)
+    right = right // own * count + right % own
+    with torch.no_grad():
+        places = (scores > scores.gather(1, right[:, None])).sum(1)
+    return Retrieval(F.cross_entropy(scores, right), places)
+
+
+def accuracy_among(places: Tensor, k: int) -> Tensor:
+    """Return the percentage of queries whose right context is among the k best."""
+    return 100 * (places < k).float().mean()

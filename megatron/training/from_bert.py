@@ -1,0 +1,95 @@
+"""The start of a bi-encoder from a pretrained BERT (--bert-load)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.compatibility import check_network
+from megatron.checkpoint.entries import Box
+from megatron.checkpoint.loading import open_root
+from megatron.checkpoint.reader import PaddedReader, Reader
+from megatron.command import say
+from megatron.config.retriever import CONTEXT, QUERY, TOWERS
+from megatron.errors import CheckpointError
+from megatron.training.checkpointing import entries_held, take_weights
+from megatron.training.pretrain import Extras
+from megatron.training.run import Run
+
+_FLAG = "--bert-load"
+
+
+class StartFromBert(Extras):
+    """The first start of a bi-encoder: both towers take the weights of the BERT in --bert-load."""
+
+    def begin(self, run: Run) -> None:
+        """Load the BERT, unless the run continues from a checkpoint of its own. Collective."""
+        folder = run.config.retriever.bert_load
+        if folder is None or run.progress.iteration or run.config.checkpoint.finetune:
+            return
+        allow_foreign = run.config.checkpoint.allow_foreign_checkpoints
+        reader = open_root(Path(folder), layout=run.layout, allow_foreign=allow_foreign)
+        if reader is None:
+            raise CheckpointError(f"{_FLAG} {folder}: there is no checkpoint: give a BERT's folder")
+        saved = reader.meta["config"].get("model", {})
+        kind = saved.get("architecture", "gpt")
+        if kind != "bert":
+            raise CheckpointError(f"{_FLAG} {folder}: holds a {kind}, but a bert is needed")
+        model = replace(
+            run.config.model,
+            architecture="bert",
+            bert_binary_head=saved.get("bert_binary_head", True),
+            biencoder_projection_dim=0,
+            biencoder_shared_query_context_model=False,
+        )
+        check_network(replace(run.config, model=model), reader, _FLAG)
+        entries = entries_held(reader, run.tokenizer.vocab_size)
+        padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
+        parts = ["projection"]
+        if "model.embedding.token_type.weight" not in reader.held:  # without the binary head
+            parts.append("embedding.token_type")
+        _equal_projections(run)
+        take_weights(
+            run, _InTowers(padded), fresh=[f"{tower}.{part}" for tower in TOWERS for part in parts]
+        )
+        run.pretrained = str(reader.path)
+        if run.layout.world.rank == 0:
+            say(f"  the towers start from {reader.path}")
+
+
+def _equal_projections(run: Run) -> None:
+    """Give the contexts' tower the initial projection of the queries' tower, as Megatron does."""
+    parameters = dict(run.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name.startswith(f"{CONTEXT}.projection."):
+                parameter.copy_(parameters[name.replace(CONTEXT, QUERY)])
+
+
+class _InTowers(Reader):
+    """A BERT's checkpoint, presented as that of every tower of a bi-encoder."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.format, self.path, self.meta = reader.format, reader.path, reader.meta
+        self.iteration, self.allow_foreign = reader.iteration, reader.allow_foreign
+        self._sources = {
+            f"model.{tower}.{name.removeprefix('model.')}": name
+            for tower in TOWERS
+            for name in reader.held
+            if name.startswith("model.")
+        }
+        self.held = {name: reader.held[source] for name, source in self._sources.items()}
+
+    def steps(self, name: str) -> list[Box]:
+        """Return the steps of the BERT's tensor.
+
+        Args:
+            name: The tensor's name in a tower.
+        """
+        return self._reader.steps(self._sources[name])
+
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        return self._reader.read(self._sources[name], wanted)
