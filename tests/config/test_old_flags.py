@@ -94,9 +94,9 @@ _REFUSED = {
     "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5 is only for ICT",
     "--img-dim 64": "--img-h 64: ",
     "--distribute-recomputed-activations": "--distribute-saved-activations requires ",
-    "--projection-dim 8": "--biencoder-projection-dim 8: ",
-    "--shared-query-context-model": "--biencoder-shared-query-context-model: ",
-    "--ict-one-sent": "--use-one-sent-docs: ",
+    "--projection-dim 8": "--biencoder-projection-dim 8 is only for ICT",
+    "--shared-query-context-model": "--biencoder-shared-query-context-model is only for ICT",
+    "--ict-one-sent": "--use-one-sent-docs is only for ICT",
 }
 # Of a program of its own; the others refuse it, and name that program.
 _ELSEWHERE = {
