@@ -31,7 +31,7 @@ _ADDED_TOKENS = 3  # [CLS] and two [SEP]
 _SHORTEST = 2  # the fewest tokens of text in a context, whatever its title
 
 
-class TextBlock(NamedTuple):
+class TitledBlock(NamedTuple):
     """A block of text.
 
     Attributes:
@@ -48,7 +48,7 @@ class TextBlock(NamedTuple):
 class BlockSource(DescribedDataset, Protocol):
     """The block of each sample."""
 
-    def __getitem__(self, i: int) -> TextBlock:
+    def __getitem__(self, i: int) -> TitledBlock:
         """Return the block of sample `i`."""
 
 
@@ -140,7 +140,7 @@ class MappedBlocks:
         """Return the number of samples."""
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> TextBlock:
+    def __getitem__(self, i: int) -> TitledBlock:
         """Return the block of row `i`.
 
         Raises:
@@ -151,7 +151,7 @@ class MappedBlocks:
         start, stop = self.titles.document_indices[document : document + 2].tolist()
         parts = [self._sentence(self.titles, number) for number in range(start, stop)]
         title = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        return TextBlock(title, [self._sentence(self.data, n) for n in range(first, end)], place)
+        return TitledBlock(title, [self._sentence(self.data, n) for n in range(first, end)], place)
 
     def _sentence(self, data: IndexedDataset, number: int) -> Tokens:
         tokens = data.get(number)
@@ -176,11 +176,11 @@ class MockBlocks:
         """Return the number of samples."""
         return len(self.sentences)
 
-    def __getitem__(self, i: int) -> TextBlock:
+    def __getitem__(self, i: int) -> TitledBlock:
         """Return the block of sample `i`, whose title is its first two tokens."""
         sentences, _ = self.sentences[i]
         place = np.array([0, len(sentences), i, i], np.int64)
-        return TextBlock(np.concatenate(sentences)[:2], sentences, place)
+        return TitledBlock(np.concatenate(sentences)[:2], sentences, place)
 
 
 def build_ict_datasets(
