@@ -30,6 +30,7 @@ from megatron.errors import DataError
 BLOCK_BYTES = 2 << 20
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET, _TEXT = ".parquet", ".txt"
+_SAMPLES = ".out"  # of `megatron generate`, and in Megatron-LM's examples
 PACKED_SUFFIXES = (".gz", ".bz2", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz, .bz2 or .zst; {_PARQUET}, {_TEXT}"
 _START = 1 << 12  # bytes in which the first line of a file without a suffix must begin
@@ -181,7 +182,8 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     """Return the files that the files, globs and folders of `--input` name.
 
     A folder stands for all files below it with a known suffix. A file without a suffix, such as
-    wiki_00, counts as JSON lines if it begins with an object. A word may also be a name in the
+    wiki_00, counts as JSON lines if it begins with an object. So does a file of generated samples
+    (.out), unless a folder stands for it. A word may also be a name in the
     file of `named.paths_of`. Files are in the order of the
     patterns, and within a glob or folder in the order of their names.
 
@@ -202,7 +204,8 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     for pattern in itertools.chain.from_iterable(map(paths_of, patterns)):
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
-            matches = sorted(path for path in below if is_known(path))
+            texts = (path for path in below if not path.lower().endswith(_SAMPLES))
+            matches = sorted(path for path in texts if is_known(path))
             nothing = f"this folder holds no file with a known suffix ({formats})"
         else:
             exists = os.path.exists(pattern)
@@ -274,14 +277,16 @@ def is_cut_anywhere(path: str) -> bool:
 def _suffix(path: str) -> str | None:
     """Return the ending that names the format, without .gz, .bz2 or .zst; `None` if it is unknown.
 
-    A file without an ending that begins with a JSON object counts as JSON lines.
+    A file without an ending, or with the .out of generated samples, counts as JSON lines if it
+    begins with a JSON object.
     """
     name = Path(path).name.lower()
     for packed in PACKED_SUFFIXES:
         name = name.removesuffix(packed)
     known = (*_JSON_SUFFIXES, _PARQUET, _TEXT)
     found = next((suffix for suffix in known if name.endswith(suffix)), None)
-    is_json = found is None and "." not in name and _begins_with_an_object(path)
+    may_be_json = found is None and ("." not in name or name.endswith(_SAMPLES))
+    is_json = may_be_json and _begins_with_an_object(path)
     return _JSON_SUFFIXES[0] if is_json else found
 
 

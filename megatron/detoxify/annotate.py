@@ -71,9 +71,10 @@ def annotate(
     """
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{OUT} {target} is also the input: give another name")
-    lines = itertools.islice(_read_texts(source, key), total)
+    lines = _read_texts(source, key)
     with writing_to(OUT, target):
         done = _skip_annotated(target, lines)
+    lines = itertools.islice(lines, None if total is None else max(0, total - done))
     written, without = done, 0
     with writing_to(OUT, target), target.open("ab") as file:
         keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")

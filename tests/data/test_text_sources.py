@@ -43,6 +43,15 @@ def test_files_without_an_ending_are_recognized_by_their_content(wiki):
     assert texts(wiki / "all") == ["one", "two"]
 
 
+def test_generated_samples_are_read_if_they_are_named(wiki):
+    (wiki / "AA" / "prompts.txt.out").write_text('{"text": "generated"}\n')
+    assert texts(wiki / "AA") == ["AA/wiki_00", "AA/wiki_01"]
+    assert texts(wiki / "AA" / "prompts.txt.out") == ["generated"]
+    (wiki / "log.out").write_text("step 1\n")
+    with pytest.raises(DataError, match="log.out: unknown suffix"):
+        texts(wiki / "log.out")
+
+
 @pytest.mark.parametrize("name", ["README", "empty", "binary"])
 def test_other_files_without_an_ending_are_refused(wiki, name):
     with pytest.raises(DataError, match=f"{name}: unknown suffix; expected .jsonl"):

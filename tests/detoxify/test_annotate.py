@@ -81,6 +81,15 @@ def test_a_stopped_run_continues(source: Path, tmp_path: Path, cut: int) -> None
     assert scorer.asked == [t.replace("<|endoftext|>", "") for t in TEXTS[written:] if t.strip()]
 
 
+def test_a_total_ends_the_work_early(source: Path, tmp_path: Path, capsys) -> None:
+    target, scorer = tmp_path / "out.jsonl", ToyScorer()
+    annotate(source, target, scorer, total=3)
+    assert scorer.asked == ["rude 0.9", "kind"]
+    annotate(source, target, scorer, total=2)
+    assert "0 lines written, 3 in all" in capsys.readouterr().out
+    assert len(read(target)) == 3
+
+
 def test_what_was_scored_before_an_error_is_kept(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     with pytest.raises(UserError, match=r"own\.jsonl, line 5: out of quota"):
