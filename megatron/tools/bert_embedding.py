@@ -1,0 +1,207 @@
+r"""Embed texts: make one vector of each, by a BERT or by a sentence encoder of Hugging Face.
+
+    python tools/bert_embedding/main.py --input texts.jsonl --load runs/bert --output-dir vectors
+    torchrun --nproc-per-node 8 tools/bert_embedding/main.py --input texts.jsonl \
+        --bert-embedder-type huggingface --load sentence-encoder --output-dir vectors
+
+This writes vectors/<a>-<b>.hdf5, whose data set `data` holds the float32 vectors of texts a to
+b - 1. Several processes divide these blocks. A run that was interrupted goes on with the first one
+that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.command import run_command, say
+from megatron.config.arguments import ToolParser
+from megatron.durable import replace_file, writing_to
+from megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron.retro.embedding import EmbedderOptions
+
+_ORIGIN = "made_from.json"  # in --output-dir: what the vectors were made from
+
+
+def build_parser() -> ToolParser:
+    """Define the command line. Megatron-LM's names of flags are accepted, too."""
+    parser = ToolParser("bert_embedding/main.py", __doc__, shows_defaults=True)
+    group = parser.add_argument_group("Input and output")
+    group.add_argument(
+        "--input", nargs="+", required=True, help="JSON lines, text files, Parquet, or folders"
+    )
+    group.add_argument("--json-key", default="text", help="Key of the text")
+    group.add_argument("--output-dir", required=True, metavar="DIR", help="Folder of the blocks")
+    group.add_argument(
+        "--block-size", "--retro-block-size", type=int, default=100_000, help="Texts in a block"
+    )
+    group = parser.add_argument_group("Network")
+    group.add_argument(
+        "--bert-embedder-type",
+        choices=("megatron", "huggingface"),
+        default="megatron",
+        help="A BERT of this package, or an encoder that transformers loads",
+    )
+    group.add_argument(
+        "--load",
+        "--bert-embedder-load",
+        required=True,
+        help="Folder of the BERT's checkpoints, or folder or name of the Hugging Face model",
+    )
+    group.add_argument("--tokenizer-type", help="BERT's tokenizer type, if not the checkpoint's")
+    group.add_argument("--vocab-file", help="BERT's vocabulary, if not the checkpoint's")
+    group.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="Format of the numbers")
+    group.add_argument(
+        "--batch-size", "--retro-bert-batch-size", type=int, default=128, help="Texts at a time"
+    )
+    group.add_argument(
+        "--max-length",
+        "--retro-bert-max-chunk-length",
+        type=int,
+        default=256,
+        help="Most tokens of a text, special tokens included; further ones are cut off",
+    )
+    parser.add_trust()
+    group = parser.add_argument_group("Compatibility")
+    group.add_argument(
+        "--retro-compatible",
+        action="store_true",
+        help="Mask the texts as for training, as Megatron-LM 23.08 does",
+    )
+    group.add_argument("--seed", type=int, default=1234, help="Seed of the masks")
+    group.add_argument("--mask-prob", type=float, default=0.15, help="Share of masked tokens")
+    group.add_argument(
+        "--output-bert-embeddings", action="store_true", help="Accepted; this is what it does"
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Embed the texts.
+
+    Raises:
+        UserError: A flag, a file or the checkpoint must be changed.
+    """
+    for flag in ("block_size", "batch_size"):
+        if getattr(options, flag) < 1:
+            name = f"--{flag.replace('_', '-')}"
+            raise ConfigError(f"{name} {getattr(options, flag)}: give at least 1")
+    from megatron.data.text_input import find_inputs
+    from megatron.device import Device
+    from megatron.parallel.layout import Axis
+    from megatron.processes.launch import read_launch
+    from megatron.retro.blocks import DataSet, TableBlock, blocks_to_do, plan_blocks, write_block
+    from megatron.retro.embedding import build_embedder
+
+    launch, folder = read_launch(), Path(options.output_dir)
+    paths = find_inputs(options.input)
+    count = sum(1 for _ in read_texts(paths, options.json_key))
+    if not count:
+        raise DataError(f"--input {' '.join(options.input)}: there is no text")
+    embedder = build_embedder(_embedder_options(options), Device.pick(launch.local_rank))
+    origin = {
+        "input": [str(Path(path).resolve()) for path in paths],
+        "texts": count,
+        "width": embedder.width,
+        **{name: getattr(options, name) for name in _OF_ORIGIN},
+    }
+    _check_origin(folder / _ORIGIN, origin)
+
+    def contents(block: TableBlock) -> dict[str, DataSet]:
+        return {"data": DataSet("f4", (block.rows, embedder.width))}
+
+    # Each process writes blocks of its own and waits for nobody.
+    share = plan_blocks(folder, count, options.block_size)[launch.rank :: launch.world_size]
+    texts, place = read_texts(paths, options.json_key), 0
+    for block in blocks_to_do(share, contents, Axis()):
+        batch = list(islice(texts, block.start - place, block.stop - place))
+        place = block.stop
+        write_block(block, {"data": embedder.embed(batch)})
+        say(f"{block.path}: {block.rows:,} vectors of {embedder.width} numbers, of {count:,}")
+
+
+# The flags that decide what the vectors are.
+_OF_ORIGIN = (
+    *("json_key", "block_size", "bert_embedder_type", "load", "tokenizer_type", "vocab_file"),
+    *("dtype", "max_length", "retro_compatible", "seed", "mask_prob"),
+)
+
+
+def _embedder_options(options: argparse.Namespace) -> EmbedderOptions:
+    from megatron.config.data import TokenizerConfig
+    from megatron.retro.embedding import EmbedderOptions, Masking
+
+    if (options.tokenizer_type is None) != (options.vocab_file is None):
+        raise ConfigError("give both --tokenizer-type and --vocab-file, or neither")
+    tokenizer = None
+    if options.vocab_file is not None:
+        tokenizer = TokenizerConfig(
+            tokenizer_type=options.tokenizer_type, vocab_file=options.vocab_file
+        )
+    return EmbedderOptions(
+        options.bert_embedder_type,
+        options.load,
+        tokenizer,
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        dtype=options.dtype,
+        masking=Masking(options.seed, options.mask_prob) if options.retro_compatible else None,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
+
+
+def read_texts(paths: Sequence[str], key: str) -> Iterator[str]:
+    """Yield the texts of files, as `find_inputs` lists them, in order.
+
+    Raises:
+        DataError: A file cannot be read, or a line has no text.
+    """
+    from megatron.data.text_input import parse_block, read_blocks
+
+    for block in read_blocks(paths, [key]):
+        documents = parse_block(block, [key])
+        for line, _, reason in documents.bad:
+            raise DataError(
+                f"--input {block.path}: line {line + 1} of those from byte {block.offset:,} on: "
+                f"{reason}: fix or remove the line"
+            )
+        for (value,) in documents.values:
+            yield value if isinstance(value, str) else " ".join(value)
+
+
+def _check_origin(path: Path, origin: dict[str, Any]) -> None:
+    """Write down what the vectors are made from, or check it against what is written there.
+
+    Raises:
+        ConfigError: The folder holds other vectors.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        with writing_to("--output-dir", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(origin, indent=1).encode())
+        return
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}): give another --output-dir, or delete the folder"
+        ) from error
+    found = found if isinstance(found, dict) else {}
+    other = [name for name, value in origin.items() if found.get(name) != value]
+    if other:
+        raise ConfigError(
+            f"--output-dir {path.parent} holds vectors that were made with {other[0]} "
+            f"{found.get(other[0])!r}, not {origin[other[0]]!r}: give another folder, or delete it"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool. Exit codes: 0 success, 4 bad checkpoint, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
