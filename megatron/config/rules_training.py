@@ -174,7 +174,7 @@ def range_test_only(config: RunOptions) -> Iterator[str]:
     if schedule.lr_decay_style != "range-test":
         return
     lengths = [f"lr_{part}_{unit}" for part in ("warmup", "decay") for unit in _UNITS]
-    names = ["lr", "min_lr", "lr_warmup_fraction", "lr_warmup_init", *lengths]
+    names = ["lr", "min_lr", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_style", *lengths]
     given = [
         field_at(f"schedule.{name}").spell(getattr(schedule, name))
         for name in names

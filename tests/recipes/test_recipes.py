@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -111,6 +112,25 @@ def test_measured_speeds_are_those_of_the_benchmarks(name: str) -> None:
     if "measured" in about:
         figure = about["measured"].partition(" tokens/s")[0]
         assert figure in (ROOT / about["measured_in"]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_losses_are_those_of_their_page(name: str) -> None:
+    about = catalog.find(name).about
+    assert ("loss" in about) == ("loss_in" in about)
+    if "loss" in about:
+        assert about["loss"].split()[0] in (ROOT / about["loss_in"]).read_text(encoding="utf-8")
+
+
+def test_the_smallest_recipe_ends_with_its_loss(tmp_path: Path) -> None:
+    from megatron.training.pretrain import main
+    from pretrain_gpt import GPTRecipe
+
+    recipe, metrics = catalog.find("gpt-tiny"), tmp_path / "metrics.jsonl"
+    assert main(GPTRecipe(), ["--config", str(recipe.path), "--metrics-jsonl", str(metrics)]) == 0
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [one["lm loss validation"] for one in records if "lm loss validation" in one]
+    assert losses[-1] == pytest.approx(float(recipe.about["loss"].split()[0]), abs=0.005)
 
 
 def test_examples_in_yaml_are_recipes() -> None:
