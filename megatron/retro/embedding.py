@@ -265,7 +265,8 @@ class MegatronEmbedder(Embedder):
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
         cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
         most, empty = self.max_length - _ENDS, np.array([self._ids.pad])
-        pieces = [ids[:most] for ids in self._tokenizer.tokenize_batch(cleaned)]
+        # As parts of a text: without the special tokens that some tokenizers add to a whole one.
+        pieces = [ids[:most] for ids in self._tokenizer.tokenize_sentences(cleaned)]
         pieces = [ids if len(ids) else empty for ids in pieces]
         if self._masking is None:
             cls, sep = [self._ids.cls], [self._ids.sep]

@@ -137,6 +137,19 @@ def test_huggingface(sentence_encoder: Path, masking: Masking | None):
         np.testing.assert_allclose(vector, expected, atol=1e-6)
 
 
+def test_a_bert_of_hugging_face_in_our_layers(sentence_encoder: Path):
+    """The same folder, read as a BERT of this package with its own tokenizer."""
+    texts = [text for text in TEXTS if text]
+    found, expected = (
+        build_embedder(
+            EmbedderOptions(kind, str(sentence_encoder), max_length=32, masking=masking),
+            Device.cpu(),
+        ).embed(texts)
+        for kind, masking in (("megatron", None), ("huggingface", Masking(1)))
+    )
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
 def test_huggingface_models_that_do_not_load(sentence_encoder: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="not a model that transformers can load"):
         build_embedder(EmbedderOptions("huggingface", str(tmp_path)), Device.cpu())

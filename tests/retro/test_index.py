@@ -11,10 +11,12 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from megatron.device import Device
 from megatron.errors import ConfigError, DataError
-from megatron.parallel.layout import Axis
+from megatron.parallel.layout import Axis, Layout
 from megatron.retro.blocks import plan_blocks
 from megatron.retro.embedding import Embedder
 from megatron.retro.index import (
@@ -22,9 +24,11 @@ from megatron.retro.index import (
     IndexOptions,
     IndexPaths,
     add_to_index,
+    on_device,
     read_index,
     train_index,
 )
+from tests.distributed import run_distributed
 from tests.retro.recorded import BLOCK, INDEX, WIDTH, Recorded, read
 
 RECORDED = IndexOptions(
@@ -286,3 +290,83 @@ def test_indexes_that_do_not_fit(table: NDArray[np.float32], tmp_path: Path):
     path.unlink()
     with pytest.raises(DataError, match="does not exist: run the task index-build again"):
         add_to_index(tmp_path, OURS, texts(450), nobody, WORLD)
+
+
+def build_with(layout: Layout, workdir: Path, table: NDArray[np.float32]) -> int:
+    embedder = FakeEmbedder(table)
+    train_index(workdir, OURS, texts(300), lambda: embedder, layout.world)
+    add_to_index(workdir, OURS, texts(450), lambda: embedder, layout.world)
+    return embedder.embedded
+
+
+def test_processes_share_the_work(table: NDArray[np.float32], tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    build_with(Layout.single(), one, table)
+    shares = run_distributed(2, build_with, two, table)
+    assert shares == [200 + 250, 100 + 200]
+    assert bytes_of(IndexPaths(one, OURS).added) == bytes_of(IndexPaths(two, OURS).added)
+
+
+def fail(layout: Layout, workdir: Path, table: NDArray[np.float32]) -> str:
+    """What each process says if the first one cannot train."""
+    options = replace(OURS, factory="IVF400,Flat")
+    try:
+        train_index(workdir, options, texts(300), lambda: FakeEmbedder(table), layout.world)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_all_processes_end_if_the_first_one_fails(table: NDArray[np.float32], tmp_path: Path):
+    first, second = run_distributed(2, fail, tmp_path, table)
+    assert "cannot train it on 300 vectors" in first
+    assert "the first process failed" in second
+
+
+@pytest.fixture
+def faiss_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a build of faiss with one GPU adds, which notes what is called."""
+    called: list[str] = []
+
+    def to_all(index: Any) -> Any:
+        called.append("clustering")
+        return index
+
+    def to_one(resources: object, number: int, index: Any) -> Any:
+        called.append(f"search on {number}")
+        return faiss.clone_index(index)
+
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", to_all, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpu", to_one, raising=False)
+    return called
+
+
+GPU = Device(torch.device("cuda", 0))
+
+
+def test_training_clusters_on_gpus(
+    table: NDArray[np.float32], tmp_path: Path, faiss_with_a_gpu: list[str]
+):
+    train_index(tmp_path, OURS, texts(300), lambda: FakeEmbedder(table), WORLD)
+    assert faiss_with_a_gpu == ["clustering"]
+    assert read_index(IndexPaths(tmp_path, OURS).empty, OURS).is_trained
+
+
+def test_search_on_a_gpu(
+    faiss_with_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    index = faiss.IndexFlatL2(16)
+    assert on_device(index, Device.cpu(), 5) is index
+    assert on_device(index, GPU, 5) is not index
+    assert faiss_with_a_gpu == ["search on 0"]
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Error in f at g.cpp:1: Error: 'x' failed: This index is not on GPUs")
+
+    monkeypatch.setattr(faiss, "index_cpu_to_gpu", refuse)
+    assert on_device(index, GPU, 5) is index
+    assert "the index stays on the CPU ('x' failed: This index is not on" in capsys.readouterr().out
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
+    assert on_device(index, GPU, 5) is index

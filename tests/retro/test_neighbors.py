@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megatron.data.datasets import DataRequest
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError
-from megatron.parallel.layout import Axis
+from megatron.parallel.layout import Axis, Layout
 from megatron.retro.embedding import Embedder, EmbedderOptions, Masking, build_embedder
 from megatron.retro.index import IndexOptions, IndexPaths
 from megatron.retro.neighbors import (
@@ -28,6 +29,7 @@ from megatron.retro.neighbors import (
     query_chunks,
     query_neighbors,
 )
+from tests.distributed import run_distributed
 from tests.retro.recorded import BLOCK, CHUNK, INDEX, WIDTH, Recorded, read
 
 SPLITS = ("train", "valid", "test")
@@ -182,6 +184,37 @@ def test_blocks(recorded: Recorded, data: Path):
         read(missing, "neighbors"), read(theirs / missing.name, "neighbors")
     )
     assert {path for path in folder.iterdir() if path.read_bytes() != before[path]} <= {missing}
+
+
+def query_in(layout: Layout, golden: Path, workdir: Path) -> int:
+    """Query one split in several processes, each with the vectors of its own blocks."""
+    os.chdir(workdir)
+    recorded = Recorded(golden)
+    vectors = np.load(golden / "retro_fp32/query_embeddings/train_embeddings.npy")
+    blocks = np.split(vectors, [1000, 2000])[layout.world.rank :: 2]
+    embedder = RecordedEmbedder(np.concatenate(blocks))
+    query_neighbors(
+        workdir,
+        INDEXED,
+        QUERY,
+        {"train": chunks_of(recorded)["train"]},
+        database=recorded.database("train"),
+        build_embedder=lambda: embedder,
+        device=CPU,
+        world=layout.world,
+    )
+    return embedder.blocks
+
+
+def test_processes_share_the_blocks(recorded: Recorded, data: Path):
+    added = IndexPaths(data, INDEXED).added
+    added.parent.mkdir(parents=True)
+    shutil.copyfile(IndexPaths(recorded.workdir, INDEXED).added, added)
+    assert run_distributed(2, query_in, recorded.golden, data) == [2, 1]
+    (folder,) = (data / "query").iterdir()
+    for path in folder.iterdir():
+        theirs = read(recorded.workdir / "query" / folder.name / path.name, "neighbors")
+        assert np.mean(read(path, "neighbors") == theirs) >= 0.99
 
 
 def test_neighbors_that_are_missing(recorded: Recorded, data: Path):
