@@ -33,7 +33,7 @@ _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
 _TASKS = "tasks/main.py"
 # Commands of the system, of which there is nothing to check here.
-_SYSTEM = {"apt-get", "mkdir", "source", "cd", "python3", "docker", "openssl"}
+_SYSTEM = {"apt-get", "mkdir", "paste", "source", "cd", "python3", "docker", "openssl"}
 # Python there is a client's, of a server that is not here.
 _CLIENTS = {ROOT / "docs" / "generation.md"}
 
@@ -122,7 +122,7 @@ def _check_task(words: list[str], world_size: int) -> None:
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import ModelOptions
     from megatron.config.run import RunOptions
-    from megatron.tasks import finetune_command, harness, language_model
+    from megatron.tasks import dialogue, finetune_command, harness, language_model
     from megatron.tasks.table import TASKS, find_task
 
     def start(_: object) -> RunOptions:
@@ -144,6 +144,7 @@ def _check_task(words: list[str], world_size: int) -> None:
     parse = {
         "language model": language_model.parse,
         "harness": harness.parse,
+        "dialogue": dialogue.parse,
         "finetuning": finetune_command.parse,
     }[TASKS[task].kind]
     try:

@@ -69,6 +69,7 @@ OLD_NAMES: Mapping[str, OldName] = {
         drops=("--merge", "--torch-backend", "--local_rank"),
         once=True,
     ),
+    "tasks/msdp/main.py": OldName("tasks/main.py", "v3.0 to Core 0.12"),
     "tools/split_gpt2_json.py": OldName("tools/split_json.py", "2019"),
     "tools/checkpoint_util.py": OldName(_CONVERT, "v3.0 to 23.08"),
     "tools/checkpoint/convert.py": OldName(

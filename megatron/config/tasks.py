@@ -61,6 +61,38 @@ class HarnessConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DialogueConfig:
+    """Multi-stage dialogue prompting (--task MSDP-PROMPT and MSDP-EVAL-F1).
+
+    Attributes:
+        prompt_type: What the model writes: knowledge about the topic, or the response to the user.
+        prompt_file: File with the examples. For knowledge: JSON lines that give a list of examples
+            for each "TOPIC LAST_TURN". For responses: one example in each line.
+        num_prompt_examples: Lines of --prompt-file to use, with --prompt-type response.
+        sample_input_file: Dialogues to continue. The columns are separated by tabs: topic, turns
+            separated by " [SEP] ", and, for responses, knowledge.
+        sample_output_file: File for what the model writes, one line for each dialogue. Default:
+            --sample-input-file with .out added.
+        out_seq_length: Maximum number of tokens to write for a dialogue.
+        api_prompt: Ask the server at --megatron-api-url instead of loading a model.
+        megatron_api_url: Address of a text generation server, such as http://localhost:5000/api.
+        guess_file: What a model wrote, one line for each dialogue.
+        answer_file: What it should have written, one line for each dialogue.
+    """
+
+    prompt_type: str | None = flag(None, choices=("knowledge", "response"))
+    prompt_file: str | None = None
+    num_prompt_examples: int = flag(10, unit="examples", at_least=1)
+    sample_input_file: str | None = None
+    sample_output_file: str | None = None
+    out_seq_length: int = flag(100, unit="tokens", at_least=1)
+    api_prompt: bool = False
+    megatron_api_url: str | None = None
+    guess_file: str | None = None
+    answer_file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
     """Finetuning tasks (GLUE and RACE).
 

@@ -3,5 +3,5 @@
     main             the command
     table            the names of all tasks
 
-`language_model` and `harness` evaluate, `finetune_command` trains a classifier.
+`language_model` and `harness` evaluate, `dialogue` prompts, `finetune_command` trains a classifier.
 """

@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
                 from megatron.tasks.language_model import run
             case "harness":
                 from megatron.tasks.harness import run
+            case "dialogue":
+                from megatron.tasks.dialogue import run
             case "finetuning":
                 from megatron.tasks.finetune_command import run
         return run(task, arguments, launch)

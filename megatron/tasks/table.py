@@ -11,6 +11,7 @@ from megatron.config.fields import fields_of, nearest, suggestion
 from megatron.config.other_flags import translate
 from megatron.config.run import Findings
 from megatron.config.tasks import (
+    DialogueConfig,
     FinetuneConfig,
     HarnessConfig,
     LanguageModelTaskConfig,
@@ -19,11 +20,12 @@ from megatron.config.tasks import (
 from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
-Kind = Literal["language model", "harness", "finetuning"]
+Kind = Literal["language model", "harness", "dialogue", "finetuning"]
 # The flags of each kind of task, and the names of its tasks for messages.
 _OWN: dict[Kind, tuple[type, str]] = {
     "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
     "harness": (HarnessConfig, "LM_EVAL"),
+    "dialogue": (DialogueConfig, "MSDP-PROMPT and MSDP-EVAL-F1"),
     "finetuning": (FinetuneConfig, "GLUE and RACE"),
 }
 OPTIONS = (TaskConfig, *(config for config, _ in _OWN.values()))  # in addition to a run's
@@ -47,6 +49,8 @@ TASKS: dict[str, Task] = {
     "LAMBADA": Task("language model", "the last word of passages"),
     "PERPLEXITY": Task("language model", "perplexity of any corpus of documents"),
     "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
+    "MSDP-PROMPT": Task("dialogue", "knowledge for a dialogue, or the response, from examples"),
+    "MSDP-EVAL-F1": Task("dialogue", "F1 of words between what was written and what was expected"),
     "RACE": Task("finetuning", "questions about a text, four answers each"),
     "MNLI": Task("finetuning", "does one text follow from the other?"),
     "QQP": Task("finetuning", "do two questions have the same meaning?"),

@@ -1,0 +1,396 @@
+"""Multi-stage dialogue prompting (MSDP): a GPT continues examples, and F1 measures what it writes.
+
+In the first stage it writes what is known about the topic of a dialogue, in the second the response
+to the user that makes use of it. Prompts, files and measure are those of Megatron-LM's tasks/msdp.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron import __version__
+from megatron.command import say
+from megatron.config import ParsedRun, Program, parse_config
+from megatron.config.run import RunOptions, with_values
+from megatron.config.tasks import DialogueConfig, TaskConfig
+from megatron.data.preprocess import installed_punkt
+from megatron.data.text_input import load_line
+from megatron.device import Device
+from megatron.durable import expect_no_file, replace_file, writing_to
+from megatron.errors import EXIT_OK, ConfigError, DataError, UserError
+from megatron.inference.load import load_gpt
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, show_notices
+from megatron.tasks.evaluation import parse_evaluation, say_start
+from megatron.tasks.harness import Generator, TextToWrite
+from megatron.tasks.results import (
+    Numbers,
+    TaskProgress,
+    check_results,
+    format_number,
+    format_table,
+    report_results,
+)
+from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.texts import find_missing, read_text
+
+_MEASURING = ("guess_file", "answer_file")
+_PROMPTING = ("prompt_type", "prompt_file", "sample_input_file")  # required
+_EXAMPLES = DialogueConfig().num_prompt_examples
+_TURN_ENDS = " [SEP] "
+_AT_A_TIME = 256  # prompts between two messages, for each copy of the model
+_API_SECONDS = 600
+_PUNCTUATION = re.compile(r'[!"#$%&()*+,-./:;<=>?@\[\]\\^`{|}~_\']')
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+# A network that passes all checks, for what loads no model.
+_NO_MODEL = {
+    **dict.fromkeys(("model.num_layers", "model.hidden_size", "model.num_attention_heads"), 1),
+    **dict.fromkeys(("training.micro_batch_size", "training.train_iters", "data.seq_length"), 1),
+    "schedule.lr": 0.0,
+}
+
+
+def run(task: str, arguments: list[str], launch: Launch) -> int:
+    """Write texts, or measure them, and return the exit code. Collective.
+
+    Raises:
+        UserError: A flag, the checkpoint or a file must be changed.
+    """
+    parsed = parse(task, arguments, launch.world_size)
+    options, own = parsed.extra
+    notices = list(parsed.notices)
+    if own.prompt_type == "knowledge" and own.num_prompt_examples != _EXAMPLES:
+        notices.append(
+            f"--num-prompt-examples {own.num_prompt_examples} changes nothing: --prompt-file has "
+            "the examples of each dialogue"
+        )
+    show_notices(notices, launch)
+    if task == "MSDP-PROMPT" and not own.api_prompt:
+        if launch.rank == 0:  # for mistakes, before any other work
+            _begin_output(options, own)
+        with processes(parsed.config, launch) as (device, layout):
+            prompt(parsed, device, layout)
+    elif launch.rank == 0 and task == "MSDP-PROMPT":
+        path = _begin_output(options, own)
+        ask = partial(ask_server, own.megatron_api_url, own.out_seq_length)
+        _write_lines(path, [ask(one) for one in read_prompts(own)])
+    elif launch.rank == 0:
+        measure(options, own)
+    return EXIT_OK
+
+
+def parse(
+    task: str,
+    arguments: list[str],
+    world_size: int,
+    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
+) -> ParsedRun:
+    """Parse and check the command line (`parse_evaluation`). Only prompting loads a model.
+
+    Raises:
+        UserError: A flag or the checkpoint must be changed.
+    """
+    check = partial(_mistakes, task)
+    if task == "MSDP-PROMPT" and "--api-prompt" not in arguments:
+        return parse_evaluation(
+            task,
+            arguments,
+            world_size=world_size,
+            options=DialogueConfig,
+            check=check,
+            find_start=find_start,
+            unread=["training.micro_batch_size"],
+        )
+    program = Program(
+        name=PROGRAM,
+        extra=(TaskConfig, DialogueConfig),
+        find_start=lambda given: with_values(RunOptions(), _NO_MODEL),
+        rules=(),
+        reads=lambda given: (),
+        check_extra=check,
+        elsewhere=flags_elsewhere(task),
+    )
+    return parse_config(arguments, world_size=world_size, program=program)
+
+
+def _mistakes(task: str, options: TaskConfig, own: DialogueConfig) -> Iterator[str]:
+    prompts = task == "MSDP-PROMPT"
+    for name in _PROMPTING if prompts else _MEASURING:
+        if getattr(own, name) is None:
+            yield f"--task {task} needs {_flag(name)}"
+    other = "MSDP-EVAL-F1" if prompts else "MSDP-PROMPT"
+    for field in fields(own):
+        is_ours = prompts != (field.name in _MEASURING)
+        if not is_ours and getattr(own, field.name) != field.default:
+            yield f"{_flag(field.name)} belongs to {other}, and this is {task}: drop it"
+    for name in ("prompt_file", "sample_input_file", *_MEASURING):
+        path = getattr(own, name)
+        yield from find_missing(_flag(name), [path] if path else None)
+    if prompts and own.api_prompt != (own.megatron_api_url is not None):
+        yield "--api-prompt and --megatron-api-url: give both, or none to load a model"
+    if options.valid_data:
+        name = "sample_input_file" if prompts else "guess_file"
+        yield f"--valid-data: {_flag(name)} names the data of {task}: drop it"
+    if prompts and options.results is not None:
+        yield "--results: MSDP-PROMPT measures nothing: drop it, or use --sample-output-file"
+    if not prompts and options.overwrite and options.results is None:
+        yield "--overwrite without --results: there is no file to replace: drop it"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
+    """Load the model, and write a line for each dialogue. Collective."""
+    options, own = parsed.extra
+    prompts = read_prompts(own)
+    config = parsed.config
+    folder = config.checkpoint.load
+    assert folder is not None
+    loaded = load_gpt(folder, device, layout, config=config)
+    say_start("MSDP-PROMPT", loaded, device, f"{own.sample_input_file}: {len(prompts):,} dialogues")
+    requests = [
+        TextToWrite(loaded.tokenizer.tokenize_open(one), own.out_seq_length, until=("\n",))
+        for one in prompts
+    ]
+    room = config.data.seq_length - min(own.out_seq_length, config.data.seq_length - 1)
+    cut = sum(len(request.prompt) > room for request in requests)
+    if cut and layout.world.rank == 0:
+        say(
+            f"WARNING: {cut:,} of {len(prompts):,} prompts lose their beginning: a window of "
+            f"{config.data.seq_length} has no room for them and {own.out_seq_length} tokens: give "
+            "fewer examples"
+        )
+    generator = Generator(loaded, device)
+    progress = TaskProgress(shown=layout.world.rank == 0, log_interval=1)
+    lines: list[str] = []
+    step = _AT_A_TIME * layout.data.size
+    for first in range(0, len(requests), step):
+        lines += [text.strip() for text in generator.generate(requests[first : first + step])]
+        progress(first // step + 1, -(-len(requests) // step))
+    if layout.world.rank == 0:
+        _write_lines(_output_path(own), lines)
+
+
+def _output_path(own: DialogueConfig) -> Path:
+    return Path(own.sample_output_file or f"{own.sample_input_file}.out")
+
+
+def _begin_output(options: TaskConfig, own: DialogueConfig) -> Path:
+    """Check that the prompts can be read and the output can be written. Return its path."""
+    path = _output_path(own)
+    expect_no_file("--sample-output-file", [path], overwrite=options.overwrite)
+    if not path.parent.is_dir():
+        raise ConfigError(f"--sample-output-file {path}: there is no such folder: create it")
+    read_prompts(own)
+    return path
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    with writing_to("--sample-output-file", path):
+        replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+    say(f"{len(lines):,} lines written to {path}")
+
+
+def read_prompts(own: DialogueConfig) -> list[str]:
+    """Return the prompt for each dialogue: the examples, and the beginning of one more.
+
+    Raises:
+        ConfigError: NLTK's Punkt, which responses need, is not installed.
+        DataError: A file cannot be read, or a line lacks something. The message names it.
+    """
+    assert own.prompt_file is not None
+    assert own.sample_input_file is not None
+    if own.prompt_type == "knowledge":
+        examples = _examples_by_key(own.prompt_file)
+        write = partial(_knowledge_prompt, examples, own.prompt_file)
+        columns = 2
+    else:
+        lines = _lines(own.prompt_file)[: own.num_prompt_examples]
+        write = partial(_response_prompt, _joined(lines), word_splitter())
+        columns = 3
+    prompts = []
+    for number, line in enumerate(_lines(own.sample_input_file), 1):
+        where = f"--sample-input-file {own.sample_input_file}, line {number}"
+        cells = line.strip().split("\t")
+        if len(cells) < columns:
+            raise DataError(
+                f"{where}: {len(cells)} columns, separated by tabs, where --prompt-type "
+                f"{own.prompt_type} needs {columns}: fix the line"
+            )
+        prompts.append(write(where, cells))
+    return prompts
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file as Python's own reader divides them, without their ends."""
+    text = read_text(path)
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _joined(examples: Sequence[str]) -> str:
+    return "".join(f"{example.strip()} \n" for example in examples)
+
+
+def _examples_by_key(path: str) -> dict[str, str]:
+    """Return the examples by "TOPIC LAST_TURN". For a key that occurs twice, the first count."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(_lines(path), 1):
+        where = f"--prompt-file {path}, line {number}"
+        try:
+            entry = load_line(line.encode())
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON: {error}: fix the line") from None
+        key, examples = next(iter(entry.items())) if entry and isinstance(entry, dict) else ("", 0)
+        if not isinstance(examples, list) or not all(isinstance(one, str) for one in examples):
+            raise DataError(f'{where}: not of the form {{"TOPIC LAST_TURN": ["example", ...]}}')
+        found.setdefault(key, _joined(examples))
+    return found
+
+
+def _knowledge_prompt(
+    examples: Mapping[str, str], path: str, where: str, cells: Sequence[str]
+) -> str:
+    topic, turn = cells[0], cells[1].split(_TURN_ENDS)[-1]
+    key = f"{topic} {turn}"
+    if key not in examples:
+        raise DataError(f'{where}: --prompt-file {path} has no examples for "{key}": add them')
+    return f"{examples[key]}( {turn} ) {topic} =>"
+
+
+def _response_prompt(
+    examples: str, split: Callable[[str], list[str]], where: str, cells: Sequence[str]
+) -> str:
+    turn, knowledge = (
+        " ".join(split(text)).strip() for text in (cells[1].split(_TURN_ENDS)[-1], cells[2])
+    )
+    return (
+        f"{examples}Topic: {cells[0]}. User says: {turn} We know that: {knowledge} System replies:"
+    )
+
+
+def word_splitter() -> Callable[[str], list[str]]:
+    """Return NLTK's `word_tokenize` for English, which also separates punctuation.
+
+    Raises:
+        ConfigError: Its data, which find the ends of sentences, are not installed.
+    """
+    from nltk.tokenize import NLTKWordTokenizer
+
+    punkt = installed_punkt("english")
+    if punkt is None:
+        raise ConfigError(
+            "--prompt-type response separates words as NLTK does, which needs its Punkt: run "
+            "`python -m nltk.downloader punkt_tab`"
+        )
+    words = NLTKWordTokenizer()
+    return lambda text: [word for one in punkt.tokenize(text) for word in words.tokenize(one)]
+
+
+def ask_server(url: str, length: int, text: str) -> str:
+    """Return what a text generation server writes after `text`, to the end of the line.
+
+    Args:
+        url: Address of Megatron-LM's API.
+        length: Maximum number of tokens.
+        text: The prompt.
+
+    Raises:
+        UserError: The server cannot be reached, or refuses.
+    """
+    body = {"prompts": [text], "tokens_to_generate": length, "top_k": 1}
+    try:
+        request = urllib.request.Request(
+            url,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json; charset=UTF-8"},
+            method="PUT",
+        )
+        with urllib.request.urlopen(request, timeout=_API_SECONDS) as response:
+            answer = json.load(response)["text"][0]
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:500]
+        raise UserError(f"--megatron-api-url {url}: the server refuses: {said or error}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(
+            f"--megatron-api-url {url}: {error}: give the address of a running server"
+        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"--megatron-api-url {url}: no address, or its answer is not that of Megatron-LM's "
+            f"API ({error}): give one such as http://localhost:5000/api"
+        ) from error
+    written: str = answer[len(text) :]
+    return written.partition("\n")[0].strip()
+
+
+def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
+    """Print Megatron-LM's line and a table, write --results if it is given, and return F1.
+
+    Raises:
+        DataError: The files cannot be read or do not fit.
+    """
+    assert own.guess_file is not None
+    assert own.answer_file is not None
+    check_results(options, [own.guess_file, own.answer_file])
+    guesses = [line.strip().replace("<|endoftext|>", "") for line in _lines(own.guess_file)]
+    answers = [line.strip() for line in _lines(own.answer_file)]
+    if len(guesses) != len(answers):
+        raise DataError(
+            f"--guess-file {own.guess_file} has {len(guesses):,} lines and --answer-file "
+            f"{own.answer_file} has {len(answers):,}: give two files of as many"
+        )
+    pairs = [
+        pair
+        for pair in zip(guesses, answers, strict=True)
+        if pair[1] not in ("", "no_passages_used")
+    ]
+    if not pairs:
+        raise DataError(f"--answer-file {own.answer_file}: no line has an answer: give another")
+    scores = [f1_score(*pair) for pair in pairs]
+    means = [sum(column) / len(pairs) for column in zip(*scores, strict=True)]
+    numbers: Numbers = dict(zip(("precision", "recall", "f1"), means, strict=True))
+    say("Precision: {:.4f}; recall: {:.4f}; f1: {:.4f}".format(*means))
+    numbers["pairs"] = len(pairs)
+    rows = [(name, format_number(value)) for name, value in numbers.items()]
+    say(format_table(("MSDP-EVAL-F1", ""), rows))
+    if options.results is not None:
+        content = {
+            "task": "MSDP-EVAL-F1",
+            "results": numbers,
+            "data": [own.guess_file, own.answer_file],
+            "version": __version__,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        report_results(Path(options.results), content)
+    return numbers
+
+
+def f1_score(guess: str, answer: str) -> tuple[float, float, float]:
+    """Return precision, recall and F1 of the words of two texts.
+
+    Words are counted in lower case, without punctuation and articles, as in ParlAI.
+    """
+    guessed, expected = (Counter(_words(text)) for text in (guess, answer))
+    same = (guessed & expected).total()
+    if not same:
+        return 0.0, 0.0, 0.0
+    precision, recall = same / guessed.total(), same / expected.total()
+    return precision, recall, 2 * precision * recall / (precision + recall)
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", _PUNCTUATION.sub(" ", text.lower())).split()

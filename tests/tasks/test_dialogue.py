@@ -1,0 +1,215 @@
+"""Multi-stage dialogue prompting: prompts and F1 as Megatron-LM's, at the size of a toy."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+from megatron.device import Device
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.inference.load import load_gpt
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.tasks import dialogue
+from megatron.tasks.main import main
+from tests.distributed import run_distributed
+from tests.tasks.toy import save_toy
+
+# Three turns of the toy's NullTokenizer: words are numbers.
+_INPUT = "1 2\t3 4 [SEP] 5 6\tknown\tanswer\n7\t8\tit\tis\n1 2\t5 6\t\t\n"
+_EXAMPLES = {"1 2 5 6": [" a b ", "c"], "7 8": ["d"]}
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "input.txt").write_text(_INPUT)
+    lines = [{key: value} for key, value in _EXAMPLES.items()]
+    (tmp_path / "knowledge.json").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    (tmp_path / "responses.txt").write_text("one \n two\nthree\n")
+    return tmp_path
+
+
+def _words(folder, kind, name, *more):
+    words = ["--task", "MSDP-PROMPT", "--prompt-type", kind, "--prompt-file", str(folder / name)]
+    return [*words, "--sample-input-file", str(folder / "input.txt"), *more]
+
+
+@torch.no_grad()
+def _next(model, tokens):
+    return int(model(torch.tensor([tokens]))[0, -1, :101].argmax())
+
+
+def _prompts(*words):
+    parsed = dialogue.parse(
+        "MSDP-PROMPT", [*words, "--api-prompt", "--megatron-api-url", "http://x"], 1
+    )
+    return dialogue.read_prompts(parsed.extra[1])
+
+
+def test_prompts_for_knowledge_are_megatron_s(files):
+    assert _prompts(*_words(files, "knowledge", "knowledge.json")) == [
+        "a b \nc \n( 5 6 ) 1 2 =>",
+        "d \n( 8 ) 7 =>",
+        "a b \nc \n( 5 6 ) 1 2 =>",
+    ]
+
+
+def test_prompts_for_responses_are_megatron_s(files, monkeypatch):
+    monkeypatch.setattr(dialogue, "installed_punkt", lambda language: PunktSentenceTokenizer())
+    (files / "input.txt").write_text("Tea\tHi! [SEP] I don't know. You?\tTea (green), 2.5 cups.\n")
+    words = _words(files, "response", "responses.txt", "--num-prompt-examples", "2")
+    assert _prompts(*words) == [
+        "one \ntwo \nTopic: Tea. User says: I do n't know . You ? "
+        "We know that: Tea ( green ) , 2.5 cups . System replies:"
+    ]
+
+
+def test_responses_need_punkt(files, monkeypatch):
+    monkeypatch.setattr(dialogue, "installed_punkt", lambda language: None)
+    with pytest.raises(ConfigError, match="nltk.downloader punkt_tab"):
+        _prompts(*_words(files, "response", "responses.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("input.txt", "7\t8\n7\n", "input.txt, line 2: 1 columns"),
+        ("input.txt", "9\t8\n", 'no examples for "9 8": add them'),
+        ("knowledge.json", "{}\n", "knowledge.json, line 1: not of the form"),
+        ("knowledge.json", '{"a": "b"}\n', "line 1: not of the form"),
+        ("knowledge.json", '{"7 8": ["d"]}\n{"a', "line 2: not JSON"),
+    ],
+)
+def test_broken_files_are_told_by_line(files, name, text, said):
+    (files / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        _prompts(*_words(files, "knowledge", "knowledge.json"))
+
+
+def _prompt(layout, words):
+    parsed = dialogue.parse("MSDP-PROMPT", words, layout.world.size)
+    dialogue.prompt(parsed, Device.cpu(), layout)
+
+
+def _numbers_only(prompts):
+    """Return a `read_prompts` without the signs that a NullTokenizer cannot read."""
+    return lambda own: prompts
+
+
+_NUMBERS = ["11 3 5", "7 8 99 2", "4"]
+
+
+def _prompt_numbers(layout, words):
+    dialogue.read_prompts = _numbers_only(_NUMBERS)
+    _prompt(layout, words)
+
+
+def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatch, capsys):
+    folder = save_toy(str(files / "model"))
+    words = _words(files, "knowledge", "knowledge.json", "--load", folder)
+    words += ["--out-seq-length", "3", "--sample-output-file"]
+    monkeypatch.setattr(dialogue, "read_prompts", _numbers_only(_NUMBERS))
+    _prompt(Layout.single(), [*words, str(files / "one.txt")])
+    model = load_gpt(folder, Device.cpu()).model
+    expected = []
+    for one in _NUMBERS:
+        tokens = [int(word) for word in one.split()]
+        for _ in range(3):
+            tokens.append(_next(model, tokens))
+        expected.append(" ".join(map(str, tokens[-3:])))
+    assert (files / "one.txt").read_text().splitlines() == expected
+    assert "WARNING" not in capsys.readouterr().out
+    run_distributed(2, _prompt_numbers, [*words, str(files / "two.txt")])
+    assert (files / "two.txt").read_text() == (files / "one.txt").read_text()
+    monkeypatch.setattr(dialogue, "read_prompts", _numbers_only([" ".join("1" * 14)]))
+    _prompt(Layout.single(), [*words, str(files / "long.txt")])
+    assert "WARNING: 1 of 1 prompts lose their beginning" in capsys.readouterr().out
+
+
+class _Api(BaseHTTPRequestHandler):
+    """Megatron-LM's API: it repeats the prompt, then writes two lines."""
+
+    def do_PUT(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked.keys() == {"prompts", "tokens_to_generate", "top_k"}
+        (text,) = asked["prompts"]
+        answer = {"text": [f"{text} so {asked['tokens_to_generate']} \nand on"]}
+        if self.path == "/other":
+            answer = {"texts": []}
+        self.send_response(400 if self.path == "/refuse" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def api():
+    server = HTTPServer(("127.0.0.1", 0), _Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_writes_without_a_model(files, api):
+    words = _words(files, "knowledge", "knowledge.json", "--api-prompt", "--megatron-api-url", api)
+    words += ["--num-layers", "24", "--hidden-size", "1024", "--fp16"]  # as in Megatron's example
+    assert dialogue.run("MSDP-PROMPT", words, Launch()) == 0
+    assert (files / "input.txt.out").read_text() == "so 100\n" * 3
+    with pytest.raises(ConfigError, match="already exists"):
+        dialogue.run("MSDP-PROMPT", words, Launch())
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("/refuse", "the server refuses"), ("/other", "its answer is not")]
+)
+def test_what_a_server_says_is_checked(api, path, said):
+    with pytest.raises(UserError, match=said):
+        dialogue.ask_server(api + path, 5, "a")
+
+
+def test_a_server_that_is_not_there():
+    with pytest.raises(UserError, match="give the address of a running server"):
+        dialogue.ask_server("http://127.0.0.1:9", 5, "a")
+
+
+def test_f1_is_megatron_s(tmp_path, capfd):
+    """Megatron-LM 23.08's tasks/msdp/evaluate.py gives these numbers for these lines."""
+    guesses = ["The cat sat, on a mat!", "", "it's blue <|endoftext|>", "no", "x", "a dog a dog"]
+    answers = ["A cat on the mat.", "something", "It is blue", "no_passages_used", "", "dog; dog"]
+    for name, lines in (("guess", guesses), ("answer", answers)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    words = ["--task", "MSDP-EVAL-F1", "--guess-file", str(tmp_path / "guess")]
+    words += ["--answer-file", str(tmp_path / "answer"), "--results", str(tmp_path / "f1.json")]
+    assert main([*words, "--num-layers", "24", "--micro-batch-size", "4"]) == 0
+    assert "Precision: 0.6042; recall: 0.6667; f1: 0.6310" in capfd.readouterr().out
+    written = json.loads((tmp_path / "f1.json").read_text())
+    assert written["results"]["pairs"] == 4
+    (tmp_path / "guess").write_text("a\n")
+    assert main([*words, "--overwrite"]) == DataError.exit_code
+    assert "give two files of as many" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        ("MSDP-PROMPT", "--api-prompt", "--task MSDP-PROMPT needs --prompt-type"),
+        ("MSDP-PROMPT", "--api-prompt --guess-file x", "--guess-file belongs to MSDP-EVAL-F1"),
+        ("MSDP-PROMPT", "--api-prompt", "--api-prompt and --megatron-api-url: give both"),
+        ("MSDP-EVAL-F1", "--guess-file x", "--task MSDP-EVAL-F1 needs --answer-file"),
+        ("MSDP-EVAL-F1", "--guess-file x", "--guess-file x: no such file"),
+        ("MSDP-EVAL-F1", "--out-seq-length 5", "--out-seq-length belongs to MSDP-PROMPT"),
+        ("MSDP-EVAL-F1", "--lm-eval-limit 5", "--lm-eval-limit belongs to LM_EVAL"),
+    ],
+)
+def test_mistakes_are_told_by_flag(task, words, said):
+    with pytest.raises(ConfigError) as caught:
+        dialogue.parse(task, words.split(), 1)
+    assert [line for line in caught.value.problems if line.startswith(said)]
