@@ -1,10 +1,10 @@
-"""The command line `megatron`. `main` has the table of commands, and finds the one asked for.
+"""The command line `megatron`. `main` has the table of commands, and runs the one that is named.
 
     main             the table of commands
     pretrain         `megatron pretrain` and `finetune`: a recipe, and the processes that train it
     recipes          `megatron recipes`
     chat             `megatron chat`
-    programs         commands that only hand their words on
+    programs         commands that only pass their words on
 
-A command for which there is a module elsewhere is a line of the table alone.
+A command that is a module elsewhere needs only a line in the table.
 """

@@ -21,7 +21,7 @@ _LINES = 20  # of a server that failed
 
 
 def chat(words: Sequence[str]) -> int:
-    """Talk to what the first word names, and return the exit code."""
+    """Talk to the server or checkpoint that the first word names, and return the exit code."""
     parser = build_parser()
     parser.prog = "megatron chat"
     parser.description = (

@@ -42,10 +42,10 @@ COMMANDS: Mapping[str, Command] = {
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
     "report": Command("write or serve a page about runs", "megatron.report.command"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
-    "data": Command("make datasets, and look at them", "megatron.cli.programs:data"),
+    "data": Command("make and inspect datasets", "megatron.cli.programs:data"),
     "detoxify": Command("make a GPT less toxic, and measure it", "megatron.cli.programs:detoxify"),
-    "demo": Command("go from text to a model that writes", "megatron.tools.demo"),
-    "recipes": Command("list the models that have a name", "megatron.cli.recipes"),
+    "demo": Command("train a small model on text, step by step", "megatron.tools.demo"),
+    "recipes": Command("list the named models", "megatron.cli.recipes"),
 }
 DATA: Mapping[str, Command] = {
     "tokenizer": Command("train a tokenizer on text", "megatron.tools.train_tokenizer"),

@@ -32,7 +32,7 @@ _HELP = {"-h", "--help", "--help-all"}
 
 
 def pretrain(words: Sequence[str]) -> int:
-    """Train a recipe. This process becomes the training, so it returns only if that cannot begin.
+    """Train a recipe. Training replaces this process, so this returns only if it cannot start.
 
     Returns:
         The exit code.
@@ -127,7 +127,7 @@ def _become(words: Sequence[str]) -> None:
 
 
 def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
-    """Return what `megatron pretrain` becomes.
+    """Return the command that `megatron pretrain` turns into.
 
     Args:
         words: The words after `megatron pretrain`.
@@ -152,7 +152,7 @@ def _processes(asked: Given | None) -> int:
     """Return how many processes to start on this machine.
 
     Raises:
-        ConfigError: --gpus is no number, more than this machine has, or superfluous.
+        ConfigError: --gpus is not a number, is more than this machine has, or has no effect.
     """
     if asked is None:
         return 1 if is_launched() else max(1, _gpus())

@@ -1,4 +1,4 @@
-"""Commands that are programs of their own: each takes the words that follow it."""
+"""Commands that are separate programs: each parses the words that follow it."""
 
 from __future__ import annotations
 

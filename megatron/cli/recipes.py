@@ -1,4 +1,4 @@
-"""`megatron recipes`: the models that have a name, and the flags of one."""
+"""`megatron recipes`: a table of the named models, or the flags of one recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = ("recipe", "parameters", "layers", "tokens", "GPUs", "model")
 
 def build_parser() -> ToolParser:
     """Define the command line."""
-    parser = ToolParser("recipes", "List the models that have a name, or show one of them.")
+    parser = ToolParser("recipes", "List the named models, or show one recipe.")
     parser.add_argument("recipe", nargs="?",
         help="The recipe whose flags to show: a name, a YAML file, or a Hugging Face folder or "
         "config.json.")  # fmt: skip

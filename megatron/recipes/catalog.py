@@ -1,4 +1,4 @@
-"""The recipes that come with the package, and those in other files."""
+"""The recipes of the package, and those in files of the user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = (*_YAML, ".json")  # how the names of files with a recipe end
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A recipe: a run as YAML, and what the file says about it.
+    """A recipe: the values of a run, and facts about it.
 
     Attributes:
         name: Its name, for example "gpt-125m".

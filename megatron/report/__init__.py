@@ -1,11 +1,11 @@
-"""A report of one or more runs: a self-contained HTML page, also live while they train.
+"""A report of one or more runs: a self-contained HTML page, which can be served while they train.
 
 In reading order:
 
 - `history`: what is known about a run: curves, events, settings, expert load.
 - `sources`: reading a history from the files of a run's folder.
 - `timeline`: reading one iteration from the traces of `--profile`.
-- `charts`: which curves share a chart, and reducing them to what a screen can show.
+- `charts`: which curves share a chart, and their reduction to what a screen can show.
 - `page`: the HTML page. Its files are in the folder `page`.
 - `live`: the local server behind `--live`.
 - `command`: the command line.

@@ -1,4 +1,4 @@
-"""Which curves share a chart, and reducing curves to what a screen can show."""
+"""The grouping of curves into charts, and their reduction to what a screen can show."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def build_parser() -> ToolParser:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="Folder of a run or of runs, or a metrics file.",
+        help="Folder of one or more runs, or a metrics file.",
     )
     add(
         "--output",

@@ -1,4 +1,4 @@
-"""What is known about a run: curves by tag, events, settings and the load of its experts."""
+"""The history of a run: curves by tag, events, settings and the load of its experts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Event:
 
 @dataclass
 class History:
-    """What is known about a run.
+    """The history of a run, as far as its files tell it.
 
     Attributes:
         name: The name to show.
@@ -136,7 +136,7 @@ class History:
             self.point("expert-load/idlest", iteration, min(shares, default=math.nan))
 
     def _note(self, points: Mapping[str, float], iteration: int, time: float | None) -> None:
-        """Add the events that show in scalars: evaluations, and changes of the loss scale."""
+        """Add the events that scalars reveal: evaluations, and changes of the loss scale."""
         losses = {
             tag: value for tag, value in points.items() if tag.endswith((" validation", " test"))
         }
@@ -174,7 +174,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """How the run ended, or that it has not."""
+        """How the run ended, or that it has not ended."""
         ends = [
             event for event in self.events if event.kind in ("start", "resumed", "end", "failure")
         ]

@@ -1,4 +1,4 @@
-"""The local server behind `--live`: the page, and its data whenever the run has written more.
+"""The local server behind `--live`: it serves the page, and new data as runs write them.
 
 It is bound to 127.0.0.1, answers only requests whose Host header names this machine, and only
 reads.
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class LiveRuns:
-    """Runs that are looked for and read again when someone asks.
+    """Runs whose files are found and read again on request.
 
     Args:
         paths: Files and folders of runs, to which runs may be added at any time.

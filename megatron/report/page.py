@@ -1,4 +1,4 @@
-"""The HTML page of a report. It loads nothing from elsewhere, and escapes all that it shows."""
+"""The HTML page of a report. It loads nothing from elsewhere and escapes everything it shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u20
 
 
 def page_data(histories: Sequence[History]) -> dict[str, Any]:
-    """Return all that the page shows, as plain data."""
+    """Return everything that the page shows, as plain data."""
     charts, constants = make_charts(histories)
     return {
         "runs": [_run_data(history) for history in histories],
@@ -104,7 +104,7 @@ def render(histories: Sequence[History], *, live: bool = False) -> str:
 
     Args:
         histories: The runs, in order.
-        live: Whether the page asks its server for news.
+        live: Whether the page asks its server for new data.
     """
     from jinja2 import Environment
 

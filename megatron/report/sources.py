@@ -55,7 +55,7 @@ class MetricsFile:
     def read(self) -> bool:
         """Add the lines that were written since the last call.
 
-        A last line without an end is being written. It is counted as damaged until it is whole.
+        A last line without a newline is still being written. It counts as damaged until then.
         """
         with self._path.open("rb") as file:
             size = file.seek(0, 2)

@@ -4,8 +4,8 @@ r"""Write the job file of a run for a cluster, and submit it.
         pretrain_gpt.py --config examples/gpt_tiny.yaml \
         --load checkpoints --save checkpoints --save-interval 1000
 
-prints the file. --output keeps it, --submit also hands it to sbatch, kubectl or bash. A --run file
-holds the same settings by section (docs/clusters.md).
+prints the job file. --output writes it to a file, and --submit also hands it to sbatch, kubectl or
+bash. A --run file holds the same settings by section (docs/clusters.md).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def build_parser() -> ToolParser:
     parser = ToolParser("submit.py", __doc__)
     add = parser.add_argument
     add("--to", choices=TARGETS, required=True, help="Where the job runs.")
-    add("--run", type=Path, metavar="FILE.yaml", help="Description of the run. Flags win over it.")
+    add("--run", type=Path, metavar="FILE.yaml", help="Description of the run. Flags override it.")
     add("--output", type=Path, metavar="FILE", help="Job file to write. Default: print it.")
-    add("--submit", action="store_true", help="Submit the file. It needs --output.")
+    add("--submit", action="store_true", help="Submit the job file. Needs --output.")
     add("words", nargs="*", metavar="-- COMMAND", help="The Python file and its flags.")
     for kind in SECTIONS.values():
         add_flags(parser, kind)

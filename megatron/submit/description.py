@@ -1,4 +1,4 @@
-"""The description of a run for a cluster: its sections, how it is read, and what it must fulfil."""
+"""The description of a run for a cluster: its sections, how they are read, and their rules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TARGETS = ("slurm", "kubernetes", "hostfile", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Job: what runs, and on what.
+    """Job: the command and its resources.
 
     Attributes:
-        name: Name of the job: small letters, digits and hyphens.
-        nodes: Machines.
+        name: Name of the job: lowercase letters, digits and hyphens.
+        nodes: Number of machines.
         gpus_per_node: GPUs of each machine. 0 trains on CPUs.
         processes_per_node: Processes on each machine. Default: one for each GPU.
         cpus_per_node: Processor cores of each machine.
@@ -36,7 +36,7 @@ class JobConfig:
         volume: Folders in the container, each as SOURCE:TARGET or SOURCE:TARGET:ro. A source
             without a slash is a Kubernetes volume claim.
         env: Environment variables, each as NAME=VALUE.
-        workdir: Folder in which the command runs: that of this project.
+        workdir: Folder in which the command runs. It must hold this project.
         logs: Folder for the logs of all ranks.
         python: Python interpreter, for example that of a virtual environment.
         command: The command as one line: a Python file, -m MODULE or megatron, then its flags. On
@@ -118,9 +118,9 @@ class KubernetesConfig:
             KEY:EFFECT or KEY.
         gpu_resource: Name of the GPU resource.
         shared_memory_gb: Size of /dev/shm, for data loading and NCCL.
-        restarts: How often a job may fail before it is given up. Preemption does not count.
-        save_seconds: How long a pod that must end may take to save.
-        silence_minutes: A pod whose ranks have logged nothing for so long is ended. 0 disables the
+        restarts: Number of restarts after failures. Preemption does not count as one.
+        save_seconds: Time to save for a pod that is told to stop.
+        silence_minutes: Stop a pod whose ranks have logged nothing for this long. 0 disables the
             probe.
     """
 
@@ -148,9 +148,9 @@ class HostsConfig:
 
     Attributes:
         hostfile: File with one machine per line, as MPI or DeepSpeed write it: HOST, HOST slots=8
-            or HOST:8. It replaces the number of nodes.
-        launcher: How the machines are reached: ssh starts torchrun on each, mpi is mpirun.
-        ssh_config: Configuration file of ssh, in place of the user's own.
+            or HOST:8. It determines the number of nodes.
+        launcher: How processes are started: by a launcher on each machine, over ssh, or by mpirun.
+        ssh_config: Configuration file for ssh. Default: the user's own.
         port: Port at which the processes meet.
     """
 
@@ -180,7 +180,7 @@ SECTIONS: Mapping[str, type] = {
 def read_description(
     file: Path | None, given: Mapping[str, Mapping[str, Any]], command: Sequence[str]
 ) -> Description:
-    """Read a description from a file, flags and a command. Flags win.
+    """Read a description from a file, flags and a command. Flags override the file.
 
     Args:
         file: The YAML file, if any.
@@ -209,8 +209,8 @@ def read_description(
 # A word that has no meaning to any shell, nor to SLURM's reading of `#SBATCH` lines.
 _PLAIN = r"[\w.,:/=@%+&|()\[\]*-]+"
 _PATTERNS = {
-    "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 small letters, digits and hyphens, "
-             "beginning with a letter and not ending with a hyphen"),
+    "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and "
+             "hyphens, beginning with a letter and not ending with a hyphen"),
     "time": (r"\d{1,4}:[0-5]\d:[0-5]\d", "HH:MM:SS, such as 24:00:00"),
     "partition": (r"[\w.,-]+", "letters, digits, dots, commas and hyphens"),
     "account": (r"[\w.-]+", "letters, digits, dots and hyphens"),
@@ -274,7 +274,7 @@ def problems_of(run: Description, target: str) -> list[str]:
 
 
 def _unreadable(run: Description) -> Iterator[str]:
-    """Yield a line for each value that does not have its form."""
+    """Yield a line for each value that does not match its pattern."""
     for part in run:
         kind: type = type(part)
         for field in fields_of(kind):
@@ -317,9 +317,9 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
 
 
 def training_problems(job: JobConfig) -> list[str]:
-    """Return the mistakes in the flags of a pretraining, which need not wait in a queue to be told.
+    """Return the mistakes in the flags of a pretraining run, before its job waits in a queue.
 
-    Nothing is checked if the flags depend on files that are not here.
+    Nothing is checked if the flags depend on files that this machine does not have.
     """
     program, *words = job.words or [""]
     kind = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)

@@ -19,6 +19,7 @@ from megatron.config.parser import ParsedRun, asks_for_mpi
 from megatron.config.run import flatten, sections
 from megatron.errors import ConfigError
 from tests.config.command import parse, problems
+from tests.config.deepspeed_schedules import SCHEDULES
 
 WITHOUT_SIZE = ["--micro-batch-size"]
 
@@ -85,70 +86,7 @@ _READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"wandb": {"enabled": True, "team": "us"}},
         {"logging.wandb_project": "deepspeed", "logging.wandb_entity": "us"},
     ),
-    (
-        {
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "warmup_min_lr": 1e-5,
-                    "warmup_max_lr": 1e-3,
-                    "warmup_num_steps": 4,
-                    "total_num_steps": 30,
-                    "warmup_type": "linear",
-                },
-            }
-        },
-        {"schedule.lr": 1e-3, "schedule.lr_warmup_init": 1e-5, "schedule.lr_warmup_iters": 4}
-        | {"schedule.lr_decay_style": "linear", "schedule.lr_decay_iters": 30}
-        | {"schedule.min_lr": 1e-5},
-    ),
-    (
-        {
-            "scheduler": {
-                "type": "LRRangeTest",
-                "params": {
-                    "lr_range_test_min_lr": 1e-4,
-                    "lr_range_test_step_size": 20,
-                    "lr_range_test_step_rate": 5,
-                    "lr_range_test_staircase": True,
-                },
-            }
-        },
-        {"schedule.lr_decay_style": "range-test", "schedule.lr_range_test_min_lr": 1e-4}
-        | {"schedule.lr_range_test_step_size": 20, "schedule.lr_range_test_step_rate": 5}
-        | {"schedule.lr_range_test_staircase": True},
-    ),
-    (
-        {
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {"warmup_type": "linear", "warmup_num_steps": 3},
-            }
-        },
-        {"schedule.lr_decay_style": "constant", "schedule.lr_warmup_iters": 3}
-        | {"schedule.lr_warmup_style": "linear"},
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}},
-        {"schedule.lr_warmup_style": "log", "schedule.lr_warmup_iters": 2},
-    ),
-    (
-        {
-            "optimizer": {"params": {"lr": 1e-3}},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {
-                    "warmup_min_ratio": 0.5,
-                    "cos_min_ratio": 0.25,
-                    "warmup_num_steps": 4,
-                    "total_num_steps": 30,
-                },
-            },
-        },
-        {"schedule.lr": 1e-3, "schedule.lr_warmup_init": 5e-4, "schedule.min_lr": 2.5e-4}
-        | {"schedule.lr_decay_style": "cosine", "schedule.lr_decay_iters": 30}
-        | {"schedule.lr_warmup_iters": 4, "schedule.lr_warmup_style": "log"},
-    ),
+    *SCHEDULES,
     (
         {
             "curriculum_learning": {
@@ -516,29 +454,6 @@ def test_a_file_that_is_not_there_and_one_with_a_byte_order_mark(tmp_path: Path)
 )
 def test_mistakes_name_key_and_line(tmp_path: Path, content: dict[str, Any], expected: str) -> None:
     assert wrong(tmp_path, content)[0].startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("words", "length"),
-    [("", "the whole run (--train-iters 40)"), ("--lr-decay-iters 9", "--lr-decay-iters 9")],
-)
-def test_a_decay_without_a_length_says_which_it_takes(
-    words: str, length: str, tmp_path: Path
-) -> None:
-    params = {"warmup_num_steps": 4}
-    content = {"scheduler": {"type": "WarmupDecayLR", "params": params}}
-    (told,) = [
-        notice
-        for notice in read(tmp_path, content, words, without=["--lr"]).notices
-        if "total_num_steps" in notice
-    ]
-    assert told.endswith(f"line 3): total_num_steps is not given: the decay takes {length}")
-
-
-def test_ratios_need_a_rate(tmp_path: Path) -> None:
-    cosine = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 20}}}
-    (line, *_) = wrong(tmp_path, cosine, without=["--lr"])
-    assert line.endswith("as multiples of the peak: add optimizer.params.lr, or --lr")
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ _RESUME = (*COMMAND, *RESUME)
     ("words", "message"),
     [
         (("--nodes", "0", *COMMAND), "--nodes 0: "),
-        (("--name", "a;b", *COMMAND), "--name 'a;b': expected at most 40 small letters"),
+        (("--name", "a;b", *COMMAND), "--name 'a;b': expected at most 40 lowercase letters"),
         (("--name", "a\n#SBATCH --uid=0", *COMMAND), "--name 'a\\n"),
         (("--time", "1 day", *COMMAND), "--time '1 day': expected HH:MM:SS"),
         (("--partition", "gpu --uid=0", *COMMAND), "--partition 'gpu --uid=0': expected letters"),
