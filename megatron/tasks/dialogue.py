@@ -179,10 +179,15 @@ def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
     lines: list[str] = []
     step = _AT_A_TIME * layout.data.size
     for first in range(0, len(requests), step):
-        lines += [text.strip() for text in generator.generate(requests[first : first + step])]
+        lines += map(_line, generator.generate(requests[first : first + step]))
         progress(first // step + 1, -(-len(requests) // step))
     if layout.world.rank == 0:
         _write_lines(_output_path(own), lines)
+
+
+def _line(text: str) -> str:
+    """Return what is written before the end of the line, as one line for every reader of files."""
+    return text.partition("\n")[0].replace("\r", " ").strip()
 
 
 def _output_path(own: DialogueConfig) -> Path:
@@ -334,7 +339,7 @@ def ask_server(url: str, length: int, text: str) -> str:
             f"API ({error}): give one such as http://localhost:5000/api"
         ) from error
     written: str = answer[len(text) :]
-    return written.partition("\n")[0].strip()
+    return _line(written)
 
 
 def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:

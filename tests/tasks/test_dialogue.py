@@ -138,7 +138,7 @@ class _Api(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked.keys() == {"prompts", "tokens_to_generate", "top_k"}
         (text,) = asked["prompts"]
-        answer = {"text": [f"{text} so {asked['tokens_to_generate']} \nand on"]}
+        answer = {"text": [f"{text} so\r{asked['tokens_to_generate']} \nand on"]}
         if self.path == "/other":
             answer = {"texts": []}
         self.send_response(400 if self.path == "/refuse" else 200)
