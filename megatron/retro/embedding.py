@@ -140,7 +140,9 @@ class Embedder(ABC):
         """Store the device and the size of a batch."""
         self._device = device
         self._batch_size = batch_size
-        self._unit = 8 if device.is_gpu else 1
+        # A GPU is fastest at lengths that are multiples of 8, and prepares its attention kernel for
+        # every new shape of a batch, so there should be few of them.
+        self._units = (min(32, batch_size), 8) if device.is_gpu else (1, 1)
 
     def embed(self, texts: Sequence[str], *, first: int = 0) -> Vectors:
         """Return the vectors of texts, float32 `[n, h]`.
@@ -189,22 +191,24 @@ class Embedder(ABC):
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         """Yield the places of each batch's texts, and their vectors, perhaps still computed."""
+        row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
-        # A GPU multiplies and attends fastest at lengths that are multiples of 8.
-        padded = np.minimum(-(-lengths // self._unit) * self._unit, self.max_length)
+        padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)
         start = 0
         while start < len(lengths):
             # Texts that follow are longer, so fewer of them fit.
             counts = np.arange(1, len(lengths) - start + 1)
-            fits = counts * padded[start:] <= self._batch_size * self.max_length
-            stop = start + int(fits.sum())
-            tokens = np.full((stop - start, padded[stop - 1]), self._filler, np.int64)
+            count = int((counts * padded[start:] <= self._batch_size * self.max_length).sum())
+            if start + count < len(lengths):
+                count -= count % row_unit
+            stop, rows = start + count, -(-count // row_unit) * row_unit
+            tokens = np.full((rows, padded[stop - 1]), self._filler, np.int64)
+            ends = np.full(rows, _ENDS)  # rows that fill up the batch have no text
+            ends[:count] = lengths[start:stop]
             for number, row in enumerate(piece.rows[start:stop]):
                 tokens[number, : len(row)] = row
-            values = self._vectors(
-                self._device.send(tokens), self._device.send(lengths[start:stop])
-            )
-            yield piece.places[start:stop], values
+            values = self._vectors(self._device.send(tokens), self._device.send(ends))
+            yield piece.places[start:stop], values[:count]
             start = stop
 
     _filler: int  # the id of padding

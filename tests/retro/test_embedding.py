@@ -69,6 +69,26 @@ def test_many_pieces(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
     np.testing.assert_allclose(embedder.embed(TEXTS), whole, atol=2e-6)
 
 
+def test_shapes_on_a_gpu(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+    """Batches are filled up to few shapes there, which does not change the vectors."""
+    embedder = bert(recorded, batch_size=4)
+    texts = TEXTS * 5
+    whole = embedder.embed(texts)
+    monkeypatch.setattr(embedder, "_units", (4, 8))
+    shapes = set()
+    vectors = embedder._vectors
+
+    def noted(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        shapes.add(tuple(tokens.shape))
+        return vectors(tokens, lengths)
+
+    monkeypatch.setattr(embedder, "_vectors", noted)
+    np.testing.assert_allclose(embedder.embed(texts), whole, atol=2e-6)
+    assert all(
+        rows % 4 == 0 and tokens % 8 == 0 and rows * tokens <= 4 * 128 for rows, tokens in shapes
+    )
+
+
 def test_ends_of_documents_are_left_out(recorded: Recorded):
     tokenizer = recorded.gpt_tokenizer()
     row = [*tokenizer.tokenize("the end"), tokenizer.eod, *tokenizer.tokenize("more")]
