@@ -38,17 +38,26 @@ _DROPOUT_PASSES = 2.5  # further passes over an update of the residual stream, i
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
 _SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
 _FORWARD_ATTENTION = 0.25  # part of attention's time that its forward pass takes
-_FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
+FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
 # Bytes per updated parameter: the gradient, once more for its norm, the states and the weights.
-OPTIMIZER_BYTES = 34
+OPTIMIZER_BYTES = 32
 # Part of a message's time that remains if it overlaps with products: both compete for the device.
 _OVERLAPPED = 0.25
 IN_BUCKETS = 0.8  # the same for gradients and weights that travel in buckets
-_KERNELS = 4  # kernels without products of a sublayer, in each direction
-# Kernels of a sublayer that the host launches, forward and backward; those around its messages, and
-# around the gathering of its weights in ZeRO stage 3.
-_LAUNCHES, _MESSAGE_LAUNCHES, _GATHER_LAUNCHES = 34, 12, 40
-_ACCUMULATED = 8  # bytes per element of a weight whose gradient is added to in fp32
+# Kernels without products of a sublayer, in each direction, and those of a mixture besides.
+_KERNELS, _MIXTURE_KERNELS = 4, 30
+_RECEIVING = 0.037  # part of the device that a pipeline's posted receive takes from products
+# What the host does for a sublayer, forward and backward, in launches of `Machine.launch` seconds:
+# for any, and besides for biases, dropout and experts.
+_LAUNCHES, _BIAS_LAUNCHES, _DROPOUT_LAUNCHES, _MIXTURE_LAUNCHES = 28, 5, 4, 108
+# The same around a sublayer's messages, and around its gathered weights (ZeRO stage 3).
+_EXCHANGE_LAUNCHES, _GATHER_LAUNCHES = 22, 41
+_BATCH_LAUNCHES = 33  # the same for a micro-batch's data, embedding and loss
+# The same for an update's gradients, optimizer, results and log, and for a message or a bucket.
+UPDATE_LAUNCHES, MESSAGE_LAUNCHES = 160, 5
+# Bytes per element of a weight whose gradient is added to in fp32, and of an expert's, which the
+# products give in 16 bits.
+_ACCUMULATED, _EXPERT_ACCUMULATED = 8, 10
 
 
 class Seconds(NamedTuple):
@@ -59,14 +68,12 @@ class Seconds(NamedTuple):
         attention: Attention.
         memory: Kernels that move data: normalizations, activations, casts, loss.
         exchange: Messages between tensor, context and expert ranks that nothing hides.
-        waiting: Waiting for the host to launch kernels.
     """
 
     products: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     exchange: float = 0.0
-    waiting: float = 0.0
 
     @property
     def total(self) -> float:
@@ -89,16 +96,18 @@ class PassTimes(NamedTuple):
         forward: The forward pass.
         inputs: The backward pass of the inputs, with what it recomputes.
         weights: The gradients of the weights.
+        host: The time that the host takes to launch all of them, while the device computes.
     """
 
     forward: Seconds
     inputs: Seconds
     weights: Seconds
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """The time of all passes."""
-        return sum(each.total for each in self)
+        """The time of all passes on the device."""
+        return self.forward.total + self.inputs.total + self.weights.total
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,12 @@ class Setting:
         context_link: Connection of the context-parallel processes.
         expert_link: Connection of the processes that divide experts.
         fp8: Whether layers multiply in 8 bits.
+        fp8_weights: Whether they compute the gradients of weights in 8 bits, too.
         overlaps: Whether tensor-parallel messages overlap with products.
         ring: Whether context-parallel processes pass keys and values around a ring.
         gathers: Whether every layer's weights are gathered when it is used (ZeRO stage 3).
+        flash: Whether attention may only use the flash kernel, as around a ring.
+        receives: Whether receives from other pipeline stages are posted beside passes.
         graphs: Whether passes are recorded, so that the host launches almost nothing.
     """
 
@@ -126,9 +138,12 @@ class Setting:
     context_link: Link
     expert_link: Link
     fp8: bool = False
+    fp8_weights: bool = False
     overlaps: bool = False
     ring: bool = True
     gathers: bool = False
+    flash: bool = False
+    receives: bool = False
     graphs: bool = False
 
     @classmethod
@@ -150,9 +165,13 @@ class Setting:
             context_link=machine.connection(context, tensor),
             expert_link=machine.connection(expert, sizes["expert_tensor"]),
             fp8=config.precision.fp8_format is not None,
+            fp8_weights=config.precision.fp8_format is not None and config.precision.fp8_wgrad,
             overlaps=config.parallel.tp_comm_overlap,
             ring=config.parallel.cp_comm_type == "p2p",
             gathers=config.parallel.zero_stage == 3,
+            # cuDNN steps aside for both flags.
+            flash=config.training.deterministic_mode or config.model.use_flash_attn,
+            receives=sizes["pipeline"] > 1,
             graphs=config.training.cuda_graph_impl != "none",
         )
 
@@ -163,7 +182,7 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
     machine, batch = setting.machine, setting.batch
     forward, inputs, weights = Seconds(), Seconds(), Seconds()
     for part in layer.sublayers:
-        product = _products(part, setting)
+        product = _products(part, setting, setting.fp8)
         attention = _attention(part, setting)
         ahead, back, beside = _exchange(part, setting, attention)
         forward = forward.plus(
@@ -176,34 +195,47 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
             tensor=batch.tensor, expert=setting.expert, expert_tensor=batch.expert_tensor
         )
         held = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
-        added = _ACCUMULATED * held / machine.copy
+        is_mixture = isinstance(part, MixturePlan)  # whose weight gradients stay in 16 bits
+        added = (_EXPERT_ACCUMULATED if is_mixture else _ACCUMULATED) * held / machine.copy
+        product = _products(part, setting, setting.fp8_weights and not is_mixture)
         weights = weights.plus(Seconds(product, memory=added, exchange=beside))
     kept = Block.activation_bytes(layer, batch) / machine.copy
-    kernels = _KERNELS * len(layer.sublayers) * machine.kernel
+    mixtures = sum(isinstance(part, MixturePlan) for part in layer.sublayers)
+    kernels = (_KERNELS * len(layer.sublayers) + _MIXTURE_KERNELS * mixtures) * machine.kernel
     if layer.dropout > 0:
         updates = len(layer.sublayers) * batch.width * batch.tokens * layer.mixer.hidden
         kernels += _DROPOUT_PASSES * updates / batch.sequence / machine.copy
     forward = forward.plus(Seconds(memory=_FORWARD_PASSES * kept + kernels))
     inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * kept + kernels))
-    device = forward.total + inputs.total + weights.total
-    launches = len(layer.sublayers) * (_LAUNCHES + _GATHER_LAUNCHES * setting.gathers)
-    for size in (batch.tensor, batch.context, setting.expert):
-        launches += _MESSAGE_LAUNCHES * len(layer.sublayers) * (size > 1)
-    late = 0.0 if setting.graphs else max(0.0, launches * machine.launch - device)
-    return PassTimes(
-        forward.plus(Seconds(waiting=late / 3)), inputs.plus(Seconds(waiting=late * 2 / 3)), weights
+    launches = _DROPOUT_LAUNCHES * len(layer.sublayers) * (layer.dropout > 0)
+    launches += sum(_launches(part, setting) for part in layer.sublayers)
+    return PassTimes(forward, inputs, weights, launches * machine.launch * (not setting.graphs))
+
+
+def _launches(part: SublayerPlan, setting: Setting) -> int:
+    """Return what the host does for a sublayer without dropout, in launches."""
+    is_mixture = isinstance(part, MixturePlan)
+    exchanges = (setting.batch.tensor > 1) + (is_mixture and setting.expert > 1)
+    exchanges += setting.batch.context > 1 and isinstance(part, AttentionPlan)
+    return (
+        _LAUNCHES
+        + _BIAS_LAUNCHES * part.bias
+        + _MIXTURE_LAUNCHES * is_mixture
+        + _EXCHANGE_LAUNCHES * exchanges
+        + _GATHER_LAUNCHES * setting.gathers
     )
 
 
-def _products(part: SublayerPlan, setting: Setting) -> float:
+def _products(part: SublayerPlan, setting: Setting, fp8: bool) -> float:
     """Return the time of a sublayer's products in one of its three passes."""
     machine, batch = setting.machine, setting.batch
     work = class_of(part).work(part, batch.length, batch.encoder_length).products / 3
     rate = machine.products
-    if setting.fp8:
+    if fp8:
         rate = machine.products_fp8 or machine.products
     if isinstance(part, MixturePlan):
         rate *= machine.grouped / machine.products
+    rate *= 1 - _RECEIVING * setting.receives
     matrices = class_of(part).matrices(part, WeightSplit())
     share = batch.sequences / (batch.tensor * batch.context)
     return work * share / rate + len(matrices) * machine.kernel
@@ -216,8 +248,9 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
     machine, batch = setting.machine, setting.batch
     scores = class_of(part).work(part, batch.length, batch.encoder_length).scores
     rate = machine.attention * (1.0 if part.head_size >= 128 else _SMALL_HEADS)
-    if batch.context > 1 and setting.ring:
+    if setting.flash or (batch.context > 1 and setting.ring):
         rate *= machine.ring
+    rate *= 1 - _RECEIVING * setting.receives
     if part.dropout > 0:
         rate *= _ATTENTION_DROPOUT
     length = batch.encoder_length if part.kind == "cross_attention" else batch.length
@@ -235,7 +268,7 @@ def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
         rows = batch.expert_tokens * part.router.chosen
         part = part.expert
     width = sum(shape[side] for shape in class_of(part).matrices(part, WeightSplit()))
-    return _FP8_CAST * rows * width / batch.tensor / setting.machine.copy
+    return FP8_CAST * rows * width / batch.tensor / setting.machine.copy
 
 
 def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:
@@ -287,7 +320,7 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
         passes: Its times without recomputation.
         modules: The parts to recompute (--recompute-modules); `None` for the whole layer.
     """
-    again = passes.forward
+    again, host = passes.forward, passes.host / 3
     if modules is not None:
         named = set(modules)
         work = [class_of(part).work(part, 1, 1).products for part in layer.sublayers]
@@ -297,9 +330,9 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
             again.attention if "core_attn" in named else 0.0,
             (in_mlp + 0.2 * ("layernorm" in named)) * again.memory,
             in_mlp * again.exchange,
-            in_mlp * again.waiting,
         )
-    return passes._replace(inputs=passes.inputs.plus(again))
+        host *= in_mlp
+    return passes._replace(inputs=passes.inputs.plus(again), host=passes.host + host)
 
 
 def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
@@ -309,13 +342,17 @@ def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
     product = memory = added = 0.0
     for kind, head in heads_of(plan):
         added += _ACCUMULATED * kind.parameter_count(head, batch.tensor) / machine.copy
-        product += kind.flops(head, batch.length) / 3 * share / machine.products
+        rate = machine.products * (1 - _RECEIVING * setting.receives)
+        product += kind.flops(head, batch.length) / 3 * share / rate
         memory += kind.activation_bytes(head, batch) / machine.copy
     message = _message(batch, plan.hidden, setting.tensor_link) if batch.tensor > 1 else 0.0
+    launches = _BATCH_LAUNCHES + _EXCHANGE_LAUNCHES * (batch.tensor > 1)
+    launches += 2 * MESSAGE_LAUNCHES * setting.receives
     return PassTimes(
         Seconds(product, memory=_FORWARD_PASSES * memory, exchange=message),
         Seconds(product, memory=_BACKWARD_PASSES * memory),
         Seconds(product, memory=added, exchange=_OVERLAPPED * message),
+        launches * machine.launch,
     )
 
 

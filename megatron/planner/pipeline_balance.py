@@ -45,7 +45,12 @@ class Durations(NamedTuple):
     @classmethod
     def of(cls, passes: PassTimes) -> Durations:
         """Return the total of each pass."""
-        return cls(*(each.total for each in passes))
+        return cls(passes.forward.total, passes.inputs.total, passes.weights.total)
+
+    def at_least(self, host: float) -> Durations:
+        """Return the times of a device that waits for a host that takes so long to launch all."""
+        late = max(0.0, host - sum(self))
+        return Durations(self.forward + late / 3, self.inputs + late * 2 / 3, self.weights)
 
 
 @dataclass(frozen=True)
@@ -56,23 +61,27 @@ class Costs:
         layers: The times of each layer, in order.
         head: The times of the output layer and the loss.
         message: The time of a message to the next stage.
+        host: The time of the host for each layer and for the head; empty if it does not count.
     """
 
     layers: tuple[Durations, ...]
     head: Durations
     message: float = 0.0
+    host: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan, machine: Machine = DEFAULT) -> Costs:
-        """Estimate the times, in seconds. Embedding and messages are too cheap to count."""
-        return cls.from_passes(*model_passes(config, plan, machine))
+        """Estimate the device's times, in seconds, if it waits for no message and no host."""
+        return replace(cls.from_passes(*model_passes(config, plan, machine)), host=())
 
     @classmethod
     def from_passes(
         cls, layers: Iterable[PassTimes], head: PassTimes, message: float = 0.0
     ) -> Costs:
-        """Return the totals of the passes through the layers and the head."""
-        return cls(tuple(map(Durations.of, layers)), Durations.of(head), message)
+        """Return the totals of the passes through the layers and the head, and the host's times."""
+        layers = tuple(layers)
+        host = (*(passes.host for passes in layers), head.host)
+        return cls(tuple(map(Durations.of, layers)), Durations.of(head), message, host)
 
     @cached_property
     def head_in_layers(self) -> float:
@@ -80,14 +89,20 @@ class Costs:
         return sum(self.head) * len(self.layers) / math.fsum(map(sum, self.layers))
 
     def part_times(self, counts: Counts) -> list[Durations]:
-        """Return the times of each part. The last part includes the head."""
+        """Return the times of each part, on a device that may wait for the host.
+
+        The last part includes the head.
+        """
         nothing = Durations(0.0, 0.0, 0.0)
+        places = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
         parts = [
-            Durations(*map(math.fsum, zip(nothing, *self.layers[end - count : end], strict=True)))
-            for count, end in zip(counts, accumulate(counts), strict=True)
+            Durations(*map(math.fsum, zip(nothing, *self.layers[place], strict=True)))
+            for place in places
         ]
         parts[-1] = Durations(*map(add, parts[-1], self.head))
-        return parts
+        host = [math.fsum(self.host[place]) for place in places]
+        host[-1] += sum(self.host[-1:])
+        return [part.at_least(late) for part, late in zip(parts, host, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,11 @@ from megatron.models.plan import ModelPlan, WeightSplit
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.planner.cost import (
+    FP8_CAST,
     IN_BUCKETS,
+    MESSAGE_LAUNCHES,
     OPTIMIZER_BYTES,
+    UPDATE_LAUNCHES,
     PassTimes,
     Seconds,
     model_passes,
@@ -82,7 +85,8 @@ class Prediction:
 
     Attributes:
         seconds: The time of an update.
-        stage: What the busiest pipeline stage does in it.
+        stage: What the device of the busiest pipeline stage does in it.
+        host: The time in which that device waits for the host.
         bubble: The time in which that stage waits for others.
         gradients: The time of messages between data-parallel processes that nothing hides.
         optimizer: The time of the optimizer.
@@ -94,6 +98,7 @@ class Prediction:
 
     seconds: float
     stage: Seconds
+    host: float
     bubble: float
     gradients: float
     optimizer: float
@@ -125,7 +130,7 @@ class Prediction:
             "attention": self.stage.attention,
             "elementwise": self.stage.memory,
             "exchange": self.stage.exchange,
-            "host": self.stage.waiting,
+            "host": self.host,
             "bubble": self.bubble,
             "data parallel": self.gradients,
             "optimizer": self.optimizer,
@@ -160,7 +165,7 @@ def busiest_stage(
     parts = plan_model(config.model, config.parallel)
     return max(
         (_sum_of(parts_of_stage(parts, stage, stages), layers, head) for stage in range(stages)),
-        key=lambda passes: passes.total,
+        key=lambda passes: max(passes.total, passes.host),
     )
 
 
@@ -188,16 +193,27 @@ def predict(
     layers, head = model_passes(config, plan, machine)
     slowest = busiest_stage(config, plan, layers, head)
     pipeline, counts, costs = pipeline_of(config, plan, world_size, machine, pipelines)
-    total = pipeline.time(counts, costs)
     stage = slowest.forward.plus(slowest.inputs, slowest.weights).times(micro_batches)
-    gradients, optimizer = _update(
+    gradients, optimizer, buckets = _update(
         config, plan, Grid.of(config, world_size), machine, slowest, micro_batches
     )
+    host, bubble = UPDATE_LAUNCHES * machine.launch, 0.0
+    is_scale_fixed = not config.precision.fp16 or config.precision.loss_scale is not None
+    if pipeline.stages == 1 and is_scale_fixed:
+        # The host waits only for the result of an update, and has queued the next forward pass
+        # before it does (training/step.py). So the slower of host and device sets the pace.
+        launching = host + buckets + micro_batches * slowest.host
+        host = max(0.0, launching - stage.total - gradients - optimizer)
+    else:
+        late = micro_batches * max(0.0, slowest.host - slowest.total)
+        bubble = max(0.0, pipeline.time(counts, costs) - stage.total - late)
+        host += late
     sequence = config.data.sample_tokens * plan.head_spec.sequences
     return Prediction(
-        seconds=total + gradients + optimizer,
+        seconds=stage.total + host + bubble + gradients + optimizer,
         stage=stage,
-        bubble=max(total - stage.total, 0.0),  # without a pipeline, rounding
+        host=host,
+        bubble=bubble,
         gradients=gradients,
         optimizer=optimizer,
         memory=largest_process(config, plan, world_size),
@@ -231,8 +247,12 @@ def _sum_of(parts: Sequence[ModelPart], layers: Sequence[PassTimes], head: PassT
     """Return the times of a micro-batch in the parts of a stage."""
     held = [layers[i] for part in parts for i in part.layers]
     held += [head] if parts[-1].head else []
-    nothing = PassTimes(Seconds(), Seconds(), Seconds())
-    return PassTimes(*(Seconds().plus(*each) for each in zip(nothing, *held, strict=True)))
+    return PassTimes(
+        Seconds().plus(*(each.forward for each in held)),
+        Seconds().plus(*(each.inputs for each in held)),
+        Seconds().plus(*(each.weights for each in held)),
+        sum(each.host for each in held),
+    )
 
 
 def _update(
@@ -242,8 +262,11 @@ def _update(
     machine: Machine,
     passes: PassTimes,
     micro_batches: int,
-) -> tuple[float, float]:
-    """Return the times of data-parallel messages that nothing hides, and of the optimizer.
+) -> tuple[float, float, float]:
+    """Return the times of the update after the last micro-batch.
+
+    They are those of data-parallel messages that nothing hides, of the optimizer, and of the host
+    for the messages of buckets.
 
     Args:
         config: The run's configuration.
@@ -259,10 +282,11 @@ def _update(
     gathered = width
     if numbers.fp8_param_gather:
         gathered = 1
-    messages, updated = 0.0, 0.0
+    messages, updated, cast, launches = 0.0, 0.0, 0, 0
     backward = passes.inputs.total + passes.weights.total
     for held, size, stride in layout.weights(config, plan):
         updated += held / (size if stage else 1)
+        cast += held * (numbers.fp8_format is not None)
         if size == 1:
             continue
         link = machine.connection(size, stride)
@@ -286,10 +310,14 @@ def _update(
         for each, overlaps, window in sent:
             size_in_bytes = held * each * share
             time = size_in_bytes / link.bandwidth
-            time += link.latency * -(-held * each // BUCKET_BYTES)
+            buckets = -(-held * each // BUCKET_BYTES)
+            time += link.latency * buckets
+            launches += MESSAGE_LAUNCHES * buckets * (stage < 3)
             if overlaps:
                 # While the messages travel they slow the products beside them.
                 beside = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
                 time = max(time - window, 0.0) + min(beside, time)
             messages += time
-    return messages, updated * OPTIMIZER_BYTES / machine.copy
+    # With fp8, every update casts the weights anew.
+    optimizer = (updated * OPTIMIZER_BYTES + cast * FP8_CAST) / machine.copy
+    return messages, optimizer, launches * machine.launch

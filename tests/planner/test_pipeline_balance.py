@@ -148,3 +148,11 @@ def test_recomputation_is_one_more_forward_pass_of_a_layer():
 def test_one_stage_has_nothing_to_tell():
     config = parse_config([*NETWORK, "--pipeline-model-parallel-size", "1"], world_size=4).config
     assert not list(pipeline_rows(config, model_plan(config.model, 128256), 4, 4))
+
+
+def test_a_part_takes_as_long_as_the_slower_of_device_and_host():
+    costs = replace(alike(4, head=2.0), host=(4.0, 4.0, 4.0, 4.0, 1.0))
+    first, last = costs.part_times((2, 2))
+    assert first == Durations(2 + 2 / 3, 2 + 4 / 3, 2)  # the host is late by 2
+    assert last == Durations(4, 4, 4)  # the head hides it
+    assert alike(4, head=2.0).part_times((2, 2)) == [Durations(2, 2, 2), last]

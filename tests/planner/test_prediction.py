@@ -1,6 +1,7 @@
 """Predicted time and memory against everything that was measured, and against Megatron's table."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -10,6 +11,8 @@ import pytest
 from megatron.config import parse_config
 from megatron.errors import ConfigError
 from megatron.models.plans import model_plan
+from megatron.parallel.buckets import BUCKET_BYTES
+from megatron.planner.cost import MESSAGE_LAUNCHES, Setting, layer_passes
 from megatron.planner.machine import MACHINES
 from megatron.planner.prediction import predict
 from megatron.tokenizer import padded_vocabulary
@@ -23,16 +26,20 @@ PAGE = ROOT / "docs" / "planner.md"
 TIME, MEMORY = 0.07, 0.05  # largest relative errors
 
 
-def predicted(words, gpus, machine="H200", kind="gpt"):
+def predicted(words, gpus, machine="H200", kind="gpt", **rates):
     config = parse_config(words, world_size=gpus, architecture=kind).config
     plan = model_plan(config.model, padded_vocabulary(config))
-    return predict(config, plan, gpus, MACHINES[machine])
+    return predict(config, plan, gpus, replace(MACHINES[machine], **rates))
+
+
+def words_of(model, flags):
+    return f"{MEASURED['common']} {MEASURED['models'][model]} {flags}".split()
 
 
 def _measured(row):
     """Return the prediction for a row, and the seconds that were measured."""
-    words = f"{MEASURED['common']} {MEASURED['models'][row['model']]} {row['flags']}"
-    found = predicted(words.split(), row["gpus"], kind=KINDS.get(row["model"], "gpt"))
+    words = words_of(row["model"], row["flags"])
+    found = predicted(words, row["gpus"], kind=KINDS.get(row["model"], "gpt"))
     if "milliseconds" in row:
         return found, row["milliseconds"] / 1000
     return found, found.tokens / row["tokens_per_second"]
@@ -44,10 +51,12 @@ def test_every_row_is_in_the_documentation():
 
 
 def test_time_and_memory_of_what_was_measured(capsys):
-    wrong, lines = [], []
+    wrong, lines, held_out = [], [], []
     for row in MEASURED["rows"]:
         found, seconds = _measured(row)
         error = found.seconds / seconds - 1
+        if "fitted" not in row:
+            held_out.append(abs(error))
         # A row that is predicted again is taken off the list of those that miss.
         if (abs(error) > TIME) != ("miss" in row):
             wrong.append((row["name"], f"{error:+.1%}"))
@@ -63,6 +72,8 @@ def test_time_and_memory_of_what_was_measured(capsys):
     with capsys.disabled():
         print("\n" + "\n".join(lines))
     assert not wrong
+    assert median(held_out) < 0.03
+    assert sum("miss" in row for row in MEASURED["rows"]) <= 6
     page = PAGE.read_text()
     missing = [line for line in lines if line not in page]
     assert not missing, "copy the lines that were printed into docs/planner.md"
@@ -105,10 +116,10 @@ def test_megatron_s_published_table(capsys):
         print("\n" + "  ".join(f"{name} {error:+.1%}" for name, error in errors.items()))
     page = PAGE.read_text()
     assert all(f"| {name} | {errors[name]:+.1%} |" in page for name in errors)
-    assert max(map(abs, errors.values())) < 0.10
-    assert median(map(abs, errors.values())) < 0.05
+    assert max(map(abs, errors.values())) < 0.07
+    assert median(map(abs, errors.values())) < 0.03
     held_out = [errors[row["name"]] for row in PUBLISHED["rows"] if not row["fitted"]]
-    assert median(map(abs, held_out)) < 0.05
+    assert median(map(abs, held_out)) < 0.03
 
 
 def test_machines_scaled_by_datasheet_are_not_far_off():
@@ -127,7 +138,7 @@ def test_machines_scaled_by_datasheet_are_not_far_off():
             words += ["--num-virtual-stages-per-pipeline-rank", str(row["chunks"])]
         error = predicted(words, row["gpus"], "A100").seconds / row["seconds"] - 1
         assert f"| {row['name']} | {error:+.1%} |" in page
-        assert abs(error) < 0.25
+        assert abs(error) < 0.22
 
 
 def test_parts_add_up_to_the_whole():
@@ -138,3 +149,105 @@ def test_parts_add_up_to_the_whole():
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert all(time >= -1e-9 for time in found.parts.values())
     assert found.parts["bubble"] > 0 < found.parts["data parallel"]
+
+
+SMALL = words_of("350M", "--global-batch-size 16 --num-layers 12 --micro-batch-size 4")
+IN_TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def test_the_slower_of_host_and_device_sets_the_pace():
+    device = predicted(SMALL, 1, launch=1e-12)
+    assert device.parts["host"] == 0
+    slow, slower = (predicted(SMALL, 1, launch=launch) for launch in (1e-3, 2e-3))
+    assert slower.seconds == pytest.approx(2 * slow.seconds)  # the device hides behind the host
+    assert slow.parts["host"] == pytest.approx(slow.seconds - device.seconds)
+    # Just enough time to launch everything while the device computes.
+    hidden = predicted(SMALL, 1, launch=0.99e-3 * device.seconds / slow.seconds)
+    assert hidden.seconds == pytest.approx(device.seconds)
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--fp16"])
+def test_a_device_waits_for_an_update_that_the_next_one_depends_on(flags):
+    words = [*SMALL, *flags.split()]
+    if "--fp16" in flags:
+        words.remove("--bf16")
+    device, slow = (predicted(words, 2, launch=launch) for launch in (1e-12, 1e-3))
+    fast = predicted(words, 2, launch=1e-6)
+    assert 0 < fast.parts["host"] == pytest.approx(fast.seconds - device.seconds, rel=1e-5)
+    assert slow.parts["host"] > 0.5 * slow.seconds
+    assert sum(slow.parts.values()) == pytest.approx(slow.seconds)
+
+
+def test_recorded_passes_leave_the_host_almost_nothing():
+    one, recorded = (
+        predicted([*SMALL, *more], 1, launch=1e-3) for more in ([], ["--cuda-graph-impl", "local"])
+    )
+    assert recorded.seconds < 0.25 * one.seconds
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hidden-dropout 0 --attention-dropout 0 --disable-bias-linear",
+        "--hidden-dropout 0 --attention-dropout 0",
+        "",
+        IN_TWO,
+        f"{IN_TWO} --num-experts 4 --disable-bias-linear",
+    ],
+)
+def test_what_a_layer_asks_of_the_host(flags):
+    """The order of the numbers of operations, as they were counted in runs."""
+    config = parse_config([*SMALL, *flags.split()], world_size=2).config
+    (layer, *_) = model_plan(config.model, padded_vocabulary(config)).layers
+    machine = MACHINES["H200"]
+    setting = Setting.of(config, machine)
+    launches = layer_passes(layer, setting).host / machine.launch
+    dropout, bias, experts = layer.dropout > 0, layer.mixer.bias, "experts" in flags
+    expected = 2 * (28 + 5 * bias + 4 * dropout + 22 * (setting.batch.tensor > 1)) + 108 * experts
+    assert launches == pytest.approx(expected)
+    assert layer_passes(layer, replace(setting, graphs=True)).host == 0
+    stage3 = layer_passes(layer, replace(setting, gathers=True)).host / machine.launch
+    assert stage3 == pytest.approx(expected + 2 * 41)
+
+
+def test_each_bucket_of_gradients_costs_the_host_a_message():
+    slow = 1e-2  # the host sets the pace
+    one, two = (
+        predicted([*SMALL, "--global-batch-size", str(16 * gpus)], gpus, launch=slow)
+        for gpus in (1, 2)
+    )
+    buckets = (two.seconds - one.seconds) / slow / MESSAGE_LAUNCHES
+    parameters = 12 * 12.6e6 + (50304 + 1024) * 1024
+    gradients = 2 * 4 * parameters  # reduced and gathered, in fp32
+    assert buckets == pytest.approx(gradients / BUCKET_BYTES, abs=1)
+    assert buckets == pytest.approx(round(buckets))
+
+
+def test_weight_gradients_of_experts_stay_in_16_bits():
+    def products(model, flags):
+        config = parse_config(
+            words_of(model, f"--global-batch-size 4 {flags}"), world_size=1
+        ).config
+        (layer, *_) = model_plan(config.model, padded_vocabulary(config)).layers
+        passes = layer_passes(layer, Setting.of(config, MACHINES["H200"]))
+        return passes.forward.products, passes.weights.products
+
+    in_16, in_8 = products("M6", ""), products("M6", "--fp8-format hybrid")
+    assert in_8[0] < in_8[1] < in_16[0] == in_16[1]
+    mixed = products("M6", "--fp8-format hybrid --no-fp8-wgrad")
+    assert mixed == (in_8[0], in_16[1])
+    dense = products("S", "--fp8-format hybrid")
+    assert dense[0] == dense[1] < products("S", "")[0]
+
+
+@pytest.mark.parametrize("flag", ["--deterministic-mode", "--use-flash-attn"])
+def test_attention_without_cudnn_has_the_rate_of_the_flash_kernel(flag):
+    with_cudnn, flash = (predicted([*SMALL, *more], 1) for more in ([], [flag]))
+    ratio = with_cudnn.parts["attention"] / flash.parts["attention"]
+    assert ratio == pytest.approx(MACHINES["H200"].ring)
+
+
+def test_posted_receives_slow_the_passes_of_a_pipeline():
+    words = words_of("7B", "--global-batch-size 16")
+    one, two = predicted(words, 1), predicted([*words, "--pipeline-model-parallel-size", "2"], 2)
+    assert two.parts["attention"] == pytest.approx(one.parts["attention"] / 2 / (1 - 0.037))
