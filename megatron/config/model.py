@@ -242,6 +242,12 @@ class ModelConfig(ModelOptions):
         assert self.retro_chunk_length is not None, "a rule requires it of a Retro"
         return self.retro_chunk_length
 
+    def neighbor_tokens(self, tokens: int) -> int:
+        """Return the tokens of all neighbors of a sequence's chunks; 0 for other networks."""
+        if self.architecture != "retro":
+            return 0
+        return tokens * self.retro_num_neighbors * self.retro_num_retrieved_chunks
+
     @property
     def kv_heads(self) -> int:
         """Number of key-value heads: the query groups, or all heads without grouping."""

@@ -261,12 +261,17 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 
 
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
-    """Yield the layers of the part: the modules in its lists and dicts of modules."""
-    for child in part.modules():
+    """Yield the layers of the part: the modules in its lists and dicts of modules.
+
+    Layers in a layer (a Retro's encoder of neighbors) are gathered with it.
+    """
+    for child in part.children():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()
         elif isinstance(child, nn.ModuleList):
             yield from child
+        else:
+            yield from _layers(child)
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:

@@ -131,7 +131,8 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
     """
     width = config.precision.weight_dtype.itemsize
     data = config.data
-    sequence = max(data.seq_length, data.decoder_seq_length or 0)
+    neighbors = config.model.neighbor_tokens(data.seq_length)
+    sequence = max(data.seq_length, data.decoder_seq_length or 0, neighbors)
     rows = sequence // layout.context.size // layout.tensor.size
     sequences = config.training.micro_batch_size * texts
     return width * rows * sequences * config.model.hidden_size

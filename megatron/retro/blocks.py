@@ -190,14 +190,23 @@ def read_block(block: TableBlock, contents: Contents) -> Arrays:
     Raises:
         DataError: The file is missing, damaged, or has other data sets.
     """
-    try:
-        with open_block(block, contents) as sets:
-            return {name: found[()] for name, found in sets.items()}
-    except FileNotFoundError:
-        raise DataError(
-            f"{block.path} does not exist: the working folder is incomplete; run "
-            "tools/retro/main.py again, which writes only what is missing"
-        ) from None
+    with _opened(block, contents) as sets:
+        return {name: found[()] for name, found in sets.items()}
+
+
+def map_block(block: TableBlock, contents: Contents) -> Arrays:
+    """Return the data sets of a block, mapped into memory, so that nothing is read yet.
+
+    Raises:
+        DataError: The file is missing, damaged, or has other data sets.
+    """
+    with _opened(block, contents) as sets:
+        return {
+            name: np.memmap(block.path, found.dtype, "r", found.id.get_offset(), found.shape)
+            if found.size
+            else found[()]
+            for name, found in sets.items()
+        }
 
 
 @contextmanager
@@ -210,6 +219,19 @@ def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py
     """
     with open_hdf5(block.path, contents(block)) as sets:
         yield sets
+
+
+@contextmanager
+def _opened(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
+    """Yield the checked data sets of a block that must be there."""
+    try:
+        with open_block(block, contents) as sets:
+            yield sets
+    except FileNotFoundError:
+        raise DataError(
+            f"{block.path} does not exist: the working folder is incomplete; run "
+            "tools/retro/main.py again, which writes only what is missing"
+        ) from None
 
 
 @contextmanager

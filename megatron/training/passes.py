@@ -46,13 +46,15 @@ def message_shape(
 ) -> tuple[int, int, int]:
     """Return the shape of a message between pipeline stages: this rank's part of [s, b, h].
 
+    A Retro's message also has the hidden states of all neighbors.
+
     Args:
         config: The run's configuration.
         layout: The grid of processes as this process sees it.
         tokens: The number of tokens that the model reads of a sample.
         texts: The number of sequences in a sample.
     """
-    sequence = tokens // layout.context.size
+    sequence = (tokens + config.model.neighbor_tokens(tokens)) // layout.context.size
     if config.parallel.sequence_parallel:
         sequence //= layout.tensor.size
     return sequence, config.training.micro_batch_size * texts, config.model.hidden_size

@@ -12,8 +12,10 @@ from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.recipe import Recipe
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
+from pretrain_retro import RetroRecipe
 from tests.distributed import toy_device
 from tests.training.toy import Recorder
 
@@ -41,6 +43,22 @@ BERT = """
     --vocab-file data/bert-5000-vocab.txt
 """.split()
 
+# It was recorded with other sizes.
+RETRO = """
+    --num-layers 9 --seq-length 256 --max-position-embeddings 256 --init-method-std 0.1
+    --split 90,8,2 --eval-iters 2 --data-path 1.0 data/gpt_text_document
+    --tokenizer-type GPT2BPETokenizer
+    --vocab-file data/gpt2-tiny-vocab.json --merge-file data/gpt2-tiny-merges.txt
+    --retro-workdir retro_fp32/workdir --retro-add-retriever --retro-num-neighbors 2
+    --retro-num-retrieved-chunks 2 --retro-encoder-layers 2
+    --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0
+""".split()
+RECIPES: dict[str, tuple[Recipe, list[str]]] = {
+    "gpt": (GPTRecipe(), GPT),
+    "bert": (BertRecipe(), BERT),
+    "retro": (RetroRecipe(), RETRO),
+}
+
 
 def continue_run(
     layout: Layout,
@@ -58,7 +76,7 @@ def continue_run(
     os.chdir(golden)
     size, rank = layout.world.size, layout.world.rank
     device = toy_device(rank)
-    recipe, corpus = (BertRecipe(), BERT) if run_name.startswith("bert") else (GPTRecipe(), GPT)
+    recipe, corpus = RECIPES[run_name.partition("_")[0]]
     words = [
         *_ALL,
         *(() if device.is_gpu else _UNFUSED),

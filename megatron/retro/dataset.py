@@ -1,0 +1,182 @@
+"""Samples of Retro's pretraining: a GPT's samples, with the tokens of each chunk's neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data import SPLIT_NAMES
+from megatron.config.model import ModelConfig
+from megatron.config.retro import read_arguments
+from megatron.data.datasets import DataRequest, Datasets
+from megatron.data.sample import Sample, SampleDataset
+from megatron.errors import DataError
+from megatron.retro.blocks import DataSet, TableBlock, map_block, plan_blocks
+from megatron.retro.database import ChunkDatabase
+from megatron.retro.neighbors import NOBODY, neighbors_folder, query_datasets
+from megatron.tokenizer.base import Tokenizer
+
+Ids = NDArray[np.int64]
+
+
+class NeighborTable:
+    """The database rows of every chunk's neighbors, nearest first. It stays on the disk, mapped.
+
+    Args:
+        blocks: All blocks of a split's table, in order.
+        kept: The number of neighbors to read of each chunk; there may be more.
+
+    Raises:
+        DataError: A block is missing or damaged, or holds fewer neighbors.
+    """
+
+    def __init__(self, blocks: Sequence[TableBlock], kept: int) -> None:
+        """Map the blocks into memory."""
+        self._kept = kept
+        self._parts = [map_block(block, _contents)["neighbors"] for block in blocks]
+        self._starts = [0, *accumulate(len(part) for part in self._parts)]
+        for block, part in zip(blocks, self._parts, strict=True):
+            if part.shape[1] < kept:
+                raise DataError(
+                    f"{block.path} holds {part.shape[1]} neighbors of each chunk, but "
+                    f"--retro-num-neighbors {kept} are asked for: lower it, or make the folder "
+                    "query/ again with a larger --retro-query-num-neighbors-save"
+                )
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return self._starts[-1]
+
+    def rows(self, start: int, stop: int) -> Ids:
+        """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
+        found = [
+            part[max(start - first, 0) : max(stop - first, 0), : self._kept]
+            for part, (first, end) in zip(self._parts, pairwise(self._starts), strict=True)
+            if start < end and first < stop
+        ]
+        return np.concatenate(found)
+
+
+def _contents(block: TableBlock) -> dict[str, DataSet]:
+    return {"neighbors": DataSet("i8", (block.rows, None))}
+
+
+@dataclass(frozen=True)
+class NeighborTexts:
+    """The tokens that a neighbor stands for: the chunk that was found and those after it.
+
+    Attributes:
+        database: The chunks that are retrieved.
+        chunks: The number of chunks of a neighbor.
+        compatible: Whether a neighbor that was not found is read as the last chunk of the database
+            and the first ones, as Megatron-LM 23.08 does. Otherwise it is empty.
+    """
+
+    database: ChunkDatabase
+    chunks: int
+    compatible: bool = False
+
+    def tokens(self, neighbors: Ids) -> Ids:
+        """Return the tokens of neighbors [..., k], filled up with EOD: [..., k, r].
+
+        The chunks after the last of the database are its first, and they may belong to another
+        document, as in Megatron-LM.
+
+        Raises:
+            DataError: There is no such chunk.
+        """
+        if neighbors.size and not NOBODY <= neighbors.min() <= neighbors.max() < len(self.database):
+            raise DataError(
+                f"{self.database.path} has {len(self.database)} chunks, but the neighbors name "
+                f"chunks {neighbors.min()} to {neighbors.max()}: they belong to different data; "
+                "run the task query-pretraining-neighbors again"
+            )
+        places = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
+        tokens = self.database.tokens(places.ravel()).reshape(*neighbors.shape, -1)
+        if not self.compatible:
+            tokens[neighbors == NOBODY] = self.database.eod
+        return tokens
+
+
+@dataclass(eq=False)
+class RetroDataset:
+    """A GPT's samples with `neighbors`, the tokens [l, k, r] of the neighbors of the l chunks.
+
+    Attributes:
+        samples: The samples, with `text`.
+        table: The neighbors of all chunks of all samples.
+        texts: The tokens that a neighbor stands for.
+        per_sample: The number of chunks in a sample, l.
+    """
+
+    samples: SampleDataset
+    table: NeighborTable
+    texts: NeighborTexts
+    per_sample: int
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`.
+
+        Raises:
+            DataError: The data or a file of the working folder is damaged.
+        """
+        first = i * self.per_sample
+        neighbors = self.table.rows(first, first + self.per_sample)
+        return {**self.samples[i], "neighbors": self.texts.tokens(neighbors)}
+
+
+def build_retro_datasets(
+    request: DataRequest, model: ModelConfig, tokenizer: Tokenizer, *, batch_size: int
+) -> Datasets:
+    """Build the datasets of --retro-workdir. Every process calls this function.
+
+    Args:
+        request: The data that the run needs. The seed is that of the working folder.
+        model: The resolved network flags.
+        tokenizer: The tokenizer that made the tokens.
+        batch_size: The samples of an iteration, for --retro-cyclic-train-iters.
+
+    Raises:
+        ConfigError: The folder's arguments cannot be read.
+        DataError: Data or a file of the folder is missing or damaged, or they do not fit together.
+    """
+    data = request.data
+    assert data.retro_workdir is not None, "a rule requires it"
+    workdir, told = Path(data.retro_workdir), read_arguments(data.retro_workdir)
+    train, valid, test = request.samples
+    if data.retro_cyclic_train_iters is not None:
+        train = data.retro_cyclic_train_iters * batch_size
+    asked = request._replace(seed=int(told["retro_gpt_seed"]), samples=(train, valid, test))
+    splits = query_datasets(asked, seq_length=data.seq_length, vocab_size=tokenizer.vocab_size)
+    database = ChunkDatabase(workdir, model.chunk_length, tokenizer.eod)
+    texts = NeighborTexts(database, model.retro_num_retrieved_chunks, data.retro_compatible)
+    found: list[SampleDataset | None] = []
+    for name, samples in zip(SPLIT_NAMES, splits, strict=True):
+        if samples is None:
+            found.append(None)
+            continue
+        folder = neighbors_folder(workdir, name, samples)
+        if not folder.is_dir():
+            raise DataError(
+                f"--retro-workdir {workdir} has no neighbors for the {len(samples)} samples of the "
+                f"{name} split ({folder.name} is missing in query/): preprocess with the "
+                "--train-iters or --train-samples, --global-batch-size and evaluations of this "
+                "run, or run as it was preprocessed"
+            )
+        per_sample = data.seq_length // model.chunk_length
+        count = len(samples) * per_sample
+        blocks = plan_blocks(folder, count, int(told["retro_block_size"]))
+        table = NeighborTable(blocks, model.retro_num_neighbors)
+        dataset = RetroDataset(samples, table, texts, per_sample)
+        _ = dataset[0]  # fail now, not at some later step
+        found.append(dataset)
+    return Datasets(*found)
