@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.model import ModelConfig
-from megatron.config.retro import read_arguments
 from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.sample import Sample, SampleDataset
 from megatron.errors import DataError
 from megatron.retro.blocks import DataSet, TableBlock, map_block, plan_blocks
 from megatron.retro.database import ChunkDatabase
 from megatron.retro.neighbors import NOBODY, neighbors_folder, query_datasets
+from megatron.retro.workdir import read_arguments
 from megatron.tokenizer.base import Tokenizer
 
 Ids = NDArray[np.int64]
@@ -146,16 +146,16 @@ def build_retro_datasets(
         batch_size: The samples of an iteration, for --retro-cyclic-train-iters.
 
     Raises:
-        ConfigError: The folder's arguments cannot be read.
         DataError: Data or a file of the folder is missing or damaged, or they do not fit together.
     """
     data = request.data
     assert data.retro_workdir is not None, "a rule requires it"
-    workdir, told = Path(data.retro_workdir), read_arguments(data.retro_workdir)
+    workdir = Path(data.retro_workdir)
+    made = read_arguments(workdir)
     train, valid, test = request.samples
     if data.retro_cyclic_train_iters is not None:
         train = data.retro_cyclic_train_iters * batch_size
-    asked = request._replace(seed=int(told["retro_gpt_seed"]), samples=(train, valid, test))
+    asked = request._replace(seed=made.gpt.retro_gpt_seed, samples=(train, valid, test))
     splits = query_datasets(asked, seq_length=data.seq_length, vocab_size=tokenizer.vocab_size)
     database = ChunkDatabase(workdir, model.chunk_length, tokenizer.eod)
     texts = NeighborTexts(database, model.retro_num_retrieved_chunks, data.retro_compatible)
@@ -174,7 +174,7 @@ def build_retro_datasets(
             )
         per_sample = data.seq_length // model.chunk_length
         count = len(samples) * per_sample
-        blocks = plan_blocks(folder, count, int(told["retro_block_size"]))
+        blocks = plan_blocks(folder, count, made.stages.retro_block_size)
         table = NeighborTable(blocks, model.retro_num_neighbors)
         dataset = RetroDataset(samples, table, texts, per_sample)
         _ = dataset[0]  # fail now, not at some later step
