@@ -116,9 +116,7 @@ OLD_NAMES: Mapping[str, OldName] = {
     "tools/preprocess_mmdata.py": OldName(
         "", "23.08 to Core 0.10", "models of images are not supported"
     ),
-    "tools/create_doc_index.py": OldName(
-        "", "v2.0", "retrieval with a bi-encoder (ICT, REALM) is not supported"
-    ),
+    "tools/create_doc_index.py": OldName("", "v2.0", "the index of REALM is not supported"),
     "tools/linter.py": OldName("", "v1.0 and later", "run `make lint`"),
 }
 
