@@ -50,7 +50,15 @@ class FinetuneRecipe(GPTRecipe):
         if not self._validation:
             return super().build_datasets(config, tokenizer, samples, layout)
         train, valid, test = samples
-        data = replace(config.data, data_path=self._validation, split=_SPLIT)
+        data = replace(
+            config.data,
+            data_path=self._validation,
+            split=_SPLIT,
+            train_data_path=None,
+            valid_data_path=None,
+            test_data_path=None,
+            blend_schedule=None,
+        )
         other = replace(config, data=data)
         trained, _, tested = super().build_datasets(config, tokenizer, (train, 0, test), layout)
         _, validated, _ = super().build_datasets(other, tokenizer, (0, valid, 0), layout)

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.data.json_lines import JsonLine, keep_settings, read_objects
@@ -46,6 +48,8 @@ def run(options: argparse.Namespace) -> None:
         StorageError: The output belongs to other texts or settings, or cannot be written.
     """
     source = Path(options.data_path)
+    if not source.is_file():  # said before the classifier is loaded
+        raise DataError(f"{FLAG} {source}: no such file")
     target = Path(options.out_path or f"{source}-annotated.jsonl")
     total = options.total if options.total > 0 else None
     annotate(source, target, build_scorer(options), key=options.text_key, total=total)
@@ -78,8 +82,11 @@ def annotate(
     written, without = done, 0
     with writing_to(OUT, target), target.open("ab") as file:
         keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")
-        print(f"{target}: {done} lines exist, continuing {source}", flush=True)
-        for line, scored in _with_scores(lines, scorer, source):
+        if done:
+            print(f"{target}: {done} lines exist and are kept", flush=True)
+        # `disable=None` shows the bar on a terminal only.
+        scores = _with_scores(lines, scorer, source)
+        for line, scored in tqdm(scores, initial=done, unit=" texts", disable=None):
             file.write(_encoded({**line.fields, "score": scored.scores}, scored.reason))
             file.flush()
             written += 1

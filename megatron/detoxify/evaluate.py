@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,6 +92,8 @@ def run(options: argparse.Namespace) -> None:
         for flag, given in (("--names", names), (_PERPLEXITY, tables))
         if given and len(given) != len(sources)
     ]
+    if len(set(names)) < len(names):
+        problems.append(f"--names {' '.join(names)}: give each model a name of its own")
     if options.samples_per_prompt < 1:
         problems.append(f"--samples-per-prompt {options.samples_per_prompt}: give 1 or more")
     if options.out_path and len(sources) > 1:
@@ -156,7 +158,8 @@ def read_perplexity(path: Path) -> float:
         raise DataError(f"{_PERPLEXITY} {path} cannot be read: {error.strerror}") from error
     results = json_object(data).get("results")
     value = results.get("perplexity") if isinstance(results, dict) else None
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    # A larger one is damage; as a whole number it might not even fit into a float.
+    if not isinstance(value, int | float) or not 0 < value < sys.float_info.max:
         raise DataError(
             f"{_PERPLEXITY} {path}: has no perplexity: give the --results file of "
             "`megatron evaluate PERPLEXITY`"

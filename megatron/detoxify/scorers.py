@@ -192,7 +192,8 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         "--attributes",
         nargs="+",
         default=ATTRIBUTES,
-        help="perspective: attributes to request (%(default)s)",
+        metavar="NAME",
+        help=f"perspective: attributes to request ({' '.join(ATTRIBUTES)})",
     )
     parser.add_argument(
         "--language", default="en", help="perspective: language of the texts (%(default)s)"

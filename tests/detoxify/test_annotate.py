@@ -194,6 +194,8 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")
     assert megatron(words) == 9
     assert "does not hold an API key" in capsys.readouterr().err
+    assert megatron(["detoxify", "annotate", "--data-path", "nowhere"]) == 6
+    assert "--data-path nowhere: no such file" in capsys.readouterr().err
     assert megatron([*words, "--classifier-model", str(tmp_path)]) == 6
     assert f"--classifier-model {tmp_path} cannot be loaded" in capsys.readouterr().err
 

@@ -104,7 +104,10 @@ def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:
     assert "--perplexity: give one for each" in said
     assert "--samples-per-prompt 0: give 1 or more" in said
     assert "--out-path is for a single file" in said
-    for content in (b"", b"[]", b'{"results": {"perplexity": null}}'):
+    assert megatron([*words, "--names", "x", "x"]) == 9
+    assert "--names x x: give each model a name of its own" in capsys.readouterr().err
+    huge = b'{"results": {"perplexity": 1%s}}' % (400 * b"0")
+    for content in (b"", b"[]", b'{"results": {"perplexity": null}}', huge):
         (tmp_path / "bad.json").write_bytes(content)
         assert megatron([*words, "--perplexity", *[str(tmp_path / "bad.json")] * 2]) == 6
         assert "bad.json: has no perplexity" in capsys.readouterr().err

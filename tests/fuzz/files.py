@@ -11,6 +11,7 @@ import os
 import re
 from base64 import b64encode
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow
@@ -23,6 +24,16 @@ from megatron.config import data_files, deepspeed
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import Findings, RunOptions, with_values
 from megatron.data.text_input import parse_lines, read_blocks
+from megatron.detoxify.annotate import annotate
+from megatron.detoxify.evaluate import (
+    EvaluatedPrompt,
+    measure,
+    read_perplexity,
+    read_prompt_scores,
+)
+from megatron.detoxify.perspective import PerspectiveClient, ServiceError
+from megatron.detoxify.scorers import PerspectiveScorer
+from megatron.detoxify.select_texts import read_scored
 from megatron.environment import private_cache
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 from megatron.inference.samples import SampleFile, read_prompts
@@ -40,6 +51,11 @@ from tests.fuzz.harness import Target, made
 from tests.repository import ROOT
 from tests.tokenizer.test_gpt2 import GOOD
 
+_NOWHERE = "http://localhost:9/"
+_ANNOTATED = b"".join(
+    b'{"prompt": "a", "text": "%s", "score": {"toxicity": %s}}\n' % pair
+    for pair in ((b"x", b"0.25"), (b"y", b"1e-3"))
+)
 _LINES = b'{"text": "one two", "n": 1}\n{"text": ["a.", "b."]}\n{"text": "\xc3\xa9"}\n'
 
 
@@ -139,6 +155,40 @@ def _read_settings(data: bytes, folder: Path) -> None:
 def _read_prompts(data: bytes, folder: Path) -> None:
     (folder / "in.jsonl").write_bytes(data)
     read_prompts(folder / "in.jsonl")
+
+
+def _read_annotated(data: bytes, folder: Path) -> None:
+    """As what is selected from, measured, and continued."""
+    path, source = folder / "a.jsonl", folder / "own.jsonl"
+    client = PerspectiveClient("k", _NOWHERE, (), requests_per_second=1e6, retries=0)
+    unreachable = PerspectiveScorer(client, 1)
+    path.write_bytes(data)
+    source.write_bytes(_ANNOTATED)
+    for read in (
+        lambda: read_scored(path),
+        lambda: measure(path, [EvaluatedPrompt("a", 0.5)], 2),
+        lambda: annotate(source, path, unreachable),
+    ):
+        with suppress(DataError, StorageError, ServiceError):
+            read()
+
+
+def _read_prompt_scores(data: bytes, folder: Path) -> None:
+    (folder / "prompts.jsonl").write_bytes(data)
+    for prompt in read_prompt_scores(folder / "prompts.jsonl"):
+        assert prompt.toxicity is None or 0 <= prompt.toxicity <= 1
+
+
+def _read_perplexity(data: bytes, folder: Path) -> None:
+    (folder / "results.json").write_bytes(data)
+    assert math.isfinite(read_perplexity(folder / "results.json"))
+
+
+def _read_scores(data: bytes, folder: Path) -> None:
+    """As the answer of the Perspective API, to the only attempt."""
+    client = PerspectiveClient("k", _NOWHERE, ("toxicity",), requests_per_second=1e6, retries=0)
+    client._send = lambda _: data  # type: ignore[method-assign]
+    assert 0 <= client.score("text")["toxicity"] <= 1
 
 
 def _read_metrics(data: bytes, folder: Path) -> None:
@@ -264,6 +314,30 @@ TARGETS = (
         lambda: [b'{"prompt": "a"}\n{"text": "b"}\n'],
         _read_prompts,
         (DataError,),
+    ),
+    Target(
+        "annotated texts",
+        lambda: [_ANNOTATED],
+        _read_annotated,
+        (),
+    ),
+    Target(
+        "scores of prompts",
+        lambda: [b'{"prompt": {"text": "a", "toxicity": 0.5}}\n{"text": "b", "score": null}\n'],
+        _read_prompt_scores,
+        (DataError,),
+    ),
+    Target(
+        "perplexity",
+        lambda: [b'{"task": "PERPLEXITY", "results": {"loss": 2.5, "perplexity": 12.18}}'],
+        _read_perplexity,
+        (DataError,),
+    ),
+    Target(
+        "answer of the Perspective API",
+        lambda: [b'{"attributeScores": {"TOXICITY": {"summaryScore": {"value": 0.25}}}}'],
+        _read_scores,
+        (ServiceError,),
     ),
     Target(
         "metrics",
