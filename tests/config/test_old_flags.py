@@ -102,8 +102,8 @@ _REFUSED = {
 _ELSEWHERE = {
     "--cloze-eval": "tasks/main.py --task LAMBADA: ",
     "--webtext-eval": "tasks/main.py --task PERPLEXITY: ",
-    "--eval-hf": "tasks/main.py --load takes folders of Hugging Face as they are: ",
-    "--load-openai": "tasks/main.py --load takes folders of Hugging Face as they are: ",
+    "--eval-hf": "tasks/main.py --load HUGGING_FACE_FOLDER: ",
+    "--load-openai": "tasks/main.py --load HUGGING_FACE_FOLDER: ",
 }
 
 
