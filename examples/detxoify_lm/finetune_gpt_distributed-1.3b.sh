@@ -54,7 +54,8 @@ TOKENIZER=(
     --merge-file "${MERGE_FILE:-gpt2-merges.txt}"
 )
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/examples/detxoify_lm/finetune_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" \
+    "$ROOT/examples/detxoify_lm/finetune_gpt.py" \
     --finetune --no-load-optim --load "$CHECKPOINT" --save "$OUTPUT" --save-interval "$ITERATIONS" \
     --data-path "$DATA" --split 100,0,0 "${VALIDATION[@]}" --log-interval 1 \
     --log-validation-ppl-to-tensorboard --tensorboard-dir "$OUTPUT/tensorboard" \

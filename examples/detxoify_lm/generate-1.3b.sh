@@ -30,7 +30,8 @@ if [[ -n ${VOCAB_FILE:-} ]]; then
     TOKENIZER=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
 fi
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/examples/detxoify_lm/generate_samples_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" \
+    "$ROOT/examples/detxoify_lm/generate_samples_gpt.py" \
     --load "$CHECKPOINT" "${TOKENIZER[@]}" \
     --sample-input-file "$PROMPTS" --sample-output-file "$OUTPUT" \
     --samples-per-prompt "${SAMPLES_PER_PROMPT:-1}" --seed "$SEED" \

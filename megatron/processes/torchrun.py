@@ -20,6 +20,10 @@ from pathlib import Path
 from megatron.errors import EXIT_SAVED_ON_SIGNAL, say_on_stderr
 from megatron.processes.launch import name_ranks
 
+_HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE.py [its flags]
+
+Start processes as torchrun does. Unlike torchrun, exit with the code of the run, and leave the
+processes time to save on SIGTERM. `torchrun --help` lists the flags."""
 # torchrun ends at once on these; on SIGTERM it would too.
 _SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 
@@ -32,13 +36,16 @@ def main(words: Sequence[str] | None = None) -> int:
         killed it. The same number for this process, if a signal other than SIGTERM ended it: the
         ranks then had 30 seconds to save.
     """
+    given = list(sys.argv[1:] if words is None else words)
+    if given[:1] in (["-h"], ["--help"]):  # torchrun's own imports torch
+        print(_HELP)
+        return 0
     signal.signal(signal.SIGTERM, _pass_on)
     name_ranks()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    given = list(sys.argv[1:] if words is None else words)
     try:
         run.main(["--signals-to-handle", _SIGNALS, *given])
     except ChildFailedError as error:

@@ -30,7 +30,8 @@ if [[ -n ${VOCAB_FILE:-} ]]; then
     TOKENIZER=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
 fi
 
-exec torchrun "${LAUNCH[@]}" "$ROOT/examples/detxoify_lm/generate_samples_gpt.py" \
+exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" \
+    "$ROOT/examples/detxoify_lm/generate_samples_gpt.py" \
     --load "$CHECKPOINT" "${TOKENIZER[@]}" \
     --num-samples "$NUM_SAMPLES" --genfile "$OUT/$SEED.out" --seed "$SEED" \
     --out-seq-length 1000 --temperature 1.0 --top_p 0.9 --max-batch-size 150 "$@"
