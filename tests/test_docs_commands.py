@@ -122,15 +122,15 @@ def _check_task(words: list[str], world_size: int) -> None:
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import ModelOptions
     from megatron.config.run import RunOptions
-    from megatron.tasks import dialogue, finetune_command, harness, language_model
+    from megatron.tasks import dialogue, finetune_command, harness, language_model, retrieval
     from megatron.tasks.table import TASKS, find_task
 
     def start(_: object) -> RunOptions:
-        is_bert = TASKS[task].kind == "finetuning"
+        kinds = {"finetuning": "bert", "retrieval": "ict"}
         return replace(
             RunOptions(),
             model=ModelOptions(
-                architecture="bert" if is_bert else "gpt",
+                architecture=kinds.get(TASKS[task].kind, "gpt"),
                 num_layers=4,
                 hidden_size=64,
                 num_attention_heads=4,
@@ -146,6 +146,7 @@ def _check_task(words: list[str], world_size: int) -> None:
         "harness": harness.parse,
         "dialogue": dialogue.parse,
         "finetuning": finetune_command.parse,
+        "retrieval": retrieval.parse,
     }[TASKS[task].kind]
     try:
         parse(task, words, world_size, start)

@@ -109,3 +109,35 @@ class FinetuneConfig:
     epochs: int | None = flag(None, unit="epochs")
     pretrained_checkpoint: str | None = None
     keep_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverTaskConfig:
+    """Retrieval (ORQA).
+
+    Attributes:
+        evidence_data_path: Passages to search: a file of lines `id <tab> text <tab> title` after a
+            header.
+        qa_data_dev: Questions for development: a file of lines `question <tab> ['answer', ...]`.
+        qa_data_test: Questions of the test set, in the same form.
+        embedding_path: File for the vectors of the passages. If it holds those of this checkpoint
+            and these passages, they are not computed again. By default they are not kept.
+        retriever_seq_length: Longest question or passage in tokens. Longer ones are cut.
+        indexer_batch_size: Passages that each process embeds at a time.
+        indexer_log_interval: Batches of passages between two lines of progress.
+        faiss_use_gpu: Search on GPUs.
+        faiss_match: How an answer is recognized in a passage: its words follow each other
+            (string), or it is a regular expression (regex).
+        faiss_topk_retrievals: Passages to retrieve for each question.
+    """
+
+    evidence_data_path: str | None = None
+    qa_data_dev: str | None = None
+    qa_data_test: str | None = None
+    embedding_path: str | None = None
+    retriever_seq_length: int = flag(256, unit="tokens", at_least=3)
+    indexer_batch_size: int = flag(128, unit="passages", at_least=1)
+    indexer_log_interval: int = flag(1000, unit="batches", at_least=1)
+    faiss_use_gpu: bool = False
+    faiss_match: str = flag("string", choices=("string", "regex"))
+    faiss_topk_retrievals: int = flag(100, unit="passages", at_least=1)

@@ -277,26 +277,27 @@ def parse_generation(
     return parse_config(arguments, world_size=world_size, program=program)
 
 
-def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
-    """Return the settings of the GPT under --load, for `parse_config`'s `find_start`.
+def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1, kind: str = "gpt") -> RunOptions:
+    """Return the settings of the model under --load, for `parse_config`'s `find_start`.
 
     Args:
         given: Flags on the command line. Without --load, the defaults are returned.
         micro_batch: Micro-batch size of the run.
+        kind: The architecture that the program needs.
 
     Raises:
         CheckpointError: There is no checkpoint, or it holds another network.
     """
     folder = given.get("load")
     if folder is None:
-        return RunOptions()
+        return RunOptions(model=ModelOptions(architecture=kind))
     reader = open_existing(
         folder,
         step=given.get("ckpt_step"),
         verify=False,
         allow_foreign=given.get("allow_foreign_checkpoints", False),
     )
-    config = saved_config(reader, folder, "gpt")
+    config = saved_config(reader, folder, kind)
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
 

@@ -15,18 +15,20 @@ from megatron.config.tasks import (
     FinetuneConfig,
     HarnessConfig,
     LanguageModelTaskConfig,
+    RetrieverTaskConfig,
     TaskConfig,
 )
 from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
-Kind = Literal["language model", "harness", "dialogue", "finetuning"]
+Kind = Literal["language model", "harness", "dialogue", "finetuning", "retrieval"]
 # The flags of each kind of task, and the names of its tasks for messages.
 _OWN: dict[Kind, tuple[type, str]] = {
     "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
     "harness": (HarnessConfig, "LM_EVAL"),
     "dialogue": (DialogueConfig, "MSDP-PROMPT and MSDP-EVAL-F1"),
     "finetuning": (FinetuneConfig, "GLUE and RACE"),
+    "retrieval": (RetrieverTaskConfig, "RETRIEVER-EVAL"),
 }
 OPTIONS = (TaskConfig, *(config for config, _ in _OWN.values()))  # in addition to a run's
 
@@ -60,10 +62,12 @@ TASKS: dict[str, Task] = {
     "STS-B": Task("finetuning", "how similar are two sentences, from 0 to 5?"),
     "QNLI": Task("finetuning", "does a sentence answer the question?"),
     "RTE": Task("finetuning", "does one text follow from the other?"),
+    "RETRIEVER-EVAL": Task("retrieval", "passages that answer questions (a bi-encoder)"),
+    "ICT-ZEROSHOT-NQ": Task("retrieval", "the same, under its other name"),
     "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
 }
-# Megatron-LM's tasks that are not supported.
-_RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")
+# Megatron-LM's task that is not supported.
+_FINETUNES_TOWERS = "RET-FINETUNE-NQ"
 
 
 def flags_elsewhere(task: str) -> dict[str, str]:
@@ -98,8 +102,8 @@ def find_task(arguments: Sequence[str]) -> str:
     if len(set(names)) > 1:
         raise ConfigError(f"{' and '.join(shown)} name different tasks: give only one of them")
     name: str = names[0]
-    if name in _RETRIEVAL:
-        raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is not supported: drop it")
+    if name == _FINETUNES_TOWERS:
+        raise ConfigError(f"--task {name}: bi-encoders are not finetuned with labels: drop it")
     if name not in TASKS:
         spelled = {_letters(task): task for task in TASKS}
         near = spelled.get(_letters(name))

@@ -1,0 +1,191 @@
+"""Passages and questions: their files, and the file of passages' vectors.
+
+The files are those of DPR: passages as lines `id <tab> text <tab> title` after a header, questions
+as lines `question <tab> ['answer', ...]`.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.durable import renamed_when_done, storage_errors
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import Tokenizer
+
+_COLUMNS = 3
+
+
+class Passage(NamedTuple):
+    """A passage of the corpus that is searched."""
+
+    number: int
+    text: str
+    title: str
+
+
+class Question(NamedTuple):
+    """A question with the answers that count."""
+
+    text: str
+    answers: tuple[str, ...]
+
+
+def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of a tab-separated file, each with its place for messages."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.reader(file, delimiter="\t")
+            for row in reader:
+                yield f"{flag} {path}, line {reader.line_num}", row
+    except OSError as error:
+        raise DataError(f"{flag} {path}: {error.strerror}: give a text file") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{flag} {path}: not a file of tab-separated UTF-8 text: {error}"
+        ) from error
+
+
+def read_passages(path: str) -> Iterator[Passage]:
+    """Yield the passages of --evidence-data-path. The first line is a header.
+
+    Raises:
+        DataError: A line does not have the three columns, or there is no passage.
+    """
+    count = -1
+    for count, (where, row) in enumerate(_rows(path, "--evidence-data-path")):
+        if count == 0:
+            continue
+        try:
+            number, text, title = row
+            yield Passage(int(number), text, title)
+        except ValueError:
+            raise DataError(
+                f"{where}: expected a number, a text and a title between tabs, found {len(row)} "
+                f"columns: {' | '.join(row)[:80]!r}"
+            ) from None
+    if count < 1:
+        raise DataError(f"--evidence-data-path {path}: there is no passage after the header line")
+
+
+def read_questions(path: str, flag: str) -> list[Question]:
+    """Return the questions of a file.
+
+    The answers are a list in Python's or JSON's notation, which is read as data and never executed.
+
+    Raises:
+        DataError: A line is not a question with a list of answers, or there is no question.
+    """
+    questions = []
+    for where, row in _rows(path, flag):
+        try:
+            text, listed = row
+            answers = ast.literal_eval(listed)
+            if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
+                raise ValueError
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise DataError(
+                f"{where}: expected a question, a tab and a list of answers such as ['one', 'two']"
+            ) from None
+        questions.append(Question(text, tuple(answers)))
+    if not questions:
+        raise DataError(f"{flag} {path}: there is no question")
+    return questions
+
+
+class Texts(NamedTuple):
+    """Token ids of texts, int64 [b, s], and where they are no padding, bool [b, s]."""
+
+    tokens: NDArray[np.int64]
+    padding: NDArray[np.bool_]
+
+
+def padded(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> Texts:
+    """Return texts between [CLS] and [SEP], cut to `length` tokens and padded to the longest."""
+    rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
+    longest = max(map(len, rows))
+    tokens = np.full((len(rows), longest), tokenizer.pad, np.int64)
+    padding = np.zeros((len(rows), longest), bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], padding[i, : len(row)] = row, True
+    return Texts(tokens, padding)
+
+
+def ids_of_passage(title: str, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids `title [SEP] text`."""
+    return [
+        *tokenizer.tokenize_spelled(title),
+        tokenizer.sep,
+        *tokenizer.tokenize_spelled(text),
+    ]
+
+
+class PassageVectors(NamedTuple):
+    """The vectors of passages.
+
+    Attributes:
+        numbers: The number of each passage, int64 [n].
+        vectors: Their vectors, fp16 [n, e].
+    """
+
+    numbers: NDArray[np.int64]
+    vectors: NDArray[np.float16]
+
+    @staticmethod
+    def joined(parts: Sequence[PassageVectors]) -> PassageVectors:
+        """Return the passages of all parts, by their numbers.
+
+        Raises:
+            DataError: Two passages have the same number.
+        """
+        numbers = np.concatenate([part.numbers for part in parts])
+        order = np.argsort(numbers, kind="stable")
+        numbers = numbers[order]
+        if (twice := numbers[:-1][numbers[1:] == numbers[:-1]]).size:
+            raise DataError(f"--evidence-data-path: passage {twice[0]} occurs twice")
+        return PassageVectors(numbers, np.concatenate([part.vectors for part in parts])[order])
+
+    def save(self, path: Path, origin: dict[str, Any]) -> None:
+        """Write the vectors to a file in numpy's format npz.
+
+        Args:
+            path: The file.
+            origin: What the vectors were made from.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with renamed_when_done(path) as file:
+                text = np.array(json.dumps(origin, sort_keys=True))
+                np.savez(file, numbers=self.numbers, vectors=self.vectors, origin=text)
+
+    @staticmethod
+    def load(path: Path) -> tuple[PassageVectors, dict[str, Any]]:
+        """Return the vectors of a file, and what they were made from.
+
+        Raises:
+            ConfigError: The file is not one that `save` wrote. Megatron-LM's pickles are not read.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as held:
+                numbers, vectors = held["numbers"], held["vectors"]
+                origin = json.loads(str(held["origin"]))
+            is_sound = numbers.dtype == np.int64 and vectors.dtype == np.float16
+            if not is_sound or vectors.ndim != 2 or numbers.shape != vectors.shape[:1]:
+                raise ValueError("other arrays")
+            return PassageVectors(numbers, vectors), dict(origin)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ConfigError(
+                f"--embedding-path {path}: not a file of vectors that this task wrote ({error}; "
+                "Megatron-LM's pickles are not read): give the path of a new file"
+            ) from None

@@ -1,0 +1,426 @@
+"""How often a bi-encoder finds a passage that answers a question (ORQA, Natural Questions)."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron import __version__
+from megatron.checkpoint.compatibility import check_network
+from megatron.checkpoint.entries import model_state
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.reader import PaddedReader, restore
+from megatron.command import say
+from megatron.config import ParsedRun, Program, RunConfig, parse_config
+from megatron.config.run import RunOptions
+from megatron.config.tasks import RetrieverTaskConfig, TaskConfig
+from megatron.device import Device
+from megatron.errors import EXIT_OK, ConfigError
+from megatron.extras import packages_of
+from megatron.inference.load import (
+    SAVED_MODEL_READS,
+    SAVED_MODEL_RULES,
+    open_existing,
+    saved_run,
+)
+from megatron.models.biencoder import BiEncoderModel, TextEncoder
+from megatron.models.build import build_model, run_context
+from megatron.models.plan import RETRIEVAL_HEAD
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, show_notices
+from megatron.tasks.answer_match import MATCHES
+from megatron.tasks.passages import (
+    Passage,
+    PassageVectors,
+    Question,
+    Texts,
+    ids_of_passage,
+    padded,
+    read_passages,
+    read_questions,
+)
+from megatron.tasks.results import (
+    Numbers,
+    check_results,
+    format_number,
+    format_table,
+    report_results,
+    results_path,
+)
+from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.texts import find_missing, find_mistakes
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+_MICRO_BATCH = 8  # questions at a time, by default
+_TOPS = (1, 5, 20, 100)  # accuracies that are reported if no flag names any
+_READS = {"training.micro_batch_size", "retriever.retriever_report_topk_accuracies"}
+
+
+def parse(
+    task: str,
+    arguments: list[str],
+    world_size: int,
+    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
+) -> ParsedRun:
+    """Parse and check a command line, which overrides the settings of the checkpoint.
+
+    Raises:
+        ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: --load names no checkpoint of a bi-encoder.
+    """
+
+    def check(options: TaskConfig, own: RetrieverTaskConfig) -> Iterator[str]:
+        if own.evidence_data_path is None:
+            yield f"--task {task} needs --evidence-data-path: give the file of passages"
+        if not _question_files(own) and own.embedding_path is None:
+            yield (
+                f"--task {task} without --qa-data-dev, --qa-data-test and --embedding-path has "
+                "nothing to do: give questions, or a file in which to keep the passages' vectors"
+            )
+        for flag, path in (
+            ("--evidence-data-path", own.evidence_data_path),
+            *_question_files(own).items(),
+        ):
+            yield from find_missing(flag, () if path is None else (path,))
+        if options.valid_data:
+            yield f"--valid-data: --task {task} reads questions from --qa-data-dev: drop it"
+        yield from find_mistakes(replace(options, valid_data=None))
+
+    return parse_config(
+        arguments,
+        world_size=world_size,
+        architecture="ict",
+        program=Program(
+            name=PROGRAM,
+            extra=(TaskConfig, RetrieverTaskConfig),
+            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kind="ict"),
+            rules=SAVED_MODEL_RULES,
+            reads=lambda given: SAVED_MODEL_READS | _READS,
+            check_extra=check,
+            elsewhere=flags_elsewhere(task),
+        ),
+    )
+
+
+def _question_files(own: RetrieverTaskConfig) -> dict[str, str]:
+    named = {"--qa-data-dev": own.qa_data_dev, "--qa-data-test": own.qa_data_test}
+    return {flag: path for flag, path in named.items() if path is not None}
+
+
+def run(task: str, arguments: list[str], launch: Launch) -> int:
+    """Evaluate, and return the exit code. Collective.
+
+    Raises:
+        UserError: A flag, the checkpoint or the data must be changed.
+    """
+    parsed = parse(task, arguments, launch.world_size)
+    show_notices(parsed.notices, launch)
+    if launch.rank == 0:
+        options, own = parsed.extra
+        check_results(options, [own.evidence_data_path, *_question_files(own).values()])
+    with processes(parsed.config, launch) as (device, layout):
+        evaluate(task, parsed, device, layout)
+    return EXIT_OK
+
+
+@dataclass(frozen=True)
+class LoadedTowers:
+    """A bi-encoder that is ready to run.
+
+    Attributes:
+        model: The bi-encoder in evaluation mode.
+        tokenizer: The tokenizer that it was trained with.
+        iteration: Number of training steps taken.
+        layout: This process's place in the parallel layout.
+        device: The device of this process.
+        length: The longest text in tokens.
+    """
+
+    model: BiEncoderModel
+    tokenizer: Tokenizer
+    iteration: int
+    layout: Layout
+    device: Device
+    length: int
+
+    @torch.no_grad()
+    def vectors(self, tower: TextEncoder, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Return the vectors of texts, [n, e]. Collective over the tensor-parallel ranks."""
+        batch: Texts = padded(texts, self.tokenizer, self.length)
+        if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
+            columns = ((0, 0), (0, excess))  # sequence parallelism gives each rank equal shares
+            tokens = np.pad(batch.tokens, columns, constant_values=self.tokenizer.pad)
+            batch = Texts(tokens, np.pad(batch.padding, columns))
+        where = self.device.torch_device
+        inputs: list[Tensor] = [torch.from_numpy(part).to(where) for part in batch]
+        result: NDArray[np.float32] = tower.encode(*inputs).float().cpu().numpy()
+        return result
+
+
+def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) -> LoadedTowers:
+    """Load the bi-encoder under --load, whatever layout it was saved in. Collective.
+
+    Args:
+        config: The run's configuration.
+        length: The longest text in tokens.
+        device: Device to run on.
+        layout: This process's place in the parallel layout.
+
+    Raises:
+        ConfigError: The model has no positions for texts of this length.
+        CheckpointError: The checkpoint is damaged, or holds another network than the flags say.
+    """
+    folder, options = config.checkpoint.load, config.checkpoint
+    assert folder is not None
+    if config.model.position_embedding_type == "learned_absolute":
+        most = config.model.max_position_embeddings
+        if length > most:
+            raise ConfigError(
+                f"--retriever-seq-length {length}: the model has {most} positions: give at most "
+                "that"
+            )
+    reader = open_existing(
+        folder,
+        step=options.ckpt_step,
+        layout=layout,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
+    check_network(config, reader)
+    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
+    tokenizer = build_tokenizer(config.tokenizer)
+    unit = layout.tensor.size
+    rows = -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
+    reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
+    context = run_context(config, layout, device)
+    model = build_model(BiEncoderModel, config, context, rows, head=RETRIEVAL_HEAD)
+    restore(reader, model_state([model]), prefixes=("model.",), cast=True)
+    return LoadedTowers(model.eval(), tokenizer, reader.iteration, layout, device, length)
+
+
+def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
+    """Embed the passages, search them for all questions, and report. Collective.
+
+    Returns:
+        The numbers, on rank 0; nothing on the others.
+    """
+    config, own = parsed.config, parsed.extra[1]
+    loaded = load_towers(config, own.retriever_seq_length, device, layout)
+    is_main, exchange = layout.world.rank == 0, JsonExchange(layout.world)
+    started = time.monotonic()
+    found = _passage_vectors(loaded, config, own)
+    numbers: Numbers = {}
+    for flag, path in _question_files(own).items():
+        questions = read_questions(path, flag)
+        queries = _query_vectors(loaded, questions, config.training.micro_batch_size)
+
+        def score(queries: Any = queries, questions: Any = questions, flag: str = flag) -> None:
+            assert found is not None
+            numbers.update(_score(found, queries, questions, config, own, flag))
+
+        exchange.on_main(score)
+    if is_main:
+        seconds = round(time.monotonic() - started, 3)
+        details = {"options": asdict(own), "seconds": seconds, "layout": layout.describe()}
+        _publish(task, parsed, loaded, numbers, details)
+    return numbers
+
+
+def _passage_vectors(
+    loaded: LoadedTowers, config: RunConfig, own: RetrieverTaskConfig
+) -> PassageVectors | None:
+    """Return the passages' vectors, from --embedding-path or new ones, on rank 0. Collective."""
+    path = None if own.embedding_path is None else Path(own.embedding_path)
+    evidence = Path(own.evidence_data_path or "")
+    status = evidence.stat()
+    origin = {
+        "checkpoint": str(Path(config.checkpoint.load or "").resolve()),
+        "iteration": loaded.iteration,
+        "evidence": [str(evidence.resolve()), status.st_size, status.st_mtime_ns],
+        "length": loaded.length,
+    }
+    exchange = JsonExchange(loaded.layout.world)
+    kept: list[PassageVectors] = []
+
+    def find() -> bool:
+        if path is None or not path.exists():
+            return False
+        vectors, made_from = PassageVectors.load(path)
+        if made_from == origin:
+            kept.append(vectors)
+            say(f"  {path}: {len(vectors.numbers):,} vectors of these passages and this model")
+        else:
+            say(f"  {path}: vectors of other passages or of another model are replaced")
+        return bool(kept)
+
+    if exchange.on_main(find):
+        return kept[0] if kept else None
+    parts = Path(f"{path or own.evidence_data_path}.vectors-{loaded.iteration}")
+    mine = _embed(loaded, own)
+    if loaded.layout.tensor.is_first:
+        mine.save(parts / f"{loaded.layout.data.rank}.npz", origin)
+    loaded.layout.wait_for_all()
+
+    def join() -> None:
+        names = range(loaded.layout.data.size)
+        kept.append(
+            PassageVectors.joined([PassageVectors.load(parts / f"{i}.npz")[0] for i in names])
+        )
+        if path is not None:
+            kept[0].save(path, origin)
+            say(f"  {len(kept[0].numbers):,} vectors of passages written to {path}")
+        shutil.rmtree(parts)
+
+    exchange.on_main(join)
+    return kept[0] if kept else None
+
+
+def _embed(loaded: LoadedTowers, own: RetrieverTaskConfig) -> PassageVectors:
+    """Return the vectors of this data-parallel rank's share of the passages."""
+    data, tower = loaded.layout.data, loaded.model.contexts
+    numbers: list[int] = []
+    vectors: list[NDArray[np.float16]] = []
+    passages = read_passages(own.evidence_data_path or "")
+    for count, batch in enumerate(_batches(passages, own.indexer_batch_size)):
+        if loaded.layout.world.rank == 0 and count and count % own.indexer_log_interval == 0:
+            say(f"> batch {count:,}, passage {count * own.indexer_batch_size:,}")
+        if count % data.size != data.rank:
+            continue
+        texts = [ids_of_passage(one.title, one.text, loaded.tokenizer) for one in batch]
+        numbers += [passage.number for passage in batch]
+        vectors.append(loaded.vectors(tower, texts).astype(np.float16))
+    width = loaded.model.plan.head("projection")
+    empty = np.empty((0, getattr(width, "outputs", loaded.model.plan.hidden)), np.float16)
+    return PassageVectors(np.array(numbers, np.int64), np.concatenate([empty, *vectors]))
+
+
+def _batches(passages: Iterable[Passage], size: int) -> Iterator[list[Passage]]:
+    passages = iter(passages)
+    while batch := list(islice(passages, size)):
+        yield batch
+
+
+def _query_vectors(
+    loaded: LoadedTowers, questions: Sequence[Question], size: int
+) -> NDArray[np.float32]:
+    """Return the questions' vectors, [q, e]. Every data-parallel rank computes all of them."""
+    rows = [
+        loaded.vectors(
+            loaded.model.queries,
+            [loaded.tokenizer.tokenize_spelled(one.text) for one in questions[at : at + size]],
+        )
+        for at in range(0, len(questions), size)
+    ]
+    return np.concatenate(rows)
+
+
+def search(
+    passages: PassageVectors, queries: NDArray[np.float32], k: int, *, use_gpu: bool = False
+) -> NDArray[np.int64]:
+    """Return the numbers of the k passages with the highest inner products, best first, [q, k].
+
+    Raises:
+        ConfigError: faiss is missing, or cannot use a GPU.
+    """
+    with packages_of("retro"):
+        import faiss
+    index: Any = faiss.IndexFlatIP(passages.vectors.shape[1])
+    if use_gpu:
+        if not getattr(faiss, "get_num_gpus", int)():
+            raise ConfigError(
+                "--faiss-use-gpu: this build of the package faiss has no GPU: drop the flag, or "
+                "install a build for GPUs"
+            )
+        options = faiss.GpuMultipleClonerOptions()
+        options.shard = options.useFloat16 = True
+        index = faiss.index_cpu_to_all_gpus(index, co=options)
+    for at in range(0, len(passages.vectors), 1 << 16):  # in fp32 only piece by piece
+        index.add(passages.vectors[at : at + (1 << 16)].astype(np.float32))
+    _, rows = index.search(np.ascontiguousarray(queries), k)
+    return passages.numbers[rows]
+
+
+def _score(
+    passages: PassageVectors,
+    queries: NDArray[np.float32],
+    questions: Sequence[Question],
+    config: RunConfig,
+    own: RetrieverTaskConfig,
+    flag: str,
+) -> Numbers:
+    """Return how often one of the best k passages answers a question, in percent, for some k."""
+    k = min(own.faiss_topk_retrievals, len(passages.numbers))
+    found = search(passages, queries, k, use_gpu=own.faiss_use_gpu)
+    needed = {*found.reshape(-1).tolist()}
+    texts = {
+        one.number: one.text
+        for one in read_passages(own.evidence_data_path or "")
+        if one.number in needed
+    }
+    first = first_hits(found, questions, texts, MATCHES[own.faiss_match])
+    split = flag.removeprefix("--qa-data-")
+    tops = config.retriever.retriever_report_topk_accuracies or _TOPS
+    numbers: Numbers = {f"{split} questions": len(questions)}
+    for top in sorted({min(top, k) for top in tops}):
+        hits = sum(place < top for place in first)
+        numbers[f"{split} top-{top}"] = 100 * hits / len(questions)
+    return numbers
+
+
+def first_hits(
+    found: NDArray[np.int64],
+    questions: Sequence[Question],
+    texts: Mapping[int, str],
+    matches: Callable[[str, Sequence[str]], bool],
+) -> list[int]:
+    """Return for each question the place of the first passage that answers it, or k.
+
+    Args:
+        found: The numbers of the passages found for each question, [q, k].
+        questions: The questions.
+        texts: The text of each passage that was found.
+        matches: A function that says whether a text holds one of some answers.
+    """
+    k = found.shape[1]
+    return [
+        next((i for i, number in enumerate(row) if matches(texts[number], one.answers)), k)
+        for row, one in zip(found.tolist(), questions, strict=True)
+    ]
+
+
+def _publish(
+    task: str,
+    parsed: ParsedRun,
+    loaded: LoadedTowers,
+    numbers: Numbers,
+    details: Mapping[str, Any],
+) -> None:
+    """Print the table and write the JSON file."""
+    if not numbers:
+        return
+    options, load = parsed.extra[0], parsed.config.checkpoint.load
+    rows = [(key, format_number(value)) for key, value in numbers.items()]
+    say(format_table((task, ""), rows))
+    path = results_path(options.results, load or "", task, loaded.iteration)
+    content = {
+        "task": task,
+        "results": {key.replace(" ", "_"): value for key, value in numbers.items()},
+        **details,
+        "checkpoint": {"folder": load, "iteration": loaded.iteration},
+        "tokenizer": loaded.tokenizer.fingerprint(),
+        "version": __version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    report_results(path, content)

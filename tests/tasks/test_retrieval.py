@@ -1,0 +1,206 @@
+"""RETRIEVER-EVAL: passages are embedded once each, the best are found, and answers are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import parse_config
+from megatron.device import Device
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Layout
+from megatron.tasks import retrieval
+from megatron.tasks.passages import PassageVectors, Question, read_passages, read_questions
+from megatron.tasks.table import find_task
+from megatron.training.build import build_run
+from megatron.training.checkpointing import save_run
+from pretrain_ict import ICTRecipe
+from tests.distributed import run_distributed
+from tests.tasks.toy import BERT, SAVING, WORDS
+
+COUNT = 23
+
+
+def write_files(folder: Path) -> None:
+    """Passages of random words, and a question for each of the first nine: its own text."""
+    random = np.random.RandomState(3)
+    texts = [" ".join(random.choice(WORDS, 12)) for _ in range(COUNT)]
+    lines = [f'{100 + i}\t"{text} ""end{i:02}"""\tw{i}' for i, text in enumerate(texts)]
+    (folder / "passages.tsv").write_text("id\ttext\ttitle\n" + "\n".join(lines) + "\n")
+    questions = [f"{texts[i]}\t['none', \"end{i:02}\"]" for i in range(9)]
+    (folder / "dev.tsv").write_text("\n".join(questions) + "\n")
+    (folder / "test.tsv").write_text("w1 w2\t['not here']\n")
+
+
+@pytest.fixture(name="toy", scope="module")
+def make_toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retrieval")
+    write_files(folder)
+    vocabulary = folder / "vocab.txt"
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "a", "b", "c", "d"]
+    vocabulary.write_text("\n".join(entries) + "\n")
+    for name, more in (("ict", []), ("small", ["--biencoder-projection-dim", "6"])):
+        words = [*BERT, *SAVING, "--save", str(folder / name), "--vocab-file", str(vocabulary)]
+        words += ["--biencoder-shared-query-context-model", *more]
+        config = parse_config(words, world_size=1, architecture="ict").config
+        save_run(build_run(config, ICTRecipe(), Device.cpu(), Layout.single()))
+    return folder
+
+
+def words_of(toy: Path, *more: str, model: str = "ict") -> list[str]:
+    return [
+        *("--load", str(toy / model), "--evidence-data-path", str(toy / "passages.tsv")),
+        *("--retriever-seq-length", "24", *more),
+    ]
+
+
+def evaluate(layout: Layout, words: list[str]):
+    parsed = retrieval.parse("RETRIEVER-EVAL", words, layout.world.size)
+    return retrieval.evaluate("RETRIEVER-EVAL", parsed, Device.cpu(), layout)
+
+
+def by_hand(toy: Path, model: str, k: int) -> list[float]:
+    """Accuracies of the best 1 to k passages, from every pair's own inner product."""
+    parsed = retrieval.parse(
+        "RETRIEVER-EVAL", words_of(toy, "--qa-data-dev", str(toy / "dev.tsv"), model=model), 1
+    )
+    loaded = retrieval.load_towers(parsed.config, 24, Device.cpu(), Layout.single())
+    tower, tokenizer = loaded.model.queries, loaded.tokenizer
+
+    def vector(*texts):
+        ids = [tokenizer.cls]
+        for text in texts:
+            ids += [*tokenizer.tokenize(text), tokenizer.sep]
+        ids = ids if len(ids) <= 24 else [*ids[:23], tokenizer.sep]
+        with torch.no_grad():
+            return tower.encode(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool))[0]
+
+    passages = list(read_passages(str(toy / "passages.tsv")))
+    contexts = torch.stack([vector(one.title, one.text) for one in passages]).half().float()
+    places = []
+    for i, question in enumerate(read_questions(str(toy / "dev.tsv"), "--qa-data-dev")):
+        order = (contexts @ vector(question.text)).argsort(descending=True).tolist()
+        places.append(order.index(i))
+    return [100 * sum(place < top for place in places) / 9 for top in range(1, k + 1)]
+
+
+@pytest.mark.parametrize("model", ["ict", "small"])
+@pytest.mark.parametrize(
+    ("processes", "tensor", "more"),
+    [(1, 1, ""), (2, 1, ""), (2, 2, "--sequence-parallel"), (2, 1, "--faiss-match regex")],
+)
+def test_accuracies_are_those_of_every_pair(toy, tmp_path, model, processes, tensor, more):
+    words = ["--qa-data-dev", str(toy / "dev.tsv"), "--indexer-batch-size", "4", *more.split()]
+    words += ["--retriever-report-topk-accuracies", "1", "2", "3", "4", "5", "50"]
+    words += ["--tensor-model-parallel-size", str(tensor), "--results", str(tmp_path / "out.json")]
+    words = words_of(toy, *words, model=model)
+    if processes == 1:
+        numbers = evaluate(Layout.single(), words)
+    else:
+        numbers, others = run_distributed(processes, evaluate, words, tensor=tensor)
+        assert others == {}
+    expected = by_hand(toy, model, 5)
+    assert [numbers[f"dev top-{k}"] for k in range(1, 6)] == pytest.approx(expected)
+    assert numbers["dev questions"] == 9
+    assert numbers[f"dev top-{COUNT}"] == 100  # of 50: there are no more passages
+    assert json.loads((tmp_path / "out.json").read_text())["results"]["dev_questions"] == 9
+    assert [path.name for path in toy.iterdir() if "vectors" in path.name] == []
+
+
+def test_vectors_are_kept_and_used_again(toy, tmp_path, capsys):
+    path = tmp_path / "vectors.npz"
+    words = words_of(toy, "--embedding-path", str(path))
+    assert evaluate(Layout.single(), words) == {}
+    held, _ = PassageVectors.load(path)
+    assert held.numbers.tolist() == list(range(100, 100 + COUNT))
+    assert held.vectors.shape == (COUNT, 16)
+    before = path.stat().st_mtime_ns
+    words += ["--qa-data-dev", str(toy / "dev.tsv"), "--qa-data-test", str(toy / "test.tsv")]
+    words += ["--results", str(tmp_path / "out.json")]
+    numbers = evaluate(Layout.single(), words)
+    assert path.stat().st_mtime_ns == before
+    assert "23 vectors of these passages and this model" in capsys.readouterr().out
+    assert numbers["test top-1"] == 0
+    other = words_of(toy, "--embedding-path", str(path), model="small")
+    run_distributed(2, evaluate, other)
+    assert "are replaced" in capsys.readouterr().out or path.stat().st_mtime_ns != before
+    assert PassageVectors.load(path)[0].vectors.shape == (COUNT, 6)
+
+
+def test_a_file_that_is_not_of_vectors_is_not_overwritten(toy, tmp_path):
+    path = tmp_path / "vectors.pkl"
+    path.write_bytes(b"\x80\x04.")
+    with pytest.raises(ConfigError, match="Megatron-LM's pickles are not read"):
+        evaluate(Layout.single(), words_of(toy, "--embedding-path", str(path)))
+    assert path.read_bytes() == b"\x80\x04."
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1\tonly text", "line 2: expected a number, a text and a title .* found 2 columns"),
+        ("x\ttext\ttitle", "line 2: expected a number"),
+        ("", "there is no passage|found 0 columns"),
+    ],
+)
+def test_broken_passages_are_refused(tmp_path, line, message):
+    (tmp_path / "p.tsv").write_text(f"id\ttext\ttitle\n{line}")
+    with pytest.raises(DataError, match=message):
+        list(read_passages(str(tmp_path / "p.tsv")))
+
+
+@pytest.mark.parametrize(
+    "line", ["who?", "who?\tme", "who?\t{'me'}", "who?\t[1]", "who?\t__import__('os').getcwd()"]
+)
+def test_broken_questions_are_refused_and_never_executed(tmp_path, line):
+    (tmp_path / "q.tsv").write_text(line + "\n")
+    with pytest.raises(DataError, match="line 1: expected a question, a tab and a list"):
+        read_questions(str(tmp_path / "q.tsv"), "--qa-data-dev")
+
+
+def test_two_passages_of_one_number_are_refused():
+    one = PassageVectors(np.array([3, 5]), np.zeros((2, 4), np.float16))
+    two = PassageVectors(np.array([4, 5]), np.zeros((2, 4), np.float16))
+    with pytest.raises(DataError, match="passage 5 occurs twice"):
+        PassageVectors.joined([one, two])
+
+
+def test_the_first_passage_that_answers_counts():
+    found = np.array([[2, 1, 3], [1, 3, 2]])
+    questions = [Question("", ("b",)), Question("", ("z",))]
+    texts = {1: "a b", 2: "a", 3: "b"}
+    hits = retrieval.first_hits(found, questions, texts, lambda text, all_: all_[0] in text)
+    assert hits == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs --evidence-data-path"),
+        (["--evidence-data-path", "none.tsv"], "none.tsv: no such file"),
+        (["--evidence-data-path", __file__], "has nothing to do"),
+        (["--evidence-data-path", __file__, "--qa-data-dev", "no"], "--qa-data-dev no: no such"),
+        (["--epochs", "3"], "--epochs belongs to GLUE and RACE, and this is RETRIEVER-EVAL"),
+        (["--train-with-neg"], "finetuning of a bi-encoder with labels"),
+    ],
+)
+def test_mistakes_on_the_command_line(toy, words, message):
+    with pytest.raises(ConfigError, match=message):
+        retrieval.parse("RETRIEVER-EVAL", ["--load", str(toy / "ict"), *words], 1)
+
+
+def test_texts_beyond_the_positions_are_refused(toy):
+    words = words_of(toy, "--qa-data-dev", str(toy / "dev.tsv"))
+    words[words.index("24")] = "256"
+    with pytest.raises(ConfigError, match="--retriever-seq-length 256: the model has 24 positions"):
+        evaluate(Layout.single(), words)
+
+
+def test_names_of_tasks():
+    assert find_task(["--task", "ICT-ZEROSHOT-NQ"]) == "ICT-ZEROSHOT-NQ"
+    with pytest.raises(ConfigError, match="not finetuned with labels"):
+        find_task(["--task", "RET-FINETUNE-NQ"])
