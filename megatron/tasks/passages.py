@@ -101,14 +101,14 @@ def read_questions(path: str, flag: str) -> list[Question]:
     return questions
 
 
-class Texts(NamedTuple):
+class PaddedTexts(NamedTuple):
     """Token ids of texts, int64 [b, s], and where they are no padding, bool [b, s]."""
 
     tokens: NDArray[np.int64]
     padding: NDArray[np.bool_]
 
 
-def padded(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> Texts:
+def padded(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> PaddedTexts:
     """Return texts between [CLS] and [SEP], cut to `length` tokens and padded to the longest."""
     rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
     longest = max(map(len, rows))
@@ -116,7 +116,7 @@ def padded(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) ->
     padding = np.zeros((len(rows), longest), bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row)], padding[i, : len(row)] = row, True
-    return Texts(tokens, padding)
+    return PaddedTexts(tokens, padding)
 
 
 def ids_of_passage(title: str, text: str, tokenizer: Tokenizer) -> list[int]:

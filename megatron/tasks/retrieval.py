@@ -46,7 +46,7 @@ from megatron.tasks.passages import (
     Passage,
     PassageVectors,
     Question,
-    Texts,
+    PaddedTexts,
     ids_of_passage,
     padded,
     read_passages,
@@ -159,11 +159,11 @@ class LoadedTowers:
     @torch.no_grad()
     def vectors(self, tower: TextEncoder, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Return the vectors of texts, [n, e]. Collective over the tensor-parallel ranks."""
-        batch: Texts = padded(texts, self.tokenizer, self.length)
+        batch: PaddedTexts = padded(texts, self.tokenizer, self.length)
         if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
             columns = ((0, 0), (0, excess))  # sequence parallelism gives each rank equal shares
             tokens = np.pad(batch.tokens, columns, constant_values=self.tokenizer.pad)
-            batch = Texts(tokens, np.pad(batch.padding, columns))
+            batch = PaddedTexts(tokens, np.pad(batch.padding, columns))
         where = self.device.torch_device
         inputs: list[Tensor] = [torch.from_numpy(part).to(where) for part in batch]
         result: NDArray[np.float32] = tower.encode(*inputs).float().cpu().numpy()
