@@ -43,10 +43,10 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
 from megatron.tasks.answer_match import MATCHES
 from megatron.tasks.passages import (
+    PaddedTexts,
     Passage,
     PassageVectors,
     Question,
-    PaddedTexts,
     ids_of_passage,
     padded,
     read_passages,
