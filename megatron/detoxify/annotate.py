@@ -79,7 +79,7 @@ def annotate(
     with writing_to(OUT, target):
         done = _skip_annotated(target, lines)
     lines = itertools.islice(lines, None if total is None else max(0, total - done))
-    written, without = done, 0
+    written, without, reason = done, 0, ""
     with writing_to(OUT, target), target.open("ab") as file:
         keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")
         if done:
@@ -90,8 +90,9 @@ def annotate(
             file.write(_encoded({**line.fields, "score": scored.scores}, scored.reason))
             file.flush()
             written += 1
-            without += scored.scores is None
-    note = f", {without} of them without a score" if without else ""
+            if scored.scores is None:
+                without, reason = without + 1, scored.reason
+    note = f", {without} of them without a score (the last one: {reason})" if without else ""
     print(f"{target}: {written - done} lines written{note}, {written} in all", flush=True)
 
 
