@@ -5,8 +5,8 @@ Nothing here touches a GPU or needs `torch.distributed`.
     machine             the rates and links of a machine: built in, or read from a file
     memory              the memory of a process
     cost                the time of a micro-batch in a layer and of messages
-    pipeline_balance    the bubble of a pipeline, and a layout of its layers with a smaller one
-    prediction          the time and memory of a whole update, and what it consists of
+    pipeline_balance    the bubble of a pipeline, and a distribution of layers that shrinks it
+    prediction          the time of a whole update with its parts, and its memory
     search              all sensible layouts on a number of GPUs, and the fastest of them
     goodput             the time that failures and checkpoints cost, and how often to save
     command             `megatron plan`

@@ -6,8 +6,8 @@ r"""Find the fastest layouts of a run on a cluster, without a GPU.
 
 It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
 and data parallelism, ZeRO stage, recomputation and micro-batch, predicts memory and time of each,
-and prints the fastest that fit, with what each of them waits for. docs/planner.md says how, and how
-far predictions are from measurements.
+and prints the fastest that fit and what each of them waits for. docs/planner.md explains the
+predictions, and how far they are from measurements.
 """
 
 from __future__ import annotations
@@ -202,17 +202,17 @@ def check(options: argparse.Namespace) -> None:
 
 
 def predicts_only(options: argparse.Namespace) -> bool:
-    """Return whether --memory or --time has no number: no other layouts are tried."""
+    """Return whether --memory or --time has no number, so that no other layouts are tried."""
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 
 def without_layout(words: list[str]) -> list[str]:
-    """Return flags without those that set what is planned."""
+    """Return flags without those that the planner chooses."""
     return _without(words, {name for path in PLANNED for name in field_at(path).spellings})
 
 
 def _without(words: list[str], names: set[str]) -> list[str]:
-    """Return flags without those of these names."""
+    """Return flags except those with these names."""
     kept = [flag for flag in split(words) if flag.name not in names]
     return [word for flag in kept for word in ((flag.name,) * bool(flag.name) + tuple(flag.values))]
 
@@ -259,10 +259,10 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
 
 
 def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
-    """Return the number of GPUs and what they are.
+    """Return the number of GPUs and their kind.
 
     Raises:
-        UserError: The number or the kind is wrong, or the file of --machine.
+        UserError: The number, the kind or the file of --machine is wrong.
     """
     found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
     if found is None or int(found[1]) < 1:
@@ -358,7 +358,7 @@ def describe(config: RunConfig, gpus: int) -> str:
 
 
 def shares(found: Prediction) -> str:
-    """Return what an update's time is spent on, largest first."""
+    """Return the shares of an update's time by activity, largest first."""
     parts = sorted(found.parts.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{name} {time / found.seconds:.1%}"
@@ -368,7 +368,7 @@ def shares(found: Prediction) -> str:
 
 
 def table(plans: list[Plan], gpus: int) -> str:
-    """Return the layouts as a table, with the share of time that each spends on what."""
+    """Return the layouts as a table, with the shares of each one's time by activity."""
     names = list(plans[0].prediction.parts)
     rows = [("", "layout", "GiB", "s/update", "tokens/s/GPU", "MFU", *names)]
     for number, plan in enumerate(plans, 1):
@@ -427,7 +427,7 @@ def command(request: PlanRequest, plan: Plan) -> str:
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
-    """Return how often to save, and the part of the time that then makes progress."""
+    """Return how often to save, and the fraction of time that then makes progress."""
     between = options.mtbf_hours * _HOUR / request.gpus
     failures = Failures(between, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best

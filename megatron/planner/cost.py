@@ -94,7 +94,7 @@ class PassTimes(NamedTuple):
 
     Attributes:
         forward: The forward pass.
-        inputs: The backward pass of the inputs, with what it recomputes.
+        inputs: The backward pass of the inputs, including recomputation.
         weights: The gradients of the weights.
         host: The time that the host takes to launch all of them, while the device computes.
     """
@@ -112,7 +112,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the time of a layer depends on, apart from its plan.
+    """Everything except its plan that the time of a layer depends on.
 
     Attributes:
         machine: The rates of the machine.
@@ -126,7 +126,7 @@ class Setting:
         overlaps: Whether tensor-parallel messages overlap with products.
         ring: Whether context-parallel processes pass keys and values around a ring.
         gathers: Whether every layer's weights are gathered when it is used (ZeRO stage 3).
-        flash: Whether attention may only use the flash kernel, as around a ring.
+        flash: Whether attention may only use the flash kernel, as ring attention must.
         receives: Whether receives from other pipeline stages are posted beside passes.
         graphs: Whether passes are recorded, so that the host launches almost nothing.
     """
@@ -213,7 +213,7 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
 
 
 def _launches(part: SublayerPlan, setting: Setting) -> int:
-    """Return what the host does for a sublayer without dropout, in launches."""
+    """Return the number of kernel launches of a sublayer without dropout."""
     is_mixture = isinstance(part, MixturePlan)
     exchanges = (setting.batch.tensor > 1) + (is_mixture and setting.expert > 1)
     exchanges += setting.batch.context > 1 and isinstance(part, AttentionPlan)

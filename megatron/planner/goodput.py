@@ -1,4 +1,4 @@
-"""The part of a cluster's time that makes progress, with failures and checkpoints."""
+"""The fraction of a cluster's time that makes progress, given failures and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Failures:
     restart: float
 
     def goodput(self, interval: float) -> float:
-        """Return the expected share of time that is training kept, exactly.
+        """Return the exact expected fraction of time spent on training that is not lost.
 
         Failures come at a constant rate, during checkpoints and restarts too. A checkpoint follows
         each `interval` of training, and a failure loses the training since the last one. The

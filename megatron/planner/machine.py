@@ -20,7 +20,7 @@ class Link:
     """A connection of a GPU to others.
 
     Attributes:
-        bandwidth: Bytes/s that a GPU sends while it receives as many.
+        bandwidth: Bytes/s that a GPU sends while it receives at the same rate.
         latency: Seconds that a collective operation takes even if it sends nothing.
     """
 
@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the GPUs of a cluster reach for seconds at a time, which is less than a datasheet says.
+    """The rates that GPUs sustain for seconds at a time, which are below those of a datasheet.
 
     Attributes:
         name: Name of the GPU.

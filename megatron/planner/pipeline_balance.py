@@ -1,4 +1,4 @@
-"""The estimated bubble of a pipeline, and a layout of its layers with a smaller bubble.
+"""The estimated bubble of a pipeline, and a distribution of its layers with a smaller bubble.
 
 Times are those of `cost`; nothing is run.
 """
@@ -34,7 +34,7 @@ class Durations(NamedTuple):
 
     Attributes:
         forward: The forward pass.
-        inputs: The gradients of the inputs, with what the backward pass recomputes.
+        inputs: The gradients of the inputs, including recomputation.
         weights: The gradients of the weights.
     """
 
@@ -48,7 +48,7 @@ class Durations(NamedTuple):
         return cls(passes.forward.total, passes.inputs.total, passes.weights.total)
 
     def at_least(self, host: float) -> Durations:
-        """Return the times of a device that waits for a host that takes so long to launch all."""
+        """Return the device's times if its host needs at least this long for all launches."""
         late = max(0.0, host - sum(self))
         return Durations(self.forward + late / 3, self.inputs + late * 2 / 3, self.weights)
 

@@ -1,4 +1,4 @@
-"""The time of a whole update, and what it consists of."""
+"""The time of a whole update, with its parts, and its memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Prediction:
 
     Attributes:
         seconds: The time of an update.
-        stage: What the device of the busiest pipeline stage does in it.
+        stage: The times of the work on the device of the busiest pipeline stage.
         host: The time in which that device waits for the host.
         bubble: The time in which that stage waits for others.
         gradients: The time of messages between data-parallel processes that nothing hides.
@@ -124,7 +124,7 @@ class Prediction:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """The time of the update by what it is spent on, in seconds."""
+        """The time of the update by activity, in seconds."""
         return {
             "products": self.stage.products,
             "attention": self.stage.attention,
@@ -187,7 +187,7 @@ def predict(
         pipelines: Returns a pipeline, perhaps one that has timed other layouts.
 
     Raises:
-        ConfigError: The layers do not fit the stages, or the micro-batches not the global batch.
+        ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
     """
     micro_batches = micro_batches_of(config, world_size)
     layers, head = model_passes(config, plan, machine)

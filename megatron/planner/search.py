@@ -97,12 +97,12 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what is known of it before its schedule is simulated.
+    """A layout whose schedule has not been simulated yet.
 
     Attributes:
         values: What it sets, by "section.field".
         plan: The plan of the network, whose vocabulary is padded for the tensor-parallel size.
-        bound: A time in seconds below which an update cannot fall.
+        bound: Lower bound of the time of an update, in seconds.
     """
 
     values: Values
@@ -190,10 +190,10 @@ class Search:
                 yield Candidate(values, plan, bounds[key])
 
     def _bound(self, config: RunConfig, plan: ModelPlan) -> float:
-        """Return a time below which no update falls, infinite if the sizes do not fit.
+        """Return a lower bound of an update's time, infinite if the sizes do not fit.
 
-        A stage computes all its passes; before, the first micro-batch comes through the earlier
-        stages, and after, the last one goes back through them.
+        A stage computes all its passes. Before that, the first micro-batch passes through the
+        earlier stages, and after it the last one goes back through them.
         """
         try:
             counts = tuple(len(part.layers) for part in plan_model(config.model, config.parallel))
