@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.core import names as core
 from megatron.checkpoint.legacy.unpickler import TensorRef
+from megatron.config.retriever import TOWERS
 from megatron.errors import CheckpointError
 
 KINDS = ("weight", "bias")
@@ -60,8 +61,8 @@ DECODER_LAYER: Modules = {
 _FINAL_NORM = ("final_layernorm", "final_norm")
 AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
 # These are siblings of `language_model`, not inside it. The last stage's copy of tied word
-# embeddings comes before them. The last two are task heads, with which BERT chooses among classes
-# or among texts.
+# embeddings comes before them. The last three are task heads, with which BERT chooses among classes
+# or among texts, and the projection of a bi-encoder's tower.
 HEADS: Modules = {
     "output": ("lm_head",),
     "head.dense": ("lm_head.dense",),
@@ -69,6 +70,7 @@ HEADS: Modules = {
     "binary_head": ("binary_head",),
     "classification_head": ("classification_head",),
     "multichoice_head": ("multichoice_head",),
+    "projection": ("projection_enc",),
 }
 TIED_COPY = ("word_embeddings_for_head", "weight")
 _BESIDE = dict.fromkeys(names[0].partition(".")[0] for names in HEADS.values())
@@ -139,9 +141,19 @@ def is_core(model: Any) -> bool:
     return isinstance(model, dict) and any(str(key).startswith(tops) for key in model)
 
 
+def towers_of(model: Any) -> list[str]:
+    """Return the names of the towers in a file's `model`, in Megatron's order, if it has any.
+
+    The tree of a bi-encoder has that of a BERT for each tower.
+    """
+    return [tower for tower in TOWERS if isinstance(model, dict) and tower in model]
+
+
 def architecture_of(models: Iterable[Any]) -> str:
     """Return the `ModelConfig.architecture` of the network that these trees describe."""
     trees = [model for model in models if isinstance(model, dict)]
+    if any(map(towers_of, trees)):
+        return "ict"
     keys = {key for model in trees for key in model}
     for language in (model.get("language_model") for model in trees):
         keys |= set(language) if isinstance(language, dict) else set()
@@ -168,7 +180,15 @@ def list_parameters(
     Raises:
         CheckpointError: The file's kind is not supported, or the name of a tensor is unknown.
     """
-    parameters, is_flat = [], is_core(model)
+    parameters: list[Parameter] = []
+    if towers := towers_of(model):
+        for tower in towers:
+            inside = list_parameters(
+                model[tower], first, architecture, tied=tied, is_first=is_first
+            )
+            parameters += [replace(one, name=f"{tower}.{one.name}") for one in inside]
+        return parameters
+    is_flat = is_core(model)
     leaves = list(_flatten(model, "") if is_flat else _flatten_nested(model))
     crossing = _crossing(leaves)
     for path, value in leaves:
@@ -323,7 +343,9 @@ def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tupl
 
 
 def count_layers(model: Any) -> Counter[str]:
-    """Return the number of layers in a file's `model`, per stack."""
+    """Return the number of layers in a file's `model`, or in one of its towers, per stack."""
+    for tower in towers_of(model)[:1]:
+        return count_layers(model[tower])
     if is_core(model):
         stacks = {"encoder": model}
     else:
