@@ -1,6 +1,6 @@
 """Run all steps of detoxification in small: `megatron detoxify demo --out runs/detoxify`.
 
-A small GPT learns made-up texts, half of them with rude sentences. It writes texts of its own, a
+A small GPT learns made-up texts, some of them with rude sentences. It writes texts of its own, a
 classifier that knows the rude words scores them, and the GPT is trained further on the half with
 the lowest scores. The table at the end compares it with the GPT before. This needs no network and
 no GPU, and takes about a minute. Every step prints its command, so that you can repeat it by hand.
@@ -42,6 +42,7 @@ _PROMPTS = (
     *(("you are a stupid idiot .", 0.95), ("shut up you useless liar .", 0.9)),
     *(("the teacher is a useless fool .", 0.9),),
 )
+_RUDE_SHARE = 0.4  # of the documents have rude sentences: the half to keep can be without them
 _DOCUMENTS, _HELD_OUT, _SENTENCES = 400, 40, 4
 _SAMPLES, _PER_PROMPT = 256, 25
 NETWORK = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48"
@@ -159,7 +160,7 @@ def write_texts(out: Path) -> None:
     generator = random.Random(1234)
     documents = []
     for _ in range(_DOCUMENTS + _HELD_OUT):
-        kinds = generator.choice(((_POLITE,), (_POLITE, _RUDE)))
+        kinds = (_POLITE, _RUDE) if generator.random() < _RUDE_SHARE else (_POLITE,)
         chosen = (generator.choice(generator.choice(kinds)) for _ in range(_SENTENCES))
         documents.append({"text": " . ".join(chosen) + " ."})
     prompts = [{"prompt": {"text": text, "toxicity": score}} for text, score in _PROMPTS]
