@@ -70,3 +70,24 @@ def test_a_decay_at_the_end_may_begin_where_the_warm_up_ends(words: str) -> None
 def _own(words: str) -> tuple[str, ...]:
     """Flags of the small run that these take the place of."""
     return ("--train-iters",) if _SAMPLES in words else ()
+
+
+@pytest.mark.parametrize(
+    ("words", "notice"),
+    [
+        ("", "--lr-warmup-style log changes nothing without "),
+        (
+            "--lr-warmup-iters 5 --save x --save-interval 5 --ckpt-format legacy",
+            "--ckpt-format legacy: Megatron-LM has no --lr-warmup-style log",
+        ),
+        (
+            "--lr-warmup-iters 5 --lr-decay-style range-test",
+            "--lr-warmup-style log, --lr-warmup-iters 5: no effect with --lr-decay-style range",
+        ),
+    ],
+)
+def test_a_logarithmic_warm_up_that_has_no_effect_is_told(words: str, notice: str) -> None:
+    notices = parse(f"--lr-warmup-style log {words}").notices
+    assert [line for line in notices if notice in line]
+    quiet = parse("--lr-warmup-style log --lr-warmup-iters 5").notices
+    assert not [line for line in quiet if "log" in line]
