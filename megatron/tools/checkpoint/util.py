@@ -33,7 +33,7 @@ from megatron.tools.checkpoint.verify import TOLERANCE, TOLERANCE_HELP, verify
 if TYPE_CHECKING:
     from megatron.tools.checkpoint import formats
 
-MODELS = ("GPT", "BERT", "T5")
+MODELS = ("GPT", "BERT", "T5", "RETRO")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "megatron", "torch_dist", "hf")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
