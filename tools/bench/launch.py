@@ -73,9 +73,11 @@ class Measured:
     last_loss: float
 
 
-def entry_command(root: Path, gpus: int, flags: Sequence[str]) -> list[str]:
-    """Return the command that runs pretrain_gpt.py in `root`, directly or under torchrun."""
-    script = str(root / "pretrain_gpt.py")
+def entry_command(
+    root: Path, gpus: int, flags: Sequence[str], script: str = "pretrain_gpt.py"
+) -> list[str]:
+    """Return the command that runs a script in `root`, directly or under torchrun."""
+    script = str(root / script)
     if gpus == 1:
         return [sys.executable, script, *flags]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
