@@ -341,11 +341,19 @@ class HuggingFaceEmbedder(Embedder):
                 f"--retro-bert-max-chunk-length {options.max_length}: {options.load} has "
                 f"{positions} positions: give {_ENDS + 1} to {positions}"
             )
-        self.width, self.max_length = model.config.hidden_size, options.max_length
+        self.max_length = options.max_length
         self._model = model.to(device.torch_device).eval()
         self._tokenizer = tokenizer
         self._filler = tokenizer.pad_token_id or 0
         self._inner = options.masking is not None
+        try:
+            ((_, vectors),) = self._launch(_Rows(np.zeros(1, np.int64), self._tokenize(["a"], 0)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--bert-embedder-load {options.load}: a {type(model).__name__} does not encode "
+                f"texts by itself ({error}): give an encoder, such as a BERT or a sentence encoder"
+            ) from error
+        self.width = vectors.shape[1]
 
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
         cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]

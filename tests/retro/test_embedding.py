@@ -185,3 +185,16 @@ def test_huggingface_models_that_do_not_load(sentence_encoder: Path, tmp_path: P
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"
     with pytest.raises(ConfigError, match="not a model that transformers can load"):
         build_embedder(EmbedderOptions("huggingface", str(tmp_path), max_length=32), Device.cpu())
+
+
+def test_a_huggingface_model_that_is_no_encoder(sentence_encoder: Path, tmp_path: Path):
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=5000, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+    transformers.T5Model(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((sentence_encoder / name).read_bytes())
+    with pytest.raises(ConfigError, match="a T5Model does not encode texts by itself"):
+        build_embedder(EmbedderOptions("huggingface", str(tmp_path), max_length=32), Device.cpu())
