@@ -48,7 +48,9 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def make_folder(workdir: Path, corpus: Path, flags: Sequence[str], iterations: int) -> None:
+def make_folder(
+    workdir: Path, corpus: Path, flags: Sequence[str], iterations: int, vocabulary: int
+) -> None:
     """Make a working folder for some iterations of training with the given flags."""
     import h5py
     import numpy as np
@@ -80,7 +82,7 @@ def make_folder(workdir: Path, corpus: Path, flags: Sequence[str], iterations: i
     corpora_file(workdir).write_text(json.dumps([described._asdict()]))
     samples = (iterations * config.training.global_batch_size, 0, 0)
     asked = DataRequest(config.data, _SEED, samples)
-    train = query_datasets(asked, seq_length=length, vocab_size=config.tokenizer.vocab_size or 0)[0]
+    train = query_datasets(asked, seq_length=length, vocab_size=vocabulary)[0]
     assert train is not None, "training asks for samples"
     random = np.random.default_rng(_SEED)
     count = len(train) * (length // _CHUNK)
@@ -115,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
             flags += ["--num-layers", str(options.layers)]
         if options.micro_batch_size is not None:
             flags += ["--micro-batch-size", str(options.micro_batch_size)]
-        make_folder(workdir, corpus, flags, iterations)
+        make_folder(workdir, corpus, flags, iterations, workload.vocabulary)
         own = {
             "gpt": [],
             "retro": [
