@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
+from megatron.errors import ConfigError
 
 DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
@@ -197,9 +198,17 @@ def small_kind(architecture: str, model: Mapping[str, Any]) -> Kind:
     """Return the demo of a recipe: its kind of network and layers, in the demo's sizes.
 
     Args:
-        architecture: The kind of network: gpt, bert or t5.
+        architecture: The kind of network, such as gpt, bert or t5.
         model: The values of the recipe's section `model`, by field name.
+
+    Raises:
+        ConfigError: There is no demo of such networks.
     """
+    if architecture not in KINDS:
+        raise ConfigError(
+            f"--small: there is no demo of this kind of network ({architecture}): use "
+            "--mock-data with smaller sizes instead"
+        )
     kind = KINDS["moe" if model.get("num_experts") else architecture]
     fields = {field.name: field for field in fields_of(ModelOptions)}
     flags = [fields[name].spell(model[name]) for name in _KEPT if name in model]

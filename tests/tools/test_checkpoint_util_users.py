@@ -161,6 +161,14 @@ def test_the_sentinels_of_a_t5_s_vocabulary_stay(golden, tmp_path):
     assert reader.meta["config"]["tokenizer"]["vocab_extra_ids"] == 10
 
 
+def test_a_bi_encoder_is_not_converted(tmp_path, capsys):
+    root = str(tmp_path / "run")
+    train_toy(Layout.single(), f"--save {root} --save-interval 1 --train-iters 1".split(), "ict")
+    flags = f"--model-type BERT --loader native --saver megatron --load-dir {root}"
+    assert util.main([*flags.split(), "--save-dir", str(tmp_path / "o")]) != 0
+    assert "bi-encoders are not converted" in capsys.readouterr().err
+
+
 def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):
     """Where config.json says nothing, `transformers` takes id 2 for the end of a Llama's text."""
     assert convert("megatron", "hf", gpt, tmp_path / "o") == 0

@@ -177,6 +177,11 @@ def load_own(options: argparse.Namespace) -> SourceModel:
 
 def _complete(config: RunOptions, reader: Reader) -> ModelRun:
     """Resolve a model's configuration: derived sizes, window and precision."""
+    if config.model.architecture == "ict":
+        raise CheckpointError(
+            f"{reader.path}: bi-encoders are not converted: --load of pretrain_ict.py and "
+            "tasks/main.py reads native checkpoints and Megatron-LM's as they are"
+        )
     positions = config.model.max_position_embeddings
     if positions is None and _POSITIONS in reader.names():
         positions = reader.global_shape(_POSITIONS)[0]
