@@ -12,6 +12,8 @@ read, and none may refer to another file, be compressed, or claim more rows than
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillRunning
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +30,8 @@ from megatron.parallel.layout import Axis
 
 if TYPE_CHECKING:
     import h5py
+
+_WAIT = 5.0  # seconds between two signs of life of the first process
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -154,6 +158,37 @@ def _bar(
     done = total - sum(block.rows for block in missing)
     with tqdm(total=total, initial=done, desc=what, unit=" rows", dynamic_ncols=True) as bar:
         yield bar.update
+
+
+def on_first(work: Callable[[], object], world: Axis) -> None:
+    """Run work on the first process; the others wait, however long it takes. Collective.
+
+    A barrier would end the run after the timeout of collectives.
+
+    Raises:
+        Exception: The error of the work; on the other processes a DataError.
+    """
+    if world.size == 1:
+        work()
+        return
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work) if world.is_first else None
+        error: BaseException | None = None
+        while True:
+            state = torch.zeros(1, dtype=torch.int32)
+            if running is not None:
+                try:
+                    error = running.exception(timeout=_WAIT)
+                    state += 1 if error is None else 2
+                except StillRunning:
+                    pass
+            ended = int(all_reduce(state, world))
+            if ended:
+                break
+    if error is not None:
+        raise error
+    if ended > 1:
+        raise DataError("the first process failed, see its message")
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from megatron.retro.blocks import (
     TableBlock,
     blocks_to_do,
     new_hdf5,
+    on_first,
     open_hdf5,
     plan_blocks,
     read_block,
@@ -288,10 +289,8 @@ def build_database(
     for (corpus, data), those in zip(corpora, blocks, strict=True):
         for block in blocks_to_do(those, block_contents, world, f"chunks of {corpus.name}"):
             write_block(block, make_block(block, data, cutter))
-    if world.is_first:
-        merger = _Merger(options, [data for _, data in corpora], blocks)
-        merger.write([corpus for corpus, _ in corpora])
-    world.barrier()
+    merger = _Merger(options, [data for _, data in corpora], blocks)
+    on_first(lambda: merger.write([corpus for corpus, _ in corpora]), world)
     return read_corpora(Path(str(options.stages.retro_workdir)))
 
 

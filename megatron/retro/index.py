@@ -20,8 +20,6 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as StillRunning
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,12 +36,13 @@ from megatron.durable import open_trusted, renamed_when_done, sync_folder, writi
 from megatron.environment import cores_per_process
 from megatron.errors import ConfigError, DataError
 from megatron.extras import packages_of
-from megatron.parallel.collectives import all_reduce, broadcast
+from megatron.parallel.collectives import broadcast
 from megatron.parallel.layout import Axis
 from megatron.retro.blocks import (
     DataSet,
     TableBlock,
     blocks_to_do,
+    on_first,
     open_block,
     plan_blocks,
     write_block,
@@ -53,7 +52,6 @@ from megatron.tokenizer import Tokenizer
 
 TYPES = ("faiss-base", "faiss-par-add")
 _MEGATRON_WIDTH = 1024  # the only width of vectors that Megatron-LM keeps on a rerun
-_WAIT = 5.0  # seconds between two signs of life of the first process
 _ADDED_AT_ONCE = 100_000
 
 Rows = NDArray[np.int64]
@@ -536,34 +534,3 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
 def _first_sees(path: Path, world: Axis) -> bool:
     """Return whether a file was there on the first process before any went on. Collective."""
     return bool(broadcast(torch.tensor([int(path.exists())]), world))
-
-
-def on_first(work: Callable[[], object], world: Axis) -> None:
-    """Run work on the first process; the others wait, however long it takes. Collective.
-
-    A barrier would end the run after the timeout of collectives.
-
-    Raises:
-        Exception: The error of the work; on the other processes a DataError.
-    """
-    if world.size == 1:
-        work()
-        return
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(work) if world.is_first else None
-        error: BaseException | None = None
-        while True:
-            state = torch.zeros(1, dtype=torch.int32)
-            if running is not None:
-                try:
-                    error = running.exception(timeout=_WAIT)
-                    state += 1 if error is None else 2
-                except StillRunning:
-                    pass
-            ended = int(all_reduce(state, world))
-            if ended:
-                break
-    if error is not None:
-        raise error
-    if ended > 1:
-        raise DataError("the first process failed, see its message")

@@ -36,11 +36,12 @@ _FLAGS_OF: Mapping[str, tuple[str, ...]] = {
     ),
     "index": (
         *("bert_embedder_type", "retro_bert_max_chunk_length", "retro_block_size"),
-        *("retro_index_type", "retro_index_str", "retro_index_nfeats"),
-        *("retro_index_train_load_fraction", "retro_index_add_load_fraction"),
+        "retro_index_nfeats",  # other kinds of index have other folders
     ),
     "query": (
         *("retro_gpt_seed", "retro_gpt_seq_length", "retro_gpt_split"),
+        *("retro_index_type", "retro_index_str"),
+        *("retro_index_train_load_fraction", "retro_index_add_load_fraction"),
         *("retro_query_ef_search", "retro_query_nprobe"),
         *("retro_query_num_neighbors_query", "retro_query_num_neighbors_save"),
     ),
@@ -54,7 +55,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Origin(NamedTuple):
+class FolderOrigin(NamedTuple):
     """What a working folder is made from, besides the options.
 
     Attributes:
@@ -91,7 +92,7 @@ def read_arguments(workdir: Path) -> RetroPreprocessing:
 
 
 def write_arguments(
-    workdir: Path, options: RetroPreprocessing, origin: Origin, others: Mapping[str, Any]
+    workdir: Path, options: RetroPreprocessing, origin: FolderOrigin, others: Mapping[str, Any]
 ) -> None:
     """Write `args.json` under Megatron-LM's names.
 
@@ -113,7 +114,7 @@ def write_arguments(
         replace_file(path, json.dumps(values, indent=4, default=str).encode())
 
 
-def check_folder(workdir: Path, options: RetroPreprocessing, origin: Origin) -> None:
+def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigin) -> None:
     """Refuse to continue in a folder that was made from something else.
 
     Only what the folder already has is compared: without an index, its flags may change.
@@ -193,7 +194,11 @@ def _value(found: Mapping[str, Any], field: Field, path: Path) -> Any:
 
 
 def _differences(
-    found: Mapping[str, Any], path: Path, last: str, options: RetroPreprocessing, origin: Origin
+    found: Mapping[str, Any],
+    path: Path,
+    last: str,
+    options: RetroPreprocessing,
+    origin: FolderOrigin,
 ) -> Iterator[str]:
     """Yield a line for each difference that the parts up to `last` depend on."""
     theirs, ours = _options(found, path).values, options.values

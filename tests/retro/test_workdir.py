@@ -12,7 +12,7 @@ import pytest
 from megatron.config.retro_preprocessing import RetroPreprocessing
 from megatron.errors import DataError
 from megatron.retro.workdir import (
-    Origin,
+    FolderOrigin,
     arguments_file,
     check_folder,
     read_arguments,
@@ -20,7 +20,7 @@ from megatron.retro.workdir import (
 )
 from tests.retro.corpus import options
 
-ORIGIN = Origin("90,8,2", "digest", "GPT2BPETokenizer:1", "BertWordPieceLowerCase:2")
+ORIGIN = FolderOrigin("90,8,2", "digest", "GPT2BPETokenizer:1", "BertWordPieceLowerCase:2")
 
 
 def changed(asked: RetroPreprocessing, **values: Any) -> RetroPreprocessing:
@@ -101,7 +101,7 @@ def test_a_folder_made_with_other_flags_is_refused(
     ],
 )
 def test_a_folder_made_from_other_files_is_refused(
-    tmp_path: Path, asked: RetroPreprocessing, origin: Origin, message: str
+    tmp_path: Path, asked: RetroPreprocessing, origin: FolderOrigin, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
         check_folder(tmp_path, asked, origin)
