@@ -97,15 +97,22 @@ class ParsedRun:
 
 @dataclass
 class _CommandLine(Findings):
-    """The values on the command line by field name, and the findings about the run."""
+    """The values on the command line by field name, and the findings about the run.
 
+    Attributes:
+        given: The values.
+        own: Names of the program's own fields, which run fields of the same name do not get.
+    """
+
+    own: frozenset[str] = frozenset()
     given: dict[str, Any] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
         """The values of a run's fields, by "section.field"."""
         names = {path: path.partition(".")[2] for path in flatten(RunOptions())}
-        return {path: self.given[name] for path, name in names.items() if name in self.given}
+        given = self.given.keys() - self.own
+        return {path: self.given[name] for path, name in names.items() if name in given}
 
     def ask(self, work: Callable[[], Result]) -> Result:
         """Run a step on which all later ones depend, and return its result.
@@ -284,9 +291,9 @@ def asks_for(path: str, words: Sequence[str], others: Collection[str] = ()) -> b
 
 
 def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
-    line, given = _CommandLine(), split(words)
+    own, given = by_spelling(program.extra), split(words)
+    line = _CommandLine(own=frozenset(one.name for one in own.values()))
     names = {flag.name for flag in given}
-    own = by_spelling(program.extra)
     known = {"--config": _CONFIG} | dict.fromkeys(deepspeed.NAMES, _DEEPSPEED)
     known |= by_spelling(sections().values()) | own
     others: dict[str, Field] = {}

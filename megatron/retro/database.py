@@ -192,6 +192,14 @@ class ChunkCutter(NamedTuple):
             for start in range(0, size, self.length):
                 yield document, start, min(size, start + self.length)
 
+    def measure(self, data: IndexedDataset, places: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Return how many of BERT's tokens each chunk has. All texts are in memory at a time."""
+        texts = [
+            self.gpt.detokenize(data.get(document, start, end - start).tolist())
+            for document, start, end in places
+        ]
+        return [len(ids) for ids in self.bert.tokenize_batch(texts)]
+
     def cut(self, data: IndexedDataset, first: int, stop: int) -> NDArray[np.uint32]:
         """Return the chunks of documents `first` to `stop - 1`.
 
@@ -201,12 +209,8 @@ class ChunkCutter(NamedTuple):
         places = self.places(data, first, stop)
         parts = [np.zeros((0, 4), np.uint32)]
         while some := list(itertools.islice(places, _TEXTS)):
-            texts = [
-                self.gpt.detokenize(data.get(document, start, end - start).tolist())
-                for document, start, end in some
-            ]
-            lengths = [len(ids) for ids in self.bert.tokenize_batch(texts)]
-            parts.append(np.column_stack([np.array(some), lengths]).astype(np.uint32))
+            sizes = self.measure(data, some)
+            parts.append(np.column_stack([np.array(some), sizes]).astype(np.uint32))
         return np.concatenate(parts)
 
 

@@ -1,0 +1,359 @@
+"""The command `tools/retro/main.py`: Retro's preprocessing, from indexed datasets to neighbors.
+
+    python tools/retro/main.py --retro-tasks build --retro-workdir WORKDIR --load BERT ...
+    torchrun --nproc-per-node 8 tools/retro/main.py ...
+
+It takes Megatron-LM's command line: the flags of a BERT's run and those of the preprocessing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.legacy.arguments import megatron_arguments
+from megatron.command import format_panel, say
+from megatron.config import ParsedRun, Program, RunConfig, parse_config, rules_training
+from megatron.config.checks import RULES
+from megatron.config.data import DataConfig
+from megatron.config.parser import help_if_asked
+from megatron.config.retro_preprocessing import (
+    RETRO_SECTIONS,
+    RetroPreprocessing,
+    find_mistakes,
+)
+from megatron.config.run import RunOptions, flatten, with_values
+from megatron.data.datasets import DataRequest, corpus_fingerprint
+from megatron.device import Device
+from megatron.errors import EXIT_OK, ConfigError
+from megatron.inference.load import open_existing, saved_config
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, show_notices
+from megatron.retro.blocks import on_first
+from megatron.retro.database import (
+    ChunkCutter,
+    ChunkDatabase,
+    build_database,
+    plan_corpora,
+)
+from megatron.retro.embedding import Embedder, EmbedderOptions, Masking, build_embedder
+from megatron.retro.estimate import describe_work
+from megatron.retro.index import ChunkTexts, IndexOptions, add_to_index, check_factory, train_index
+from megatron.retro.neighbors import QueryChunks, QueryOptions, query_chunks, query_neighbors
+from megatron.retro.workdir import FolderOrigin, check_folder, write_arguments
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import padded_vocab_size
+from megatron.training.batches import BatchPlan, samples_needed
+from megatron.training.run import Progress
+
+PROGRAM = "tools/retro/main.py"
+# Every process embeds with a whole BERT, so batches and layouts of training do not matter.
+_LEFT_OUT = (rules_training.batch_size, rules_training.batch_size_ramp)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one process of the preprocessing, and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    help_if_asked(PROGRAM, RETRO_SECTIONS, trains=False, argv=words)
+    from megatron.processes.process import run_process
+
+    return run_process(words, lambda launch: run(words, launch))
+
+
+def parse(words: Sequence[str], world_size: int) -> ParsedRun:
+    """Read and check a command line.
+
+    Raises:
+        ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: The flags leave out the network, and --load has no BERT.
+    """
+    return parse_config(
+        words,
+        world_size=world_size,
+        architecture="bert",
+        program=Program(
+            name=PROGRAM,
+            extra=RETRO_SECTIONS,
+            find_start=_start,
+            rules=[*(rule for rule in RULES if rule not in _LEFT_OUT), _whole_networks],
+            check_extra=find_mistakes,
+        ),
+    )
+
+
+def _start(given: Mapping[str, Any]) -> RunOptions:
+    """Return the run that flags change: what the flags of the preprocessing say of it already."""
+    values = {
+        "data.data_path": given.get("retro_gpt_data_path"),
+        "data.seq_length": given.get("retro_bert_max_chunk_length", 256),
+        "tokenizer.tokenizer_type": given.get("retro_bert_tokenizer_type"),
+        "tokenizer.vocab_file": given.get("retro_bert_vocab_file"),
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": given.get("retro_gpt_global_batch_size"),
+        "schedule.lr": 1e-4,  # nothing is trained
+    }
+    if "retro_gpt_split" in given:
+        values["data.split"] = given["retro_gpt_split"]
+    network: dict[str, Any] = {}
+    if not {"num_layers", "hidden_size", "num_attention_heads"} & given.keys():
+        network = _network(given)
+    return with_values(RunOptions(), {**network, **values, "model.architecture": "bert"})
+
+
+def _network(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the network of the checkpoint, by "section.field"."""
+    load = given.get("bert_embedder_load") or given.get("load")
+    if given.get("bert_embedder_type") == "huggingface" or load is None:
+        # The run of a BERT has a network, even if no stage loads it.
+        sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
+        sizes["max_position_embeddings"] = given.get("retro_bert_max_chunk_length", 256)
+        return {f"model.{name}": size for name, size in sizes.items()}
+    foreign = bool(given.get("allow_foreign_checkpoints"))
+    reader = open_existing(load, verify=False, allow_foreign=foreign)
+    saved = flatten(saved_config(reader, load, "bert"))
+    return {path: value for path, value in saved.items() if path.startswith("model.")}
+
+
+def _whole_networks(config: RunOptions, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    for flag, size in (
+        ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),
+        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
+        ("--context-parallel-size", parallel.context_parallel_size),
+    ):
+        if size != 1:
+            yield f"{flag} {size}: every process embeds with a whole BERT: drop the flag"
+
+
+def run(words: Sequence[str], launch: Launch) -> int:
+    """Run the stages as one of the processes that the launcher started, and return the exit code.
+
+    Raises:
+        UserError: A flag, a file or the working folder must be changed.
+    """
+    parsed = parse(words, launch.world_size)
+    show_notices(parsed.notices, launch)
+    with processes(parsed.config, launch) as (device, layout):
+        Preprocessing(parsed.config, RetroPreprocessing(*parsed.extra), device, layout).run()
+    return EXIT_OK
+
+
+class Preprocessing:
+    """The stages of the preprocessing on one of the processes that share them.
+
+    Args:
+        config: The run of the BERT, which has the number of samples of the GPT's run, too.
+        options: The options of the preprocessing.
+        device: The device of this process.
+        layout: All processes.
+
+    Attributes:
+        workdir: The working folder.
+        options: The options of the preprocessing.
+
+    Raises:
+        UserError: A flag or a file must be changed.
+    """
+
+    def __init__(
+        self, config: RunConfig, options: RetroPreprocessing, device: Device, layout: Layout
+    ) -> None:
+        """Open the datasets and build the tokenizers."""
+        self.options, self.workdir = options, Path(str(options.stages.retro_workdir))
+        self._config, self._device, self._world = config, device, layout.world
+        self._compatible = options.stages.retro_compatible
+        # Megatron-LM divides the database by --split, and the GPT's samples by the other flag.
+        split = config.data.split if self._compatible else options.gpt.retro_gpt_split
+        self.corpora = plan_corpora(options, split)
+        gpt = build_tokenizer(options.gpt.tokenizer)
+        has_bert = options.embedding.retro_bert_tokenizer_type is not None
+        bert = build_tokenizer(options.embedding.tokenizer) if has_bert else None
+        length = options.gpt.retro_gpt_chunk_length
+        self._gpt, self._cutter = gpt, ChunkCutter(length, gpt, bert or gpt)
+        self._origin = FolderOrigin(
+            split,
+            corpus_fingerprint(self._gpt_data()) or "",
+            gpt.fingerprint(),
+            bert.fingerprint() if bert is not None else "",
+        )
+        # The checkpoint is read once, and only if a stage needs it.
+        self._embedder = cache(self._build_embedder)
+
+    def run(self) -> None:
+        """Run the stages that the flags name. Collective.
+
+        Raises:
+            UserError: The working folder belongs to something else, or a file or flag is wrong.
+        """
+        stages = self.options.stages.stages
+        check_folder(self.workdir, self.options, self._origin)
+        if self.options.index.retro_index_str is not None and "index-train" in stages:
+            check_factory(self.index_options())
+        chunks = self._query_chunks() if "query-pretraining-neighbors" in stages else {}
+        self._world.barrier()  # every process has compared the folder before it changes
+        on_first(lambda: self._begin(stages, chunks), self._world)
+        for stage in stages:
+            self._tell(f"{stage} ...")
+            self._run_stage(stage, chunks)
+            self._world.barrier()
+        self._tell(f"{self.workdir} has all that was asked for")
+
+    def _run_stage(self, stage: str, chunks: Mapping[str, QueryChunks]) -> None:
+        common = (self._embedder, self._world)
+        match stage:
+            case "db-build":
+                build_database(self.options, self.corpora, self._cutter, self._world)
+            case "index-train":
+                train_index(self.workdir, self.index_options(), self._texts("sampled"), *common)
+            case "index-add":
+                add_to_index(self.workdir, self.index_options(), self._texts("train"), *common)
+            case _:
+                query_neighbors(
+                    self.workdir,
+                    self.index_options(),
+                    self._query_options(),
+                    chunks,
+                    database=self._database("train"),
+                    build_embedder=self._embedder,
+                    device=self._device,
+                    world=self._world,
+                )
+
+    def _begin(self, stages: Sequence[str], chunks: Mapping[str, QueryChunks]) -> None:
+        """Print what will be done, and write `args.json`."""
+        rows = describe_work(
+            self.options,
+            [data for _, data in self.corpora],
+            {split: len(one) for split, one in chunks.items()},
+            cutter=self._cutter,
+            embedder=self._embedder,
+            processes=self._world.size,
+        )
+        about = [
+            ("stages", ", ".join(stages)),
+            ("faults of Megatron-LM", "reproduced" if self._compatible else "mended"),
+            ("processes", f"{self._world.size}, {self._device.description}"),
+        ]
+        say(format_panel(f"{PROGRAM}: {self.workdir}", [*about, *rows]))
+        write_arguments(self.workdir, self.options, self._origin, self._run_arguments())
+
+    def _run_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the BERT's run under Megatron-LM's names."""
+        config = self._config
+        entries = self._cutter.bert.vocab_size
+        rows = padded_vocab_size(entries, config.model.make_vocab_size_divisible_by, 1)
+        dtype = torch.float16 if config.precision.fp16 else torch.float32
+        dtype = torch.bfloat16 if config.precision.bf16 else dtype
+        found = megatron_arguments(
+            config, {}, rows=rows, dtype=dtype, data_parallel=self._world.size
+        )
+        return vars(found)
+
+    def _build_embedder(self) -> Embedder:
+        embedding, config = self.options.embedding, self._config
+        load = embedding.bert_embedder_load or config.checkpoint.load
+        if load is None:
+            raise ConfigError(
+                "--load is required to embed chunks: give the checkpoints of a BERT, or "
+                "--bert-embedder-type huggingface --bert-embedder-load FOLDER"
+            )
+        has_tokenizer = embedding.retro_bert_tokenizer_type is not None
+        masking = Masking(config.training.seed, config.data.mask_prob)
+        precision = config.precision
+        return build_embedder(
+            EmbedderOptions(
+                kind=embedding.bert_embedder_type,
+                load=load,
+                tokenizer=embedding.tokenizer if has_tokenizer else None,
+                batch_size=embedding.retro_bert_batch_size,
+                max_length=embedding.retro_bert_max_chunk_length,
+                dtype="bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32",
+                masking=masking if self._compatible else None,
+                allow_foreign=config.checkpoint.allow_foreign_checkpoints,
+            ),
+            self._device,
+        )
+
+    def _database(self, name: str) -> ChunkDatabase:
+        length = self.options.gpt.retro_gpt_chunk_length
+        return ChunkDatabase(self.workdir, length, self._gpt.eod, name)
+
+    def _texts(self, name: str) -> ChunkTexts:
+        return ChunkTexts(self._database(name), self._gpt, self._compatible)
+
+    def index_options(self) -> IndexOptions:
+        """Return the index to build."""
+        asked = self.options.index
+        return IndexOptions(
+            factory=str(asked.retro_index_str),
+            width=asked.retro_index_nfeats,
+            type=asked.retro_index_type,
+            block_size=self.options.stages.retro_block_size,
+            train_fraction=asked.retro_index_train_load_fraction,
+            add_fraction=asked.retro_index_add_load_fraction,
+            keeps_training=not asked.retro_index_delete_training_embeddings,
+            keeps_codes=not asked.retro_index_delete_added_codes,
+            threads=self.options.stages.retro_threads,
+            compatible=self._compatible,
+        )
+
+    def _query_options(self) -> QueryOptions:
+        asked = self.options.index
+        return QueryOptions(
+            queried=asked.retro_query_num_neighbors_query,
+            saved=asked.retro_query_num_neighbors_save,
+            nprobe=asked.retro_query_nprobe,
+            ef_search=asked.retro_query_ef_search,
+            block_size=self.options.stages.retro_block_size,
+        )
+
+    def _gpt_data(self) -> DataConfig:
+        """Return the data of the GPT's run."""
+        gpt = self.options.gpt
+        return replace(
+            self._config.data,
+            data_path=gpt.retro_gpt_data_path,
+            train_data_path=None,
+            valid_data_path=None,
+            test_data_path=None,
+            mock_data=False,
+            split=gpt.retro_gpt_split,
+            seq_length=gpt.retro_gpt_seq_length or 0,
+        )
+
+    def _query_chunks(self) -> dict[str, QueryChunks]:
+        """Return the chunks of the samples of the GPT's run. Collective."""
+        gpt, config = self.options.gpt, self._config
+        evaluation = replace(
+            config.evaluation,
+            eval_interval=gpt.retro_gpt_eval_interval or 1,
+            eval_iters=gpt.retro_gpt_eval_iters or 0,
+        )
+        batches = BatchPlan(1, config.training.global_batch_size)
+        updates = batches.iterations_of(config.training, Progress())
+        counts = samples_needed(replace(config, evaluation=evaluation), updates, Progress())
+        request = DataRequest(
+            self._gpt_data(),
+            gpt.retro_gpt_seed,
+            counts,
+            is_builder=self._world.is_first,
+            barrier=self._world.barrier,
+        )
+        return query_chunks(
+            request,
+            seq_length=gpt.retro_gpt_seq_length or 0,
+            chunk_length=gpt.retro_gpt_chunk_length,
+            tokenizer=self._gpt,
+            compatible=self._compatible,
+        )
+
+    def _tell(self, text: str) -> None:
+        if self._world.is_first:
+            say(text)
