@@ -1,4 +1,4 @@
-"""A lock that lets only one job save into a folder of checkpoints.
+"""A lock that lets only one job save into a folder of checkpoints, or another folder.
 
 Two jobs that save into one folder would delete each other's temporary files and overwrite each
 other's iterations. The first job writes its host and process into a lock file; a second is refused.
@@ -26,11 +26,12 @@ _MAX_BYTES = 1024
 
 
 @contextmanager
-def save_lock(root: Path | str) -> Iterator[Path]:
+def save_lock(root: Path | str, flag: str = "--save") -> Iterator[Path]:
     """Hold a folder's lock while the body runs, and yield the lock's file. Only rank 0 needs it.
 
     Args:
-        root: Folder of checkpoints, created if it is missing.
+        root: The folder, created if it is missing.
+        flag: The flag that names the folder, for the message.
 
     Raises:
         CheckpointError: Another job holds the folder.
@@ -42,7 +43,7 @@ def save_lock(root: Path | str) -> Iterator[Path]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o644)
     try:
-        _take(path, descriptor)
+        _take(path, descriptor, flag)
         try:
             yield path
         finally:
@@ -53,17 +54,17 @@ def save_lock(root: Path | str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _take(path: Path, descriptor: int) -> None:
+def _take(path: Path, descriptor: int, flag: str) -> None:
     # The advisory lock ends with the process, however it dies, and forked data loaders do not
     # inherit it. The file's text says who holds it.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise CheckpointError(_refusal(path, _read(descriptor))) from None
+        raise CheckpointError(_refusal(path, _read(descriptor), flag)) from None
     except OSError:  # the file system does not support locks, so the file's text decides
         holder = _read(descriptor)
         if holder is not None and _may_live(holder):
-            raise CheckpointError(_refusal(path, holder)) from None
+            raise CheckpointError(_refusal(path, holder, flag)) from None
     # Process ids are eventually reused; the start time tells such processes apart.
     pid = os.getpid()
     holder = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
@@ -73,9 +74,9 @@ def _take(path: Path, descriptor: int) -> None:
         os.fsync(descriptor)
 
 
-def _refusal(path: Path, holder: Json) -> str:
+def _refusal(path: Path, holder: Json, flag: str) -> str:
     who = "another job" if holder is None else f"process {holder['pid']} on {holder['host']}"
-    remedy = "wait for it to end, or give another folder to --save"
+    remedy = f"wait for it to end, or give another folder to {flag}"
     told = f"{path}: {who} is saving into this folder: {remedy}"
     return f"{told}. If that job is gone, delete the file"
 

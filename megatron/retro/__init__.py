@@ -5,5 +5,10 @@ similar chunks of a database. The working folder has the files of Megatron-LM 23
 
     blocks          tables in HDF5 block files: which are missing, writing, checked reading
     database        documents cut into chunks, in tables; reading chunks
+    embedding       vectors of texts, by a BERT or a sentence encoder
+    index           faiss's index of the vectors, block by block
+    neighbors       the chunks of a GPT's samples, and their neighbors
     workdir         args.json, what a folder was made from, and refusals
+    estimate        disk and time, before the start
+    command         the stages in order, for tools/retro/main.py
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.legacy.arguments import megatron_arguments
+from megatron.checkpoint.lock import save_lock
 from megatron.command import format_panel, say
 from megatron.config import ParsedRun, Program, RunConfig, parse_config, rules_training
 from megatron.config.checks import RULES
@@ -31,6 +33,7 @@ from megatron.config.retro_preprocessing import (
 from megatron.config.run import RunOptions, flatten, with_values
 from megatron.data.datasets import DataRequest, corpus_fingerprint
 from megatron.device import Device
+from megatron.durable import TEMPORARY
 from megatron.errors import EXIT_OK, ConfigError
 from megatron.inference.load import open_existing, saved_config
 from megatron.parallel.layout import Layout
@@ -194,15 +197,18 @@ class Preprocessing:
         """
         stages = self.options.stages.stages
         check_folder(self.workdir, self.options, self._origin)
-        if self.options.index.retro_index_str is not None and "index-train" in stages:
+        if "index-train" in stages:
             check_factory(self.index_options())
         chunks = self._query_chunks() if "query-pretraining-neighbors" in stages else {}
         self._world.barrier()  # every process has compared the folder before it changes
-        on_first(lambda: self._begin(stages, chunks), self._world)
-        for stage in stages:
-            self._tell(f"{stage} ...")
-            self._run_stage(stage, chunks)
-            self._world.barrier()
+        with ExitStack() as at_end:
+            if self._world.is_first:
+                at_end.enter_context(save_lock(self.workdir, "--retro-workdir"))
+            on_first(lambda: self._begin(stages, chunks), self._world)
+            for stage in stages:
+                self._tell(f"{stage} ...")
+                self._run_stage(stage, chunks)
+                self._world.barrier()
         self._tell(f"{self.workdir} has all that was asked for")
 
     def _run_stage(self, stage: str, chunks: Mapping[str, QueryChunks]) -> None:
@@ -227,7 +233,7 @@ class Preprocessing:
                 )
 
     def _begin(self, stages: Sequence[str], chunks: Mapping[str, QueryChunks]) -> None:
-        """Print what will be done, and write `args.json`."""
+        """Print what will be done, write `args.json`, and remove what a killed run has left."""
         rows = describe_work(
             self.options,
             [data for _, data in self.corpora],
@@ -242,6 +248,9 @@ class Preprocessing:
             ("processes", f"{self._world.size}, {self._device.description}"),
         ]
         say(format_panel(f"{PROGRAM}: {self.workdir}", [*about, *rows]))
+        for path in self.workdir.rglob(f"*{TEMPORARY}*"):
+            with suppress(OSError):
+                path.unlink()
         write_arguments(self.workdir, self.options, self._origin, self._run_arguments())
 
     def _run_arguments(self) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from megatron.config.data import is_number
 from megatron.config.fields import Field, fields_of, from_yaml
+from megatron.config.retro import ARGUMENTS
+from megatron.config.retro import read_arguments as read_json
 from megatron.config.retro_preprocessing import RETRO_SECTIONS, RetroPreprocessing
 from megatron.durable import replace_file, writing_to
 from megatron.errors import DataError
 
-_MAX_JSON = 16 << 20  # bytes
 _DIGESTS = "retro_made_from"
 _DATA = "retro_gpt_data_path"
 
@@ -73,14 +74,15 @@ class FolderOrigin(NamedTuple):
 
 def arguments_file(workdir: Path) -> Path:
     """Return the path of `args.json`."""
-    return workdir / "args.json"
+    return workdir / ARGUMENTS
 
 
 def read_arguments(workdir: Path) -> RetroPreprocessing:
     """Return the options that a working folder was made with, ours or Megatron-LM's.
 
     Raises:
-        DataError: There is no `args.json`, or it is damaged.
+        ConfigError: `args.json` cannot be read.
+        DataError: There is no `args.json`, or a value in it is damaged.
     """
     found = _read(workdir)
     if found is None:
@@ -120,8 +122,9 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
     Only what the folder already has is compared: without an index, its flags may change.
 
     Raises:
+        ConfigError: `args.json` cannot be read.
         DataError: A flag or a file differs from what the folder was made from, or `args.json` is
-            damaged or missing. The message names every difference.
+            missing or has a damaged value. The message names every difference.
     """
     path = arguments_file(workdir)
     parts = [part for part in _FLAGS_OF if _has_files(workdir / part)]
@@ -150,18 +153,9 @@ def _has_files(folder: Path) -> bool:
 
 
 def _read(workdir: Path) -> dict[str, Any] | None:
-    path = arguments_file(workdir)
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(_MAX_JSON))
-    except FileNotFoundError:
+    if not arguments_file(workdir).exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}): restore it from a copy, or make a new folder"
-        ) from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: not a list of arguments: restore it, or make a new folder")
+    found = read_json(str(workdir))
     # A folder of Megatron-LM's has its faults.
     found.setdefault("retro_compatible", _DIGESTS not in found)
     return found

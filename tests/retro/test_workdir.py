@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.config.retro_preprocessing import RetroPreprocessing
-from megatron.errors import DataError
+from megatron.errors import DataError, UserError
 from megatron.retro.workdir import (
     FolderOrigin,
     arguments_file,
@@ -138,7 +138,7 @@ def test_damaged_arguments_are_named(
 ) -> None:
     arguments_file(tmp_path).write_bytes(content)
     for check in (read_arguments, lambda folder: check_folder(folder, asked, ORIGIN)):
-        with pytest.raises(DataError, match=r"args\.json"):
+        with pytest.raises(UserError, match=r"args\.json"):
             check(tmp_path)
 
 

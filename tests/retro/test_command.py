@@ -1,0 +1,307 @@
+"""The whole preprocessing: the recording from its command line, kills, processes, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from megatron.config.retro_preprocessing import RETRO_SECTIONS, STAGES, RetroPreprocessing
+from megatron.device import Device
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.retro import command
+from megatron.retro.database import merged_file
+from tests.data.corpus import write_vocabulary
+from tests.distributed import run_distributed, start_method
+from tests.retro.corpus import write_dataset
+
+WIDTH = 8
+
+
+class HashEmbedder:
+    """A stand-in for a BERT: a text's vector follows from its characters."""
+
+    width = WIDTH
+    max_length = 64
+
+    def embed(self, texts: Sequence[str], *, first: int = 0) -> np.ndarray:
+        """Return a vector per text."""
+        rows = [texts[i] for i in range(len(texts))]
+        digests = [hashlib.sha256(text.encode()).digest()[:WIDTH] for text in rows]
+        return np.array([list(digest) for digest in digests], np.float32) / 256
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "golden" not in request.fixturenames:
+        monkeypatch.setattr(command, "build_embedder", lambda options, device: HashEmbedder())
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A command line without --retro-workdir."""
+    random = np.random.default_rng(3)
+    documents = [np.append(random.integers(8, 264, random.integers(5, 60)), 1) for _ in range(40)]
+    prefix = write_dataset(tmp_path / "text_document", documents)
+    vocabulary = write_vocabulary(tmp_path / "vocab.txt")
+    return [
+        *("--retro-gpt-data-path", "1.0", prefix, "--retro-gpt-split", "80,10,10"),
+        *("--retro-gpt-tokenizer-type", "CharacterLevelTokenizer"),
+        *("--retro-gpt-seq-length", "16", "--retro-gpt-chunk-length", "8"),
+        *("--retro-gpt-eval-interval", "2", "--retro-gpt-eval-iters", "1"),
+        *("--train-iters", "4", "--global-batch-size", "4"),
+        *("--retro-bert-tokenizer-type", "BertWordPieceLowerCase"),
+        *("--retro-bert-vocab-file", str(vocabulary), "--retro-bert-max-chunk-length", "64"),
+        *("--bert-embedder-type", "huggingface", "--bert-embedder-load", "anywhere"),
+        *("--retro-index-nfeats", str(WIDTH), "--retro-index-str", "IVF4,Flat"),
+        *("--retro-index-ntrain", "60", "--retro-block-size", "40"),
+        *("--retro-doc-block-size", "15", "--retro-query-nprobe", "4"),
+        *("--retro-query-num-neighbors-query", "8", "--retro-query-num-neighbors-save", "4"),
+        *("--retro-threads", "1"),  # a forked process cannot use OpenMP's threads
+    ]
+
+
+def preprocess(words: Sequence[str], workdir: Path, *more: str) -> None:
+    command.run([*words, "--retro-workdir", str(workdir), *more], Launch())
+
+
+def tables(workdir: Path) -> dict[str, bytes]:
+    """Return every file but those that name the folder."""
+    files = sorted(path for path in workdir.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(workdir)): path.read_bytes()
+        for path in files
+        if path.suffix not in (".json", ".lock")
+    }
+
+
+def test_megatron_s_own_command_line_makes_the_recorded_folder(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = golden / "retro_fp32"
+    for path in (golden / "data").iterdir():
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / path.name).symlink_to(path)
+    (tmp_path / "bert_ckpt").symlink_to(golden / "bert_fp32" / "ckpt")
+    monkeypatch.chdir(tmp_path)
+    # Clusters of nearly equal vectors may differ, so the index is trained on the recorded ones.
+    theirs, ours = recorded / "workdir", tmp_path / "retro_fp32" / "workdir"
+    words = (recorded / "preprocess_flags.txt").read_text().split()
+    asked = [*words, "--retro-compatible", "--retro-threads", "1"]
+    command.run([*asked, "--retro-tasks", "db-build"], Launch())
+    vectors = ours / "index" / "train_emb" / "train_0.970.bin"
+    vectors.parent.mkdir(parents=True)
+    vectors.write_bytes((theirs / "index" / "train_emb" / "train_0.970.bin").read_bytes())
+    command.run(asked, Launch())
+
+    equal, count = 0, 0
+    for path in theirs.rglob("*.hdf5"):
+        name = path.relative_to(theirs)
+        if name.parts[:2] == ("index", "train_emb"):
+            continue
+        with h5py.File(path) as old, h5py.File(ours / name) as new:
+            assert set(old) == set(new)
+            for key, table in old.items():
+                assert (new[key].shape, new[key].dtype) == (table.shape, table.dtype)
+                if name.parts[0] == "db":
+                    assert new[key][()].tobytes() == table[()].tobytes()
+                elif key == "neighbors":
+                    equal += int((new[key][()] == table[()]).sum())
+                    count += table.size
+                else:  # a list's number, and a vector
+                    codes = np.stack([new[key][()], table[()]])
+                    assert (codes[0, :, 0] == codes[1, :, 0]).mean() > 0.99
+                    old_vectors, new_vectors = codes[:, :, 1:].copy().view(np.float32)
+                    assert np.abs(old_vectors - new_vectors).max() < 1e-6
+    assert equal > 0.99 * count
+    args, original = (json.loads((folder / "args.json").read_text()) for folder in (ours, theirs))
+    told = {name for section in RETRO_SECTIONS for name in section.__annotations__}
+    for name in told & original.keys():
+        assert args[name] == original[name]
+    for name in ("num_layers", "hidden_size", "seed", "global_batch_size", "params_dtype"):
+        assert args[name] == original[name]
+
+
+def _run_and_die(words: list[str], workdir: Path, writes: int) -> None:
+    """Preprocess, and kill this process at the end of a write, before the file has its name."""
+    replace_name, left = os.replace, [writes]
+
+    def killing(source: Any, target: Any) -> None:
+        if not str(target).endswith(".json"):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+        replace_name(source, target)
+
+    os.replace = killing  # type: ignore[assignment]
+    preprocess(words, workdir)
+
+
+def test_killed_at_every_file_and_restarted_it_makes_the_same_folder(
+    words: list[str], tmp_path: Path
+) -> None:
+    kept = ("--retro-index-no-delete-training-embeddings", "--retro-index-no-delete-added-codes")
+    asked = [*words, *kept]
+    preprocess(asked, tmp_path / "whole")
+    whole = tables(tmp_path / "whole")
+    workdir = tmp_path / "killed"
+    kills = 0
+    while kills <= len(whole):
+        child = start_method().Process(target=_run_and_die, args=(asked, workdir, 1))
+        child.start()
+        child.join(60)
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        kills += 1
+    assert kills >= len(whole) - 1  # each restart finished one file, and lost the next
+    found = tables(workdir)
+    assert found.keys() == whole.keys()
+    assert [name for name in whole if found[name] != whole[name]] == []
+
+
+def test_stages_one_by_one_make_the_same_folder(words: list[str], tmp_path: Path) -> None:
+    preprocess(words, tmp_path / "whole")
+    for stage in STAGES:
+        preprocess(words, tmp_path / "staged", "--retro-tasks", stage)
+    assert tables(tmp_path / "staged") == tables(tmp_path / "whole")
+    names = {path.parts[0] for path in map(Path, tables(tmp_path / "whole"))}
+    assert names == {"db", "index", "query"}
+    preprocess(words, tmp_path / "two", "--retro-tasks", "db-build,index-build")
+    assert not (tmp_path / "two" / "query").exists()
+
+
+def _preprocess_together(layout: Layout, words: list[str], workdir: Path) -> None:
+    parsed = command.parse([*words, "--retro-workdir", str(workdir)], layout.world.size)
+    options = RetroPreprocessing(*parsed.extra)
+    command.Preprocessing(parsed.config, options, Device.cpu(), layout).run()
+
+
+def test_processes_make_the_same_folder(words: list[str], tmp_path: Path) -> None:
+    preprocess(words, tmp_path / "alone")
+    run_distributed(2, _preprocess_together, words, tmp_path / "two")
+    assert tables(tmp_path / "two") == tables(tmp_path / "alone")
+
+
+def test_the_panel_says_what_it_will_take(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preprocess(words, tmp_path / "w")
+    shown = capsys.readouterr().out
+    for row in ("40 documents", "chunks of samples", "MB free", "GB free", "chunks/s", "about 1 s"):
+        if row != "MB free":
+            assert row in shown
+    assert "mended" in shown
+
+
+def test_a_disk_that_is_too_small_is_told(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron.retro import estimate
+
+    class Usage:
+        free = 10
+
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: Usage)
+    preprocess(words, tmp_path / "w", "--retro-tasks", "db-build")
+    assert (
+        "the stages need up to 0.0 MB, but 0.0 MB are free: free space" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--retro-gpt-seed", "5"], "query: --retro-gpt-seed 1234 in the folder, 5 here"),
+        (["--retro-gpt-seq-length", "32"], "--retro-gpt-seq-length 16 in the folder, 32 here"),
+        (["--retro-gpt-split", "70,20,10"], "db: --retro-gpt-split 80,10,10 in the folder"),
+        (["--retro-compatible", "--split", "80,20"], "--retro-compatible False in the folder"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_before_it_changes(
+    words: list[str], tmp_path: Path, more: list[str], message: str
+) -> None:
+    workdir = tmp_path / "w"
+    preprocess(words, workdir)
+    before = {**tables(workdir), "args": (workdir / "args.json").read_bytes()}
+    with pytest.raises(DataError, match=message):
+        preprocess(words, workdir, *more)
+    assert {**tables(workdir), "args": (workdir / "args.json").read_bytes()} == before
+
+
+def test_other_data_of_the_same_name_is_refused(words: list[str], tmp_path: Path) -> None:
+    preprocess(words, tmp_path / "w", "--retro-tasks", "db-build")
+    write_dataset(tmp_path / "text_document", [np.arange(8, 40)] * 40)
+    with pytest.raises(DataError, match="these names here too, but another content"):
+        preprocess(words, tmp_path / "w")
+
+
+def test_a_missing_database_is_named_by_later_stages(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"indexed_dataset_infos\.json does not exist.*db-build"):
+        preprocess(words, tmp_path / "w", "--retro-tasks", "index-train")
+    preprocess(words, tmp_path / "w", "--retro-tasks", "db-build")
+    merged_file(tmp_path / "w", "sampled").unlink()
+    with pytest.raises(DataError, match=r"sampled\.hdf5 does not exist.*db-build"):
+        preprocess(words, tmp_path / "w", "--retro-tasks", "index-train")
+
+
+def test_a_second_job_in_the_same_folder_is_refused(words: list[str], tmp_path: Path) -> None:
+    from megatron.checkpoint.lock import save_lock
+
+    def hold(ready: Any, done: Any) -> None:
+        with save_lock(tmp_path / "w"):
+            ready.set()
+            done.wait(60)
+
+    ready, done = start_method().Event(), start_method().Event()
+    other = start_method().Process(target=hold, args=(ready, done))
+    other.start()
+    ready.wait(60)
+    try:
+        with pytest.raises(CheckpointError, match="give another folder to --retro-workdir"):
+            preprocess(words, tmp_path / "w")
+    finally:
+        done.set()
+        other.join()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--retro-tasks", "all"], "--retro-tasks 'all': expected build, index-build, db-build"),
+        (["--retro-gpt-chunk-length", "5"], "16 is not a multiple of --retro-gpt-chunk-length 5"),
+        (["--retro-query-num-neighbors-save", "9"], "is more than --retro-query-num-neighbors-q"),
+        (["--retro-index-add-load-fraction", "0"], "load-fraction 0.0: must be above 0"),
+        (["--tensor-model-parallel-size", "2"], "embeds with a whole BERT: drop the flag"),
+        (["--retro-index-str", "IVF4,Nothing"], "faiss makes no index of 8 numbers from it"),
+        (["--retro-index-nfeats", "9"], "give --retro-index-nfeats 8"),
+        (["--retro-gpt-splt", "1"], "unknown flag --retro-gpt-splt: did you mean --retro-gpt-spl"),
+    ],
+)
+def test_mistakes_are_named_with_the_remedy(
+    words: list[str], tmp_path: Path, more: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        preprocess(words, tmp_path / "w", *more)
+
+
+def test_what_a_stage_needs_is_required(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        command.run(["--retro-tasks", "db-build"], Launch())
+    lines = str(caught.value).splitlines()
+    needed = {line.split()[0] for line in lines if "is required" in line}
+    assert {"--retro-workdir", "--retro-gpt-data-path", "--retro-gpt-tokenizer-type"} <= needed
+    assert "--retro-index-str" not in needed
