@@ -32,6 +32,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
 _TASKS = "tasks/main.py"
+_RETRO = "tools/retro/main.py"
 # Commands of the system, of which there is nothing to check here.
 _SYSTEM = {"apt-get", "mkdir", "paste", "source", "cd", "python3", "docker", "openssl"}
 # Python there is a client's, of a server that is not here.
@@ -64,6 +65,9 @@ def _check_python(words: list[str]) -> None:
         return
     if words[0] == _TASKS:
         _check_task(words[1:], world_size=1)
+        return
+    if words[0] == _RETRO:
+        _check_retro(words[1:], world_size=1)
         return
     if words[:2] == ["-m", "pytest"]:
         assert (ROOT / words[-1]).is_dir()
@@ -156,6 +160,16 @@ def _check_task(words: list[str], world_size: int) -> None:
         assert not problems, problems
 
 
+def _check_retro(words: list[str], world_size: int) -> None:
+    """Of Retro's preprocessing, without the BERT that it names."""
+    from megatron.retro import command
+
+    with pytest.MonkeyPatch.context() as patch:
+        positions = {"model.max_position_embeddings": 512}
+        patch.setattr(command, "_network", lambda _: {**_network(), **positions})
+        command.parse(words, world_size)
+
+
 def _check_pretrain(words: list[str], world_size: int) -> None:
     from megatron.config import Program, parse_config
 
@@ -181,6 +195,9 @@ def _check_torchrun(words: list[str]) -> None:
         return
     if words[0] == _TASKS:
         _check_task(words[1:], int(options.nproc_per_node) * int(nodes))
+        return
+    if words[0] == _RETRO:
+        _check_retro(words[1:], int(options.nproc_per_node) * int(nodes))
         return
     if words[0].startswith("tools/"):
         _check_python(words)

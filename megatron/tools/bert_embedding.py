@@ -104,7 +104,9 @@ def run(options: argparse.Namespace) -> None:
     count = sum(1 for _ in read_texts(paths, options.json_key))
     if not count:
         raise DataError(f"--input {' '.join(options.input)}: there is no text")
-    embedder = build_embedder(_embedder_options(options), Device.pick(launch.local_rank))
+    device = Device.pick(launch.local_rank)
+    device.activate()
+    embedder = build_embedder(_embedder_options(options), device)
     origin = {
         "input": [str(Path(path).resolve()) for path in paths],
         "texts": count,
