@@ -335,3 +335,8 @@ def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
     if size % _FLASH_HEAD_STEP or size > largest:
         return f"head size {size} is not a multiple of {_FLASH_HEAD_STEP} up to {largest}"
     return ""
+
+
+def with_article(architecture: str) -> str:
+    """Return the name of an architecture for a sentence: "a gpt", "an ict"."""
+    return f"{'an' if architecture[0] in 'aeiou' else 'a'} {architecture}"

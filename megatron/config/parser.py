@@ -20,7 +20,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.data_files import DATA_FILES, read_data_files, read_retro_workdir
 from megatron.config.fields import Field, FlagInfo, by_spelling, fields_of
-from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
+from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE, with_article
 from megatron.config.other_flags import explain, other_flags, translate
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
 from megatron.config.run import (
@@ -180,7 +180,8 @@ def parse_config(
     kind = config.model.architecture
     if kind != architecture:
         line.problems.append(
-            f"the network is a {kind}, and {program.name} trains a {architecture}: run "
+            f"the network is {with_article(kind)}, and {program.name} trains "
+            f"{with_article(architecture)}: run "
             f"pretrain_{kind}.py"
         )
     config = resolve(config, world_size)

@@ -24,7 +24,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import Rule, bounds, find_problems, requirements
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.fields import fields_of
-from megatron.config.model import ModelOptions
+from megatron.config.model import ModelOptions, with_article
 from megatron.config.parallel import ParallelOptions
 from megatron.config.parser import Program
 from megatron.config.resolve import resolve
@@ -191,8 +191,10 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
     kind = run.model.architecture
     if kinds and kind not in kinds:
-        needed = " or ".join(kinds)
-        raise CheckpointError(f"{flag} {folder}: holds a {kind}, but a {needed} is needed")
+        needed = with_article(" or ".join(kinds))
+        raise CheckpointError(
+            f"{flag} {folder}: holds {with_article(kind)}, but {needed} is needed"
+        )
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
         tokenizer = tokenizer_in(
             reader.path, run.model.architecture, allow_foreign=reader.allow_foreign

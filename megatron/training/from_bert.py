@@ -12,6 +12,7 @@ from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.command import say
+from megatron.config.model import with_article
 from megatron.config.retriever import CONTEXT, QUERY, TOWERS
 from megatron.errors import CheckpointError
 from megatron.training.checkpointing import entries_held, take_weights
@@ -36,7 +37,8 @@ class StartFromBert(Extras):
         saved = reader.meta["config"].get("model", {})
         kind = saved.get("architecture", "gpt")
         if kind != "bert":
-            raise CheckpointError(f"{_FLAG} {folder}: holds a {kind}, but a bert is needed")
+            held = with_article(kind)
+            raise CheckpointError(f"{_FLAG} {folder}: holds {held}, but a bert is needed")
         model = replace(
             run.config.model,
             architecture="bert",

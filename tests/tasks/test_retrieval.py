@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import parse_config
 from megatron.device import Device
-from megatron.errors import ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
 from megatron.tasks import retrieval
 from megatron.tasks.passages import PassageVectors, Question, read_passages, read_questions
@@ -20,7 +20,7 @@ from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
 from pretrain_ict import ICTRecipe
 from tests.distributed import run_distributed
-from tests.tasks.toy import BERT, SAVING, WORDS
+from tests.tasks.toy import BERT, SAVING, WORDS, save_toy
 
 COUNT = 23
 
@@ -198,6 +198,13 @@ def test_texts_beyond_the_positions_are_refused(toy):
     words[words.index("24")] = "256"
     with pytest.raises(ConfigError, match="--retriever-seq-length 256: the model has 24 positions"):
         evaluate(Layout.single(), words)
+
+
+def test_another_network_is_refused(toy, tmp_path):
+    folder = save_toy(str(tmp_path / "gpt"))
+    words = ["--load", folder, "--evidence-data-path", str(toy / "passages.tsv")]
+    with pytest.raises(CheckpointError, match="holds a gpt, but an ict is needed"):
+        retrieval.parse("RETRIEVER-EVAL", words, 1)
 
 
 def test_names_of_tasks():
