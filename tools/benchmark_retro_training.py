@@ -49,9 +49,23 @@ def build_parser() -> ToolParser:
 
 
 def make_folder(
-    workdir: Path, corpus: Path, flags: Sequence[str], iterations: int, vocabulary: int
+    workdir: Path,
+    corpus: Path,
+    flags: Sequence[str],
+    iterations: int,
+    vocabulary: int,
+    chunk: int = _CHUNK,
 ) -> None:
-    """Make a working folder for some iterations of training with the given flags."""
+    """Make a working folder for some iterations of training with the given flags.
+
+    Args:
+        workdir: The folder.
+        corpus: Prefix of the corpus, each of whose documents has an end-of-document token.
+        flags: The flags of the training, without its length and evaluations.
+        iterations: The number of iterations.
+        vocabulary: The number of entries of the tokenizer.
+        chunk: The number of tokens in a chunk.
+    """
     import h5py
     import numpy as np
 
@@ -67,9 +81,9 @@ def make_folder(
     length = config.data.seq_length
     data = IndexedDataset(corpus)
     places = [
-        (0, document, start, min(start + _CHUNK, size - 1), _CHUNK)
+        (0, document, start, min(start + chunk, size - 1), chunk)
         for document, size in enumerate(data.sequence_lengths.tolist())
-        for start in range(0, size - 1, _CHUNK)
+        for start in range(0, size - 1, chunk)
     ]
     chunks = np.array(places, np.uint32)
     for name in ("train", "valid", "sampled"):
@@ -85,12 +99,12 @@ def make_folder(
     train = query_datasets(asked, seq_length=length, vocab_size=vocabulary)[0]
     assert train is not None, "training asks for samples"
     random = np.random.default_rng(_SEED)
-    count = len(train) * (length // _CHUNK)
+    count = len(train) * (length // chunk)
     for block in plan_blocks(neighbors_folder(workdir, "train", train), count, count):
         found = random.integers(0, len(chunks), (count, _SAVED))
         write_block(block, {"neighbors": found.astype(np.int64)})
     told: dict[str, Any] = {
-        "retro_gpt_chunk_length": _CHUNK,
+        "retro_gpt_chunk_length": chunk,
         "retro_gpt_seq_length": length,
         "retro_gpt_data_path": list(config.data.data_path or ()),
         "retro_gpt_split": config.data.split,

@@ -33,7 +33,8 @@ def check_network(
         config: The run's configuration.
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
-        finetunes: Allow different rotary frequencies, to which the weights then adapt.
+        finetunes: Allow different rotary frequencies, to which the weights then adapt, and with
+            --retro-add-retriever a GPT that becomes a Retro.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -43,6 +44,8 @@ def check_network(
     """
     model, saved = config.model, reader.meta["config"].get("model", {})
     may_grow = model.position_embedding_type in WITHOUT_TABLE
+    # A GPT becomes a Retro: what it lacks starts anew.
+    becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
     differing = {
         name: _difference(f"model.{name}", getattr(model, name), saved[name])
         for name in NETWORK_FIELDS
@@ -50,6 +53,7 @@ def check_network(
         and not _is_same(model, name, saved[name])
         and not (may_grow and name == "max_position_embeddings")
         and not is_irrelevant(model, name)
+        and not (becomes_retro and (name == "architecture" or name.startswith("retro_")))
     }
     speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
     if finetunes and len(speeds) == len(differing):

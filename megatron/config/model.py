@@ -287,6 +287,7 @@ _NOT_OF_THE_NETWORK = {
     "moe_token_drop_policy",
     # What a trained Retro may be given, or trained with, anew.
     "retro_add_retriever",
+    "retro_freeze_gpt",
     "retro_encoder_hidden_dropout",
     "retro_encoder_attention_dropout",
     "retro_num_neighbors",

@@ -22,8 +22,10 @@ class RetroOptions:
     """Retro's network.
 
     Attributes:
-        retro_add_retriever: Give a trained GPT that --load names a retriever with new weights.
-            Retro's own checkpoints have one.
+        retro_add_retriever: With --finetune, --load may name a GPT, which gets a retriever with new
+            weights. A Retro's checkpoints have one.
+        retro_freeze_gpt: Train only the retriever and the attention to neighbors, and leave the
+            weights of the GPT as they are.
         retro_encoder_layers: Number of layers that encode the neighbors.
         retro_encoder_hidden_dropout: Dropout on block outputs of the neighbors' encoder.
         retro_encoder_attention_dropout: Dropout on attention probabilities of the neighbors'
@@ -36,6 +38,7 @@ class RetroOptions:
     """
 
     retro_add_retriever: bool = flag(False, only_for=_RETRO)
+    retro_freeze_gpt: bool = flag(False, only_for=_RETRO)
     retro_encoder_layers: int = flag(2, unit="layers", at_least=1, only_for=_RETRO)
     retro_encoder_hidden_dropout: float = flag(
         0.1, unit="0 to 1", at_least=0, below=1, only_for=_RETRO
@@ -70,6 +73,11 @@ class RetroDataOptions:
     retro_return_doc_ids: bool = flag(
         False, only_for=_RETRO, notice="training does not read the documents of neighbors"
     )
+
+
+def is_of_retrieval(name: str) -> bool:
+    """Return whether a GPT with the same layers lacks the parameter of this name."""
+    return any(f".{part}." in name for part in ("cross_norm", "cross_attention", "retriever"))
 
 
 def retro_layers(num_layers: int) -> range:

@@ -29,6 +29,7 @@ from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
+from megatron.config.retro import is_of_retrieval
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
@@ -392,6 +393,9 @@ def restore_run(run: Run, reader: Reader) -> None:
     if options.finetune:
         anew = _lacking_heads(run, reader, state)
         state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
+        if run.config.model.retro_add_retriever and not any(map(is_of_retrieval, reader.names())):
+            anew = (*anew, "what reads neighbors")
+            state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
     else:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.

@@ -20,6 +20,7 @@ from megatron.training.run_start import RunStart
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_ict import ICTRecipe
+from pretrain_retro import RetroRecipe
 from pretrain_t5 import T5Recipe
 from tests.distributed import toy_device
 
@@ -38,11 +39,13 @@ RECIPES: dict[str, Recipe] = {
     "bert": BertRecipe(),
     "t5": T5Recipe(),
     "ict": ICTRecipe(),
+    "retro": RetroRecipe(),
 }
 OF_KIND: dict[str, list[str]] = {
     "gpt": [],
     "bert": [],
     "t5": "--decoder-seq-length 12 --lr 2e-3 --min-lr 2e-4".split(),
+    "retro": "--num-layers 6 --eval-iters 0 --split 100,0,0".split(),
     "ict": "--micro-batch-size 4 --lr 2e-3 --min-lr 2e-4".split(),
 }
 
@@ -88,7 +91,9 @@ def build_toy(
     """
     size, rank = layout.world.size, layout.world.rank
     device = device or toy_device(rank)
-    words = [*TOY, *OF_KIND[kind], *arguments]
+    # The data of a Retro is that of its working folder.
+    base = [word for word in TOY if (kind, word) != ("retro", "--mock-data")]
+    words = [*base, *OF_KIND[kind], *arguments]
     lengths = {"--train-samples", "--train-iters", "--train-tokens"}
     words += [] if lengths & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]

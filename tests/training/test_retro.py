@@ -1,0 +1,130 @@
+"""Retro's training: resuming, saving in other formats, and a GPT that becomes a Retro."""
+
+import pytest
+import torch
+
+from megatron.config.retro import is_of_retrieval
+from megatron.errors import CheckpointError, DataError
+from megatron.parallel.layout import Layout
+from tests.config.command import problems
+from tests.distributed import run_distributed
+from tests.retro.corpus import EOD, VOCAB, random_documents, write_dataset
+from tests.training.toy import OF_KIND, TOY, build_toy, fingerprint, train_toy
+from tools.benchmark_retro_training import make_folder
+
+CHUNK = 4
+ITERATIONS = 6
+QUIET = (
+    "--hidden-dropout 0 --attention-dropout 0 --retro-encoder-hidden-dropout 0 "
+    "--retro-encoder-attention-dropout 0"
+)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retro")
+    documents = [[*document.tolist(), EOD] for document in random_documents(60)]
+    prefix = write_dataset(folder / "corpus", documents)
+    base = [word for word in TOY if word != "--mock-data"]
+    flags = [*base, *OF_KIND["retro"], "--data-path", prefix, "--no-exit-signal-handler"]
+    make_folder(folder / "work", folder / "corpus", flags, ITERATIONS, VOCAB + 1, CHUNK)
+    return str(folder / "work")
+
+
+def words(workdir, *more):
+    return ["--retro-workdir", workdir, *(word for part in more for word in part.split())]
+
+
+def _train(layout, *arguments):
+    recorder, run = train_toy(layout, words(*arguments), "retro")
+    return recorder.values("lm loss"), fingerprint(run)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(workdir, tmp_path):
+    losses, state = _train(Layout.single(), workdir)
+    assert len(losses) == ITERATIONS
+    assert losses[-1] < losses[0]
+    _train(Layout.single(), workdir, f"--exit-interval 3 --save-interval 3 --save {tmp_path}")
+    rest, resumed = _train(Layout.single(), workdir, f"--load {tmp_path}")
+    assert rest == losses[3:]
+    assert resumed == state
+
+
+@pytest.mark.parametrize("form", ["native", "legacy"])
+def test_checkpoints_load_in_another_layout(workdir, tmp_path, form):
+    losses, _ = _train(Layout.single(), workdir, QUIET)
+    save = f"--exit-interval 3 --save-interval 3 --save {tmp_path} --ckpt-format {form}"
+    split = "--tensor-model-parallel-size 2 --sequence-parallel"
+    run_distributed(2, _train, workdir, QUIET, save, split, tensor=2)
+    rest, _ = _train(Layout.single(), workdir, QUIET, f"--load {tmp_path}")
+    assert rest == pytest.approx(losses[3:], rel=1e-5)
+
+
+@pytest.fixture
+def gpt(workdir, tmp_path):
+    """The checkpoints of a GPT with the layers of the Retro, and its weights."""
+    flags = "--num-layers 6 --train-iters 2 --save-interval 2"
+    _, run = train_toy(Layout.single(), f"{flags} --save {tmp_path / 'gpt'}".split())
+    return tmp_path / "gpt", {name: p.detach().clone() for name, p in run.named_parameters()}
+
+
+def test_a_gpt_becomes_a_retro(workdir, gpt, tmp_path):
+    folder, weights = gpt
+    finetune = f"--load {folder} --finetune --retro-add-retriever"
+    run = build_toy(Layout.single(), words(workdir, finetune), "retro")
+    here = dict(run.named_parameters())
+    assert {name for name in here if not is_of_retrieval(name)} == weights.keys()
+    assert all(torch.equal(here[name], weights[name]) for name in weights)
+    recorder, run = train_toy(Layout.single(), words(workdir, finetune), "retro")
+    assert recorder.values("lm loss")[-1] < recorder.values("lm loss")[0]
+    trained = dict(run.named_parameters())
+    assert not torch.equal(trained["layers.0.mlp.up.weight"], weights["layers.0.mlp.up.weight"])
+
+
+def _frozen(layout, *arguments):
+    _, run = train_toy(layout, words(*arguments), "retro")
+    return {name: p.detach() for name, p in run.named_parameters()}
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --recompute-activations"])
+def test_a_frozen_gpt_keeps_its_weights(workdir, gpt, tmp_path, flags):
+    folder, weights = gpt
+    start = f"--load {folder} --finetune --retro-add-retriever --retro-freeze-gpt {flags}"
+    whole = _frozen(Layout.single(), workdir, start)
+    first = build_toy(Layout.single(), words(workdir, start), "retro")
+    for name, begun in first.named_parameters():
+        assert torch.equal(whole[name], begun) != is_of_retrieval(name), name
+    # Stopped and resumed on two processes, it is the same.
+    save = f"{start} --save {tmp_path / 'retro'} --exit-interval 3 --save-interval 3"
+    run_distributed(2, _frozen, workdir, save)
+    resumed = _frozen(
+        Layout.single(), workdir, f"--load {tmp_path / 'retro'} --retro-freeze-gpt {flags}"
+    )
+    for name, value in whole.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gpt_is_no_retro_without_the_flag(workdir, gpt):
+    folder, _ = gpt
+    with pytest.raises(CheckpointError, match="architecture"):
+        build_toy(Layout.single(), words(workdir, f"--load {folder} --finetune"), "retro")
+
+
+def test_other_lengths_of_the_run_are_refused(workdir):
+    with pytest.raises(DataError, match="no neighbors for the .* samples of the train split"):
+        build_toy(Layout.single(), words(workdir, "--train-iters 60"), "retro")
+
+
+def test_a_folder_of_other_data_is_refused(workdir):
+    base = (f"--retro-workdir {workdir}", "--num-layers 6 --seq-length 16")
+    options = {"without": ["--mock-data"], "architecture": "retro"}
+    (line,) = problems(*base, "--data-path another", **options)
+    assert line.startswith("--data-path another: --retro-workdir")
+    (line,) = problems(*base, "--seq-length 32", **options)
+    assert line.startswith("--seq-length 32: --retro-workdir")
+    (line,) = problems(*base, "--num-layers 5", **options)
+    assert "number 6" in line
+    (line,) = problems(
+        *base, "--retro-freeze-gpt --pipeline-model-parallel-size 2", world_size=2, **options
+    )
+    assert line.startswith("--retro-freeze-gpt")
