@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from megatron.config.fields import fields_of
 from megatron.config.retro_preprocessing import RETRO_SECTIONS, STAGES, RetroPreprocessing
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -23,6 +24,7 @@ from megatron.retro import command
 from megatron.retro.database import merged_file
 from tests.data.corpus import write_vocabulary
 from tests.distributed import run_distributed, start_method
+from tests.repository import ROOT
 from tests.retro.corpus import write_dataset
 
 WIDTH = 8
@@ -305,3 +307,10 @@ def test_what_a_stage_needs_is_required(tmp_path: Path) -> None:
     needed = {line.split()[0] for line in lines if "is required" in line}
     assert {"--retro-workdir", "--retro-gpt-data-path", "--retro-gpt-tokenizer-type"} <= needed
     assert "--retro-index-str" not in needed
+
+
+def test_the_guide_lists_every_flag() -> None:
+    guide = (ROOT / "docs" / "retro.md").read_text(encoding="utf-8")
+    fields = [field for section in RETRO_SECTIONS for field in fields_of(section)]
+    names = [field.shown for field in fields]
+    assert [name for name in names if f"| `{name}` |" not in guide] == []
