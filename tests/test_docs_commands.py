@@ -174,6 +174,8 @@ def _check_pretrain(words: list[str], world_size: int) -> None:
     from megatron.config import Program, parse_config
 
     assert (ROOT / words[0]).is_file()
+    if "--retro-workdir" in words:  # the folder is read with the flags
+        words[words.index("--retro-workdir") + 1] = str(ROOT / "tests/config/retro_workdir")
     if words[1:] != ["--help"]:
         parse_config(
             words[1:],
