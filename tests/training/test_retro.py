@@ -20,15 +20,19 @@ QUIET = (
 )
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("retro")
+def toy_workdir(folder):
+    """The working folder, made in `folder`, of the toy Retro's training."""
     documents = [[*document.tolist(), EOD] for document in random_documents(60)]
     prefix = write_dataset(folder / "corpus", documents)
     base = [word for word in TOY if word != "--mock-data"]
     flags = [*base, *OF_KIND["retro"], "--data-path", prefix, "--no-exit-signal-handler"]
     make_folder(folder / "work", folder / "corpus", flags, ITERATIONS, VOCAB + 1, CHUNK)
     return str(folder / "work")
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return toy_workdir(tmp_path_factory.mktemp("retro"))
 
 
 def words(workdir, *more):
