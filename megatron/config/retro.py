@@ -62,6 +62,8 @@ class RetroDataOptions:
             which --dataloader-type cyclic repeats. Default: those of the run.
         retro_compatible: Read missing neighbors as Megatron-LM 23.08 does, which takes the last
             chunk of the database and the first for them. Otherwise they are empty.
+        retro_eval_shuffled: Evaluate a second time with the neighbors of other chunks. The
+            difference of the losses is what the model gains from its neighbors.
         retro_return_doc_ids: Accepted for compatibility; no effect in training.
     """
 
@@ -70,6 +72,7 @@ class RetroDataOptions:
         None, unit="iterations", at_least=1, only_for=_RETRO
     )
     retro_compatible: bool = flag(False, only_for=_RETRO)
+    retro_eval_shuffled: bool = flag(False, only_for=_RETRO)
     retro_return_doc_ids: bool = flag(
         False, only_for=_RETRO, notice="training does not read the documents of neighbors"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +38,17 @@ class DescribedDataset(SampleDataset, Protocol):
     @property
     def description(self) -> str:
         """A text that differs whenever the samples differ."""
+
+
+@runtime_checkable
+class ControlledDataset(SampleDataset, Protocol):
+    """A dataset that is evaluated in other forms, too.
+
+    Attributes:
+        controls: The same samples with a change, by a phrase that follows the name of a loss.
+    """
+
+    controls: Mapping[str, SampleDataset]
 
 
 def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,16 @@ from megatron.retro.workdir import read_arguments
 from megatron.tokenizer.base import Tokenizer
 
 Ids = NDArray[np.int64]
+
+
+class NeighborRows(Protocol):
+    """The database rows of every chunk's neighbors."""
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+
+    def rows(self, start: int, stop: int) -> Ids:
+        """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
 
 
 class NeighborTable:
@@ -60,6 +71,33 @@ class NeighborTable:
             if start < end and first < stop
         ]
         return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class ShuffledNeighbors:
+    """A table in which every chunk has the neighbors of another one.
+
+    A model that reads its neighbors predicts worse with this table than with the original.
+
+    Attributes:
+        table: The table of the right neighbors. Its samples are in random order.
+    """
+
+    table: NeighborRows
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.table)
+
+    def rows(self, start: int, stop: int) -> Ids:
+        """Return the neighbors of chunks that are far away, `[stop - start, k]`, -1 for none."""
+        count = len(self.table)
+        # The golden section: as far as possible from whole passes over the data and their parts.
+        first = (start + max(1, int(count * 0.618))) % count
+        end = first + stop - start
+        if end <= count:
+            return self.table.rows(first, end)
+        return np.concatenate((self.table.rows(first, count), self.table.rows(0, end - count)))
 
 
 def _contents(block: TableBlock) -> dict[str, DataSet]:
@@ -112,12 +150,14 @@ class RetroDataset:
         table: The neighbors of all chunks of all samples.
         texts: The tokens that a neighbor stands for.
         per_sample: The number of chunks in a sample, l.
+        controls: The same samples with other neighbors, for evaluations (`ControlledDataset`).
     """
 
     samples: SampleDataset
-    table: NeighborTable
+    table: NeighborRows
     texts: NeighborTexts
     per_sample: int
+    controls: Mapping[str, SampleDataset] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -178,5 +218,8 @@ def build_retro_datasets(
         table = NeighborTable(blocks, model.retro_num_neighbors)
         dataset = RetroDataset(samples, table, texts, per_sample)
         _ = dataset[0]  # fail now, not at some later step
+        if data.retro_eval_shuffled:
+            shuffled = replace(dataset, table=ShuffledNeighbors(table))
+            dataset.controls = {"with shuffled neighbors": shuffled}
         found.append(dataset)
     return Datasets(*found)

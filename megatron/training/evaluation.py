@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.command import say
-from megatron.data.sample import SampleDataset
+from megatron.data.sample import ControlledDataset, SampleDataset
 from megatron.errors import EXIT_OK
 from megatron.training.batches import batches_from, evaluation_position
 from megatron.training.callbacks.base import Callback, Leave
@@ -67,13 +67,17 @@ def evaluate_and_report(
     dataset = run.datasets[("training", "validation", "test").index(split)]
     if dataset is None or run.config.evaluation.eval_iters == 0:
         return
+    controls = dataset.controls if isinstance(dataset, ControlledDataset) else {}
+    found: dict[str, float] = {}
     with run.timers.measure("eval-time", level=0):
-        losses = evaluate(run, dataset, skip=skip)
-    if losses is None:
-        return
+        for change, samples in {"": dataset, **controls}.items():
+            losses = evaluate(run, samples, skip=skip)
+            if losses is None:
+                return
+            found |= {f"{name} {change}".rstrip(): value for name, value in losses.items()}
     if run.is_log_rank:
-        say(validation_lines(where, losses, has_perplexity=run.recipe.head.is_language_model))
-    scalars.after_evaluation(run, split, losses, at_end_of_training=at_end_of_training)
+        say(validation_lines(where, found, has_perplexity=run.recipe.head.is_language_model))
+    scalars.after_evaluation(run, split, found, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()
 
