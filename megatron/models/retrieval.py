@@ -117,7 +117,7 @@ class NeighborCrossAttention(CrossAttention):
         query = self.query(x)  # [r, k b l, n/t d]
         # The neighbors of a chunk are one sequence of queries, for nothing depends on their order.
         rows = query.reshape(-1, key.shape[1], *key.shape[2:])  # [r k, b l, n/t, d]
-        return self.output(self.core(rows, key, value, None).view(query.shape))
+        return self.output(self.core(rows, key, value, None).reshape(query.shape))
 
 
 class ChunkedCrossAttention(CrossAttention):
