@@ -242,6 +242,11 @@ class ModelConfig(ModelOptions):
         assert self.retro_chunk_length is not None, "a rule requires it of a Retro"
         return self.retro_chunk_length
 
+    @property
+    def neighbor_length(self) -> int:
+        """Number of tokens in a neighbor of a Retro's chunk."""
+        return self.chunk_length * self.retro_num_retrieved_chunks
+
     def neighbor_tokens(self, tokens: int) -> int:
         """Return the tokens of all neighbors of a sequence's chunks; 0 for other networks."""
         if self.architecture != "retro":

@@ -157,6 +157,7 @@ def parse_config(
     start = with_values(RunOptions(), {"model.architecture": architecture})
     if find_start is not None:
         start = with_values(start, flatten(line.ask(lambda: find_start(line.given))))
+        architecture = start.model.architecture  # that of the trained model
     asked = start
     if "config" in line.given:
         count = line.given.get("dry_run_world_size") if line.given.get("dry_run") else None

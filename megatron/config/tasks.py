@@ -35,11 +35,14 @@ class LanguageModelTaskConfig:
             last token.
         detokenizer: How to undo a corpus's own tokenization. Default: chosen by `wiki`, `ptb` or
             `lambada` in the path of --valid-data, otherwise none.
+        retro_eval_samples: PERPLEXITY of a Retro: number of validation samples of --retro-workdir
+            to evaluate on. Default: all.
     """
 
     overlapping_eval: int = flag(32, unit="tokens")
     strict_lambada: bool = False
     detokenizer: str | None = flag(None, choices=("wikitext", "ptb", "none"))
+    retro_eval_samples: int | None = flag(None, unit="samples", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from megatron.inference.engine import BatchEngine
 from megatron.kernels.row_product import GRANULE, choose_row_product
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
+from megatron.models.retro import RetroModel
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import PLAIN, RowByRow
@@ -87,6 +88,7 @@ def load_gpt(
     *,
     config: RunConfig | None = None,
     row_by_row: bool = True,
+    kinds: Sequence[str] = ("gpt",),
 ) -> Loaded:
     """Load the newest complete checkpoint in a folder, whatever layout it was saved in.
 
@@ -102,6 +104,7 @@ def load_gpt(
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
             matrix products are computed as in training.
+        kinds: Architectures that the caller accepts, of gpt and retro.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds a different network.
@@ -114,7 +117,7 @@ def load_gpt(
     reader = open_existing(
         folder, step=options.ckpt_step, layout=layout, allow_foreign=allow_foreign
     )
-    saved = saved_config(reader, folder, "gpt")
+    saved = saved_config(reader, folder, *kinds)
     if config is None:
         config = _over(saved, layout)
     else:
@@ -129,7 +132,8 @@ def load_gpt(
     plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     context = (serving_context if row_by_row else run_context)(config, layout, device)
-    model = build_model(GPTModel, config, context, rows, part)
+    network = RetroModel if config.model.architecture == "retro" else GPTModel
+    model = build_model(network, config, context, rows, part)
     # In a pipeline no rank holds every parameter.
     whole = () if layout.pipeline.size > 1 else ("model.",)
     restore(reader, model_state([model]), prefixes=whole, cast=True)
@@ -279,27 +283,29 @@ def parse_generation(
     return parse_config(arguments, world_size=world_size, program=program)
 
 
-def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1, kind: str = "gpt") -> RunOptions:
+def saved_run(
+    given: Mapping[str, Any], *, micro_batch: int = 1, kinds: Sequence[str] = ("gpt",)
+) -> RunOptions:
     """Return the settings of the model under --load, for `parse_config`'s `find_start`.
 
     Args:
         given: Flags on the command line. Without --load, the defaults are returned.
         micro_batch: Micro-batch size of the run.
-        kind: The architecture that the program needs.
+        kinds: The architectures that the program accepts, the first without --load.
 
     Raises:
         CheckpointError: There is no checkpoint, or it holds another network.
     """
     folder = given.get("load")
     if folder is None:
-        return RunOptions(model=ModelOptions(architecture=kind))
+        return RunOptions(model=ModelOptions(architecture=kinds[0]))
     reader = open_existing(
         folder,
         step=given.get("ckpt_step"),
         verify=False,
         allow_foreign=given.get("allow_foreign_checkpoints", False),
     )
-    config = saved_config(reader, folder, kind)
+    config = saved_config(reader, folder, *kinds)
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
 
@@ -371,6 +377,7 @@ _READ: dict[str, tuple[str, ...]] = {
         *("sequence_parallel", "tp_comm_overlap", "distributed_backend"),
         *("distributed_timeout_minutes", "local_rank", "use_mpi"),
     ),
+    "data": ("retro_workdir", "retro_compatible"),
     "training": ("deterministic_mode", "dry_run"),
     "checkpoint": ("load", "ckpt_step", "allow_foreign_checkpoints", "use_checkpoint_args"),
 }
@@ -391,6 +398,7 @@ SAVED_MODEL_RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,
+    rules_model.retro,
 )
 
 

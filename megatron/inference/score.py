@@ -38,10 +38,13 @@ class Sample(NamedTuple):
         tokens: Token ids. There may be one more than fits in the model's window, because the last
             one is only a target.
         scored: Number of tokens to score, counted from the end. Each needs a token before it.
+        neighbors: For a Retro, a function that returns the tokens [l, k, r] of the neighbors of the
+            sample's chunks, called when they are needed. The last chunk may be incomplete.
     """
 
     tokens: Sequence[int] | NDArray[np.integer]
     scored: int
+    neighbors: Callable[[], NDArray[np.int64]] | None = None
 
 
 class Score(NamedTuple):
@@ -77,7 +80,12 @@ class Scorer:
         self.loaded = loaded
         self.device = device.torch_device
         self.micro_batch = micro_batch
-        self.window = loaded.config.model.max_position_embeddings
+        model = loaded.config.model
+        is_retro = model.architecture == "retro"
+        # A Retro's sequences consist of whole chunks.
+        self._unit = model.chunk_length if is_retro else _MULTIPLE
+        length = loaded.config.data.seq_length
+        self.window = length if is_retro else model.max_position_embeddings
         dtype = loaded.config.precision.stream_dtype
         self._channel = PipelineChannel(loaded.layout, device=self.device, dtype=dtype)
 
@@ -106,7 +114,7 @@ class Scorer:
 
         The longest come first, so that the run fails at once if memory is too small.
         """
-        multiple = _MULTIPLE * self.loaded.layout.sequence.size
+        multiple = self._unit * self.loaded.layout.sequence.size
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         return [
             _Batch(rows, min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, self.window))
@@ -129,7 +137,11 @@ class Scorer:
             tokens = np.zeros((len(chosen), batches[index].length), np.int64)
             for row, sample in zip(tokens, chosen, strict=True):
                 row[: len(sample.tokens) - 1] = sample.tokens[:-1]
-            output = self.loaded.model(torch.from_numpy(tokens).to(self.device), hidden=hidden)
+            inputs = [tokens]
+            if chosen[0].neighbors is not None:
+                inputs.append(self._neighbors(chosen, batches[index].length))
+            sent = [torch.from_numpy(one).to(self.device) for one in inputs]
+            output = self.loaded.model(*sent, hidden=hidden)
             if layout.pipeline.is_last:
                 scores = self._scores(output, chosen)
                 if layout.tensor.is_first:
@@ -140,11 +152,23 @@ class Scorer:
         def shape_of(index: int) -> tuple[int, int, int]:
             """Return the shape [s, b, h] of the hidden states (or shard) sent between stages."""
             batch, hidden = batches[index], self.loaded.model.plan.hidden
-            return batch.length // layout.sequence.size, len(batch.samples), hidden
+            rows = batch.length + self.loaded.config.model.neighbor_tokens(batch.length)
+            return rows // layout.sequence.size, len(batch.samples), hidden
 
         channel = self._channel.with_shapes(shape_of)
         schedule = forward_only(make_schedule("1f1b", stages, 1, len(batches)))
         run_schedule(schedule[layout.pipeline.rank], [step], channel, before=layout.journal.enter)
+
+    def _neighbors(self, samples: Sequence[Sample], length: int) -> NDArray[np.int64]:
+        """Return the tokens [b, l, k, r] of neighbors, zeros for chunks of padding."""
+        model = self.loaded.config.model
+        chunks, width = length // model.chunk_length, model.retro_num_neighbors
+        tokens = np.zeros((len(samples), chunks, width, model.neighbor_length), np.int64)
+        for row, sample in zip(tokens, samples, strict=True):
+            assert sample.neighbors is not None, "all samples have neighbors, or none"
+            found = sample.neighbors()
+            row[: len(found)] = found
+        return tokens
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
         """Return [b, 3] on the CPU: each sample's log probability, whether it is greedy, and 1.

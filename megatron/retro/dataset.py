@@ -100,6 +100,25 @@ class ShuffledNeighbors:
         return np.concatenate((self.table.rows(first, count), self.table.rows(0, end - count)))
 
 
+@dataclass(frozen=True)
+class NoNeighbors:
+    """A table in which no chunk has any neighbors.
+
+    Attributes:
+        table: The table of the right neighbors.
+    """
+
+    table: NeighborRows
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.table)
+
+    def rows(self, start: int, stop: int) -> Ids:
+        """Return -1 for every neighbor of consecutive chunks, `[stop - start, k]`."""
+        return np.full_like(self.table.rows(start, stop), NOBODY)
+
+
 def _contents(block: TableBlock) -> dict[str, DataSet]:
     return {"neighbors": DataSet("i8", (block.rows, None))}
 

@@ -3,6 +3,6 @@
     main             the command
     table            the names of all tasks
 
-`language_model` and `harness` evaluate, `dialogue` prompts, `finetune_command` trains a classifier,
-and `retrieval` searches passages for answers.
+`language_model`, `neighbors` and `harness` evaluate, `dialogue` prompts, `finetune_command` trains
+a classifier, and `retrieval` searches passages for answers.
 """

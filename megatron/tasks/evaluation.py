@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -36,6 +36,8 @@ from megatron.tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # the default
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
+# What --retro-workdir decides, and where the samples it is for are indexed.
+_DATA_READS = frozenset({"data.data_path", "data.split", "data.data_cache_path"})
 
 
 def parse_evaluation(
@@ -47,6 +49,7 @@ def parse_evaluation(
     check: Callable[[TaskConfig, Any], Iterable[str]],
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
     unread: Collection[str] = (),
+    kinds: Sequence[str] = ("gpt",),
 ) -> ParsedRun:
     """Parse and check a command line, which overrides the settings of the checkpoint.
 
@@ -59,20 +62,26 @@ def parse_evaluation(
         find_start: A function that returns the settings that flags override. By default they come
             from the checkpoint in --load.
         unread: Fields that other evaluations read and this one does not, as "section.field".
+        kinds: Architectures that the task evaluates.
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
         CheckpointError: --load names no checkpoint of a GPT.
     """
+
+    def reads(given: Mapping[str, Any]) -> Collection[str]:
+        of_data = _DATA_READS if "retro_workdir" in given else frozenset()
+        return (SAVED_MODEL_READS | _READS | of_data) - {*unread}
+
     return parse_config(
         arguments,
         world_size=world_size,
         program=Program(
             name=PROGRAM,
             extra=(TaskConfig, options),
-            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH),
+            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kinds=kinds),
             rules=SAVED_MODEL_RULES,
-            reads=lambda given: (SAVED_MODEL_READS | _READS) - {*unread},
+            reads=reads,
             check_extra=check,
             elsewhere=flags_elsewhere(task),
         ),

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.command import say
 from megatron.config import ParsedRun
+from megatron.config.parser import asks_for
 from megatron.config.run import RunOptions
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
 from megatron.device import Device
@@ -23,6 +24,7 @@ from megatron.inference.score import Sample, Score, Scorer, windows
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
+from megatron.tasks.neighbors import evaluate_neighbors
 from megatron.tasks.results import Numbers, TaskProgress, megatron_line
 from megatron.tasks.texts import (
     DETOKENIZERS,
@@ -229,14 +231,22 @@ def parse(
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
     """Parse and check the command line (`parse_evaluation`)."""
+    retrieves = task == "PERPLEXITY" and asks_for("data.retro_workdir", arguments)
 
     def check(options: TaskConfig, own: LanguageModelTaskConfig) -> Iterator[str]:
-        if not options.valid_data:
-            yield f"--task {task} needs --valid-data: give the file to evaluate on"
-        elif task == "WIKITEXT103" and len(options.valid_data) > 1:
+        paths = options.valid_data or ()
+        if retrieves and paths:
             yield (
-                f"--task {task} reads a single file, but --valid-data names "
-                f"{len(options.valid_data)}: give one"
+                "--valid-data: a Retro is evaluated on the validation samples of --retro-workdir, "
+                "whose neighbors are known: drop it"
+            )
+        elif own.retro_eval_samples is not None and not retrieves:
+            yield "--retro-eval-samples requires --task PERPLEXITY with --retro-workdir: drop it"
+        elif not paths and not retrieves:
+            yield f"--task {task} needs --valid-data: give the file to evaluate on"
+        elif task == "WIKITEXT103" and len(paths) > 1:
+            yield (
+                f"--task {task} reads a single file, but --valid-data names {len(paths)}: give one"
             )
         yield from find_mistakes(options)
         if own.strict_lambada and task != "LAMBADA":
@@ -251,6 +261,7 @@ def parse(
         options=LanguageModelTaskConfig,
         check=check,
         find_start=find_start,
+        kinds=("gpt", "retro") if task == "PERPLEXITY" else ("gpt",),
     )
 
 
@@ -269,6 +280,8 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None
+    if config.model.architecture == "retro":
+        return evaluate_neighbors(parsed, device, layout)
     loaded = load_gpt(config.checkpoint.load, device, layout, config=config, row_by_row=False)
     window = config.data.seq_length
     prepared = PREPARE[task](options.valid_data, own, loaded.tokenizer, window)

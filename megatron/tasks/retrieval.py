@@ -106,7 +106,7 @@ def parse(
         program=Program(
             name=PROGRAM,
             extra=(TaskConfig, RetrieverTaskConfig),
-            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kind="ict"),
+            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kinds=("ict",)),
             rules=SAVED_MODEL_RULES,
             reads=lambda given: SAVED_MODEL_READS | _READS,
             check_extra=check,
