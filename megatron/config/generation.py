@@ -112,6 +112,8 @@ class SamplesConfig:
         recompute: Accepted for compatibility; no effect. The KV cache is always used and gives the
             same results.
         max_batch_size: Maximum number of texts computed at once.
+        bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
+            the one that --retro-workdir was made with.
     """
 
     prompt: str | None = None
@@ -127,6 +129,7 @@ class SamplesConfig:
     top_p: float = flag(0.0, names="--top_p --top-p", at_least=0, at_most=1)
     recompute: bool = False
     max_batch_size: int = flag(64, unit="texts", at_least=1, at_most=MOST_SEQUENCES)
+    bert_embedder_load: str | None = None
 
 
 def sample_problems(samples: SamplesConfig) -> list[str]:

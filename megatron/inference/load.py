@@ -259,7 +259,12 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
 
 
 def parse_generation(
-    arguments: Sequence[str], world_size: int, program: Program, *, has_copies: bool = False
+    arguments: Sequence[str],
+    world_size: int,
+    program: Program,
+    *,
+    has_copies: bool = False,
+    kinds: Sequence[str] = ("gpt",),
 ) -> ParsedRun:
     """Parse and check the command line of a program that generates text.
 
@@ -272,14 +277,16 @@ def parse_generation(
         world_size: Number of processes.
         program: Name, own flags and own checks of the program.
         has_copies: Whether further processes may hold further copies of the model.
+        kinds: Architectures that the program accepts, the first without --load.
 
     Raises:
         ConfigError: The command line has mistakes. The error lists all of them.
-        CheckpointError: --load does not name a GPT's checkpoint.
+        CheckpointError: --load does not name a checkpoint of such a network.
     """
     reads = SAVED_MODEL_READS | {"training.seed"}
     rules = (*SAVED_MODEL_RULES, _no_sequence_parallel, *(() if has_copies else (_one_copy,)))
-    program = replace(program, find_start=saved_run, rules=rules, reads=lambda given: reads)
+    start = partial(saved_run, kinds=kinds)
+    program = replace(program, find_start=start, rules=rules, reads=lambda given: reads)
     return parse_config(arguments, world_size=world_size, program=program)
 
 

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from megatron.command import format_panel
+from megatron.config import ParsedRun
 from megatron.config.generation import SamplesConfig, find_sample_notices, sample_problems
 from megatron.config.parser import Program
 from megatron.data.json_lines import Setting, json_object, keep_settings
@@ -34,6 +35,7 @@ from megatron.inference.request import (
     Sampling,
     Token,
 )
+from megatron.inference.retrieval import run_retro
 from megatron.inference.sharing import GeneratedText, SharedPrompts
 from megatron.inference.text import Detokenizer
 from megatron.inference.worker import serve
@@ -60,9 +62,22 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
 def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     own = Program(name=program, extra=(SamplesConfig,), check_extra=sample_problems)
-    parsed = parse_generation(arguments, launch.world_size, own, has_copies=True)
+    parsed = parse_generation(
+        arguments, launch.world_size, own, has_copies=True, kinds=("gpt", "retro")
+    )
+    if parsed.config.model.architecture == "retro":
+        return run_retro(program, parsed, launch)
+    return _generate(program, parsed, launch)
+
+
+def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     samples: SamplesConfig
     (samples,) = parsed.extra
+    if samples.bert_embedder_load is not None:
+        raise ConfigError(
+            f"--bert-embedder-load {samples.bert_embedder_load} is for a Retro, and --load holds a "
+            "GPT: drop it"
+        )
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
     prompts = _prompts_of(samples) if launch.rank == 0 else []  # before the model, for mistakes

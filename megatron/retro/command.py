@@ -198,7 +198,7 @@ class Preprocessing:
         stages = self.options.stages.stages
         check_folder(self.workdir, self.options, self._origin)
         if "index-train" in stages:
-            check_factory(self.index_options())
+            check_factory(IndexOptions.of(self.options))
         chunks = self._query_chunks() if "query-pretraining-neighbors" in stages else {}
         self._world.barrier()  # every process has compared the folder before it changes
         with ExitStack() as at_end:
@@ -213,18 +213,19 @@ class Preprocessing:
 
     def _run_stage(self, stage: str, chunks: Mapping[str, QueryChunks]) -> None:
         common = (self._embedder, self._world)
+        index = IndexOptions.of(self.options)
         match stage:
             case "db-build":
                 build_database(self.options, self.corpora, self._cutter, self._world)
             case "index-train":
-                train_index(self.workdir, self.index_options(), self._texts("sampled"), *common)
+                train_index(self.workdir, index, self._texts("sampled"), *common)
             case "index-add":
-                add_to_index(self.workdir, self.index_options(), self._texts("train"), *common)
+                add_to_index(self.workdir, index, self._texts("train"), *common)
             case _:
                 query_neighbors(
                     self.workdir,
-                    self.index_options(),
-                    self._query_options(),
+                    index,
+                    QueryOptions.of(self.options),
                     chunks,
                     database=self._database("train"),
                     build_embedder=self._embedder,
@@ -296,32 +297,6 @@ class Preprocessing:
 
     def _texts(self, name: str) -> ChunkTexts:
         return ChunkTexts(self._database(name), self._gpt, self._compatible)
-
-    def index_options(self) -> IndexOptions:
-        """Return the index to build."""
-        asked = self.options.index
-        return IndexOptions(
-            factory=str(asked.retro_index_str),
-            width=asked.retro_index_nfeats,
-            type=asked.retro_index_type,
-            block_size=self.options.stages.retro_block_size,
-            train_fraction=asked.retro_index_train_load_fraction,
-            add_fraction=asked.retro_index_add_load_fraction,
-            keeps_training=not asked.retro_index_delete_training_embeddings,
-            keeps_codes=not asked.retro_index_delete_added_codes,
-            threads=self.options.stages.retro_threads,
-            compatible=self._compatible,
-        )
-
-    def _query_options(self) -> QueryOptions:
-        asked = self.options.index
-        return QueryOptions(
-            queried=asked.retro_query_num_neighbors_query,
-            saved=asked.retro_query_num_neighbors_save,
-            nprobe=asked.retro_query_nprobe,
-            ef_search=asked.retro_query_ef_search,
-            block_size=self.options.stages.retro_block_size,
-        )
 
     def _gpt_data(self) -> DataConfig:
         """Return the data of the GPT's run."""

@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.command import say
+from megatron.config.retro_preprocessing import RetroPreprocessing
 from megatron.device import Device
 from megatron.durable import open_trusted, renamed_when_done, sync_folder, writing_to
 from megatron.environment import cores_per_process
@@ -114,6 +115,23 @@ class IndexOptions:
     keeps_codes: bool = False
     threads: int | None = None
     compatible: bool = False
+
+    @classmethod
+    def of(cls, options: RetroPreprocessing) -> IndexOptions:
+        """Return the index that the preprocessing's options describe."""
+        asked = options.index
+        return cls(
+            factory=str(asked.retro_index_str),
+            width=asked.retro_index_nfeats,
+            type=asked.retro_index_type,
+            block_size=options.stages.retro_block_size,
+            train_fraction=asked.retro_index_train_load_fraction,
+            add_fraction=asked.retro_index_add_load_fraction,
+            keeps_training=not asked.retro_index_delete_training_embeddings,
+            keeps_codes=not asked.retro_index_delete_added_codes,
+            threads=options.stages.retro_threads,
+            compatible=options.stages.retro_compatible,
+        )
 
     def share(self, block: TableBlock, fraction: float) -> Rows:
         """Return the rows of a block that belong to a share of all rows, ascending."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatron.command import say
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.retro_preprocessing import RetroPreprocessing
 from megatron.data.datasets import BlendedDataset, DataRequest, Datasets, parse_weighted_paths
 from megatron.data.gpt import GPTDataset, build_gpt_datasets
 from megatron.data.sample import SampleDataset
@@ -71,6 +72,18 @@ class QueryOptions:
     nprobe: int = 65536
     ef_search: int = 256
     block_size: int = 100_000
+
+    @classmethod
+    def of(cls, options: RetroPreprocessing) -> QueryOptions:
+        """Return what the preprocessing's options describe."""
+        asked = options.index
+        return cls(
+            queried=asked.retro_query_num_neighbors_query,
+            saved=asked.retro_query_num_neighbors_save,
+            nprobe=asked.retro_query_nprobe,
+            ef_search=asked.retro_query_ef_search,
+            block_size=options.stages.retro_block_size,
+        )
 
 
 def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
