@@ -116,7 +116,9 @@ OLD_NAMES: Mapping[str, OldName] = {
     "tools/preprocess_mmdata.py": OldName(
         "", "23.08 to Core 0.10", "models of images are not supported"
     ),
-    "tools/create_doc_index.py": OldName("", "v2.0", "the index of REALM is not supported"),
+    "tools/create_doc_index.py": OldName(
+        "", "v2.0", "`tasks/main.py --task RETRIEVER-EVAL --embedding-path FILE` without questions"
+    ),
     "tools/linter.py": OldName("", "v1.0 and later", "run `make lint`"),
 }
 

@@ -54,6 +54,7 @@ DATA: Mapping[str, Command] = {
     "merge": Command("join datasets", "megatron.tools.merge_datasets"),
     "split": Command("split text for training and tests", "megatron.tools.split_json"),
     "build-corpus": Command("clean and deduplicate crawl files", "megatron.tools.build_corpus"),
+    "retro": Command("find the neighbors for a Retro", "megatron.retro.command:main"),
 }
 DETOXIFY: Mapping[str, Command] = {
     "annotate": Command("add scores to texts", "megatron.detoxify.annotate"),
