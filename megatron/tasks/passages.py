@@ -10,6 +10,7 @@ import ast
 import csv
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,12 @@ from megatron.durable import renamed_when_done, storage_errors
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 
-_COLUMNS = 3
+# What numpy raises for a file that is damaged, or not of the format npz.
+_BROKEN = (
+    *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+_LAST_NUMBER = 2**63 - 1  # of a passage: numbers are kept as int64
 
 
 class Passage(NamedTuple):
@@ -66,12 +72,15 @@ def read_passages(path: str) -> Iterator[Passage]:
             continue
         try:
             number, text, title = row
-            yield Passage(int(number), text, title)
+            passage = Passage(int(number), text, title)
+            if abs(passage.number) > _LAST_NUMBER:
+                raise ValueError
         except ValueError:
             raise DataError(
                 f"{where}: expected a number, a text and a title between tabs, found {len(row)} "
                 f"columns: {' | '.join(row)[:80]!r}"
             ) from None
+        yield passage
     if count < 1:
         raise DataError(f"--evidence-data-path {path}: there is no passage after the header line")
 
@@ -91,7 +100,7 @@ def read_questions(path: str, flag: str) -> list[Question]:
             answers = ast.literal_eval(listed)
             if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
                 raise ValueError
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise DataError(
                 f"{where}: expected a question, a tab and a list of answers such as ['one', 'two']"
             ) from None
@@ -181,10 +190,11 @@ class PassageVectors(NamedTuple):
                 numbers, vectors = held["numbers"], held["vectors"]
                 origin = json.loads(str(held["origin"]))
             is_sound = numbers.dtype == np.int64 and vectors.dtype == np.float16
+            is_sound = is_sound and isinstance(origin, dict)
             if not is_sound or vectors.ndim != 2 or numbers.shape != vectors.shape[:1]:
                 raise ValueError("other arrays")
-            return PassageVectors(numbers, vectors), dict(origin)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            return PassageVectors(numbers, vectors), origin
+        except _BROKEN as error:
             raise ConfigError(
                 f"--embedding-path {path}: not a file of vectors that this task wrote ({error}; "
                 "Megatron-LM's pickles are not read): give the path of a new file"

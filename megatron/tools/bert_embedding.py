@@ -92,6 +92,8 @@ def run(options: argparse.Namespace) -> None:
         if getattr(options, flag) < 1:
             name = f"--{flag.replace('_', '-')}"
             raise ConfigError(f"{name} {getattr(options, flag)}: give at least 1")
+    if not 0 <= options.mask_prob <= 1:
+        raise ConfigError(f"--mask-prob {options.mask_prob}: give a number from 0 to 1")
     from megatron.data.text_input import find_inputs
     from megatron.device import Device
     from megatron.parallel.layout import Axis

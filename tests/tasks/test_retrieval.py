@@ -139,11 +139,29 @@ def test_a_file_that_is_not_of_vectors_is_not_overwritten(toy, tmp_path):
     assert path.read_bytes() == b"\x80\x04."
 
 
+@pytest.mark.parametrize("damage", ["array", "origin", "compressed"])
+def test_damaged_vectors_are_refused(tmp_path, damage):
+    path, sound = tmp_path / "vectors.npz", PassageVectors(np.arange(9), np.ones((9, 4), "f2"))
+    sound.save(path, {"length": 8})
+    if damage == "array":
+        with path.open("wb") as file:
+            np.save(file, np.arange(3))
+    elif damage == "origin":
+        np.savez(path, **sound._asdict(), origin=np.array("[1]"))
+    else:
+        np.savez_compressed(path, **sound._asdict(), origin=np.array("{}"))
+        content = path.read_bytes()
+        path.write_bytes(content[:60] + bytes(30) + content[90:])
+    with pytest.raises(ConfigError, match="--embedding-path .*: give the path of a new file"):
+        PassageVectors.load(path)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("1\tonly text", "line 2: expected a number, a text and a title .* found 2 columns"),
         ("x\ttext\ttitle", "line 2: expected a number"),
+        ("9223372036854775808\ttext\ttitle", "line 2: expected a number"),  # beyond int64
         ("", "there is no passage|found 0 columns"),
     ],
 )
@@ -154,7 +172,11 @@ def test_broken_passages_are_refused(tmp_path, line, message):
 
 
 @pytest.mark.parametrize(
-    "line", ["who?", "who?\tme", "who?\t{'me'}", "who?\t[1]", "who?\t__import__('os').getcwd()"]
+    "line",
+    [
+        *("who?", "who?\tme", "who?\t{'me'}", "who?\t[1]", "who?\t{[]: 1}"),
+        "who?\t__import__('os').getcwd()",
+    ],
 )
 def test_broken_questions_are_refused_and_never_executed(tmp_path, line):
     (tmp_path / "q.tsv").write_text(line + "\n")

@@ -108,6 +108,8 @@ def test_bad_texts(words: list[str], tmp_path: Path, text: str, message: str):
 def test_bad_flags(words: list[str]):
     with pytest.raises(ConfigError, match="--block-size 0: give at least 1"):
         run([*words, "--block-size", "0"])
+    with pytest.raises(ConfigError, match="--mask-prob 7.0: give a number from 0 to 1"):
+        run([*words, "--mask-prob", "7"])
     without = words[: words.index("--vocab-file")] + words[words.index("--vocab-file") + 2 :]
     with pytest.raises(ConfigError, match="both --tokenizer-type and --vocab-file"):
         run(without)
