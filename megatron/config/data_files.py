@@ -187,16 +187,18 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
         told = read_arguments(folder)
     except ConfigError as error:
         found.problems.append(str(error))
+        found.spoilt.update(path.partition(".")[2] for path in _OF_RETRO)
         return {}
     asked = flatten(config)
     taken: dict[str, Any] = {}
     for path, (name, kind) in _OF_RETRO.items():
         value, field = told.get(name), field_at(path)
-        if type(value) is not kind:
+        if type(value) is not kind or (kind is int and field.out_of_bounds(value)):
             found.problems.append(
-                f"--retro-workdir {folder}: its {ARGUMENTS} lacks {name}: make the folder again "
-                "with tools/retro/main.py"
+                f"--retro-workdir {folder}: {name} in its {ARGUMENTS} is {value!r:.80}: restore "
+                "the file, or make the folder again with tools/retro/main.py"
             )
+            found.spoilt.add(field.name)
             continue
         taken[path] = tuple(map(str, told[name])) if kind is list else value
         if asked[path] not in (field.default, taken[path]):

@@ -336,7 +336,7 @@ def _scheduler(
             if f"lr_range_test_{name}" in params:
                 long = f"lr_range_test_{name}"
                 yield f"scheduler.params.{long}", f"schedule.{long}", params[long]
-    elif kind not in _DECAYS:
+    elif not isinstance(kind, str) or kind not in _DECAYS:
         found.problems.append(
             f"{where[key]}: {kind!r} is not supported: use {', '.join(_DECAYS)} or LRRangeTest, "
             "or remove scheduler and use --lr-decay-style and --lr-warmup-iters"

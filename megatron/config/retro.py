@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import flag
+from megatron.config.fields import Need, flag
 from megatron.errors import ConfigError
 
 ARGUMENTS = "args.json"  # the command line that made a working folder
 _MOST_BYTES = 1 << 26
 _RETRO = ("retro",)
+_CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 # A layer that attends to neighbors is every third one from the first; Megatron-LM's rule for it.
 _FIRST_OF_FEW, _FIRST_OF_MANY, _FEW, _STEP = 6, 9, 15, 3
 
@@ -69,7 +70,7 @@ class RetroDataOptions:
 
     retro_workdir: str | None = flag(None, only_for=_RETRO)
     retro_cyclic_train_iters: int | None = flag(
-        None, unit="iterations", at_least=1, only_for=_RETRO
+        None, unit="iterations", at_least=1, only_for=_RETRO, requires=_CYCLIC
     )
     retro_compatible: bool = flag(False, only_for=_RETRO)
     retro_eval_shuffled: bool = flag(False, only_for=_RETRO)

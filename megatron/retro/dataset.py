@@ -11,16 +11,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import SPLIT_NAMES
+from megatron.config.data import SPLIT_NAMES, DataConfig
 from megatron.config.model import ModelConfig
-from megatron.data.datasets import DataRequest, Datasets
+from megatron.data.datasets import DataRequest, Datasets, corpus_fingerprint
 from megatron.data.sample import Sample, SampleDataset
 from megatron.errors import DataError
 from megatron.retro.blocks import DataSet, TableBlock, map_block, plan_blocks
 from megatron.retro.database import ChunkDatabase
 from megatron.retro.neighbors import NOBODY, neighbors_folder, query_datasets
-from megatron.retro.workdir import read_arguments
+from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer.base import Tokenizer
+
+# Chunks of a split whose neighbors are checked before training; to read all takes too long.
+_CHECKED = 1 << 16
 
 Ids = NDArray[np.int64]
 
@@ -62,6 +65,11 @@ class NeighborTable:
     def __len__(self) -> int:
         """Return the number of chunks."""
         return self._starts[-1]
+
+    def sample(self, count: int) -> Ids:
+        """Return the neighbors of at least `count` chunks at equal distances, or of all."""
+        step = max(1, len(self) // count)
+        return np.concatenate([part[::step, : self._kept] for part in self._parts])
 
     def rows(self, start: int, stop: int) -> Ids:
         """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
@@ -147,17 +155,25 @@ class NeighborTexts:
         Raises:
             DataError: There is no such chunk.
         """
+        self.check(neighbors)
+        places = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
+        tokens = self.database.tokens(places.ravel()).reshape(*neighbors.shape, -1)
+        if not self.compatible:
+            tokens[neighbors == NOBODY] = self.database.eod
+        return tokens
+
+    def check(self, neighbors: Ids) -> None:
+        """Refuse neighbors that the database does not have.
+
+        Raises:
+            DataError: There is no such chunk.
+        """
         if neighbors.size and not NOBODY <= neighbors.min() <= neighbors.max() < len(self.database):
             raise DataError(
                 f"{self.database.path} has {len(self.database)} chunks, but the neighbors name "
                 f"chunks {neighbors.min()} to {neighbors.max()}: they belong to different data; "
                 "run the task query-pretraining-neighbors again"
             )
-        places = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
-        tokens = self.database.tokens(places.ravel()).reshape(*neighbors.shape, -1)
-        if not self.compatible:
-            tokens[neighbors == NOBODY] = self.database.eod
-        return tokens
 
 
 @dataclass(eq=False)
@@ -211,6 +227,7 @@ def build_retro_datasets(
     assert data.retro_workdir is not None, "a rule requires it"
     workdir = Path(data.retro_workdir)
     made = read_arguments(workdir)
+    _check_origin(workdir, data, tokenizer)
     train, valid, test = request.samples
     if data.retro_cyclic_train_iters is not None:
         train = data.retro_cyclic_train_iters * batch_size
@@ -235,6 +252,7 @@ def build_retro_datasets(
         count = len(samples) * per_sample
         blocks = plan_blocks(folder, count, made.stages.retro_block_size)
         table = NeighborTable(blocks, model.retro_num_neighbors)
+        texts.check(table.sample(_CHECKED))
         dataset = RetroDataset(samples, table, texts, per_sample)
         _ = dataset[0]  # fail now, not at some later step
         if data.retro_eval_shuffled:
@@ -242,3 +260,17 @@ def build_retro_datasets(
             dataset.controls = {"with shuffled neighbors": shuffled}
         found.append(dataset)
     return Datasets(*found)
+
+
+def _check_origin(workdir: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Refuse data or a tokenizer with another content than those that the folder was made from."""
+    here = {"data": corpus_fingerprint(data), "gpt_tokenizer": tokenizer.fingerprint()}
+    shown = f"data of --data-path {' '.join(data.data_path or ())}"
+    names = {"data": shown, "gpt_tokenizer": "tokenizer"}
+    for name, now in here.items():
+        was = read_digest(workdir, name)
+        if was and now and was != now:
+            raise DataError(
+                f"--retro-workdir {workdir}: the {names[name]} has another content now than when "
+                "the folder was made: restore it, or make a new folder with tools/retro/main.py"
+            )

@@ -93,6 +93,18 @@ def read_arguments(workdir: Path) -> RetroPreprocessing:
     return _options(found, arguments_file(workdir))
 
 
+def read_digest(workdir: Path, name: str) -> str | None:
+    """Return a digest of what a folder was made from; Megatron-LM's folders have none.
+
+    Args:
+        workdir: The working folder.
+        name: A field of `FolderOrigin`.
+    """
+    known = (_read(workdir) or {}).get(_DIGESTS)
+    found = known.get(name) if isinstance(known, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def write_arguments(
     workdir: Path, options: RetroPreprocessing, origin: FolderOrigin, others: Mapping[str, Any]
 ) -> None:

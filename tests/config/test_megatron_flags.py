@@ -93,6 +93,10 @@ _COMPANIONS = {
         _OF_RETRO,
         (f"--retro-workdir {_RETRO_WORKDIR} --num-layers 6", "--mock-data --seq-length"),
     ),
+    "--retro-cyclic-train-iters": (
+        f"--retro-workdir {_RETRO_WORKDIR} --num-layers 6 --dataloader-type cyclic",
+        "--mock-data --seq-length",
+    ),
     "--num-layers-per-virtual-pipeline-stage": ("--pipeline-model-parallel-size 2", ""),
     "--encoder-num-layers": ("", "--num-layers"),
     "--encoder-seq-length": ("", "--seq-length"),

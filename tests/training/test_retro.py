@@ -1,12 +1,16 @@
 """Retro's training: resuming, saving in other formats, and a GPT that becomes a Retro."""
 
+import json
+import shutil
+
+import h5py
 import pytest
 import torch
 
 from megatron.config.retro import is_of_retrieval
 from megatron.errors import CheckpointError, DataError
 from megatron.parallel.layout import Layout
-from tests.config.command import problems
+from tests.config.command import parse, problems
 from tests.distributed import run_distributed
 from tests.retro.corpus import EOD, VOCAB, random_documents, write_dataset
 from tests.training.toy import OF_KIND, TOY, build_toy, fingerprint, train_toy
@@ -117,6 +121,42 @@ def test_a_gpt_is_no_retro_without_the_flag(workdir, gpt):
 def test_other_lengths_of_the_run_are_refused(workdir):
     with pytest.raises(DataError, match="no neighbors for the .* samples of the train split"):
         build_toy(Layout.single(), words(workdir, "--train-iters 60"), "retro")
+
+
+@pytest.mark.parametrize("number", [-2, 10**6])
+def test_neighbors_that_do_not_exist_are_refused_before_training(workdir, tmp_path, number):
+    copy = shutil.copytree(workdir, tmp_path / "work")
+    (path,) = copy.glob("query/train_*/*.hdf5")
+    with h5py.File(path, "r+") as file:
+        file["neighbors"][-1, 0] = number
+    with pytest.raises(DataError, match="query-pretraining-neighbors again"):
+        build_toy(Layout.single(), words(str(copy)), "retro")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("data", "data of"), ("gpt_tokenizer", "tokenizer")])
+def test_another_content_of_the_same_name_is_refused(workdir, tmp_path, name, shown):
+    copy = shutil.copytree(workdir, tmp_path / "work")
+    told = json.loads((copy / "args.json").read_text())
+    (copy / "args.json").write_text(json.dumps({**told, "retro_made_from": {name: "0" * 64}}))
+    with pytest.raises(DataError, match=f"the {shown}.* has another content now"):
+        build_toy(Layout.single(), words(str(copy)), "retro")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"retro_gpt_chunk_length": -4}'])
+def test_damaged_arguments_are_refused_alone(tmp_path, text):
+    (tmp_path / "args.json").write_text(text)
+    base = (f"--retro-workdir {tmp_path}", "--num-layers 6")
+    lines = problems(*base, without=["--mock-data", "--seq-length"], architecture="retro")
+    assert all(line.startswith("--retro-workdir") for line in lines), lines
+
+
+def test_samples_are_repeated_by_the_cyclic_loader_only(workdir):
+    base = (f"--retro-workdir {workdir}", "--num-layers 6 --seq-length 16")
+    repeat = "--retro-cyclic-train-iters 3"
+    options = {"without": ["--mock-data"], "architecture": "retro"}
+    (line,) = problems(*base, repeat, **options)
+    assert line.startswith(f"{repeat} requires --dataloader-type cyclic")
+    assert parse(*base, repeat, "--dataloader-type cyclic", **options)
 
 
 def test_a_folder_of_other_data_is_refused(workdir):
