@@ -326,6 +326,9 @@ def ask_server(url: str, length: int, text: str) -> str:
         )
         with urllib.request.urlopen(request, timeout=_API_SECONDS) as response:
             answer = json.load(response)["text"][0]
+            if not isinstance(answer, str):
+                raise TypeError(f"a text is {answer!r:.100}")
+            answer.encode()  # half a surrogate pair cannot be written
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:500]
         raise UserError(f"--megatron-api-url {url}: the server refuses: {said or error}") from error
@@ -338,8 +341,7 @@ def ask_server(url: str, length: int, text: str) -> str:
             f"--megatron-api-url {url}: no address, or its answer is not that of Megatron-LM's "
             f"API ({error}): give one such as http://localhost:5000/api"
         ) from error
-    written: str = answer[len(text) :]
-    return _line(written)
+    return _line(answer[len(text) :])
 
 
 def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:

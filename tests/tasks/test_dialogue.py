@@ -139,8 +139,8 @@ class _Api(BaseHTTPRequestHandler):
         assert asked.keys() == {"prompts", "tokens_to_generate", "top_k"}
         (text,) = asked["prompts"]
         answer = {"text": [f"{text} so\r{asked['tokens_to_generate']} \nand on"]}
-        if self.path == "/other":
-            answer = {"texts": []}
+        strange = {"/other": {"texts": []}, "/number": {"text": [5]}, "/half": {"text": ["\ud800"]}}
+        answer = strange.get(self.path, answer)
         self.send_response(400 if self.path == "/refuse" else 200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -168,7 +168,11 @@ def test_a_server_writes_without_a_model(files, api):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("/refuse", "the server refuses"), ("/other", "its answer is not")]
+    ("path", "said"),
+    [
+        ("/refuse", "the server refuses"),
+        *((path, "its answer is not") for path in ("/other", "/number", "/half")),
+    ],
 )
 def test_what_a_server_says_is_checked(api, path, said):
     with pytest.raises(UserError, match=said):
