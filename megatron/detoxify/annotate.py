@@ -152,6 +152,7 @@ def _with_scores(
 
 
 def _encoded(fields: dict[str, Any], reason: str) -> bytes:
+    fields.pop("score_error", None)  # of an earlier annotation
     if reason:
         fields["score_error"] = reason
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"

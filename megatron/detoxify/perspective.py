@@ -115,7 +115,16 @@ class PerspectiveClient:
         Raises:
             ConfigError: The address would send the key unencrypted, or is not one.
         """
-        parts = urllib.parse.urlsplit(url)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            _ = parts.port  # raises for what is not a number
+        except ValueError as error:
+            raise ConfigError(f"--api-url {url}: not an address ({error}): fix it") from error
+        if not url.isascii() or not url.isprintable() or " " in url:
+            raise ConfigError(
+                f"--api-url {url!r}: has a space or a character outside ASCII: remove it, or "
+                "write it as in %20"
+            )
         is_safe = parts.scheme == "https" or parts.scheme == "http" and parts.hostname in _LOCAL
         if not is_safe or not parts.hostname:
             raise ConfigError(

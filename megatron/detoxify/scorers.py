@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,7 +113,7 @@ class ClassifierScorer:
             network = transformers.AutoModelForSequenceClassification.from_pretrained(
                 model, use_safetensors=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a damaged folder raises errors of any type
             raise DataError(
                 f"--classifier-model {model} cannot be loaded ({error}): give the folder of a text "
                 "classifier with its tokenizer and model.safetensors"
@@ -131,7 +132,7 @@ class ClassifierScorer:
             truncation=True,
             max_length=longest,
         )
-        self._batch_size = batch_size
+        self._model, self._batch_size = model, batch_size
         self.settings: dict[str, Setting] = {
             "--classifier": "huggingface",
             "--classifier-model": str(Path(model).resolve()) if Path(model).is_dir() else model,
@@ -139,11 +140,20 @@ class ClassifierScorer:
         }
 
     def score(self, texts: Iterable[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, in order."""
+        """Yield the scores of texts, in order.
+
+        Raises:
+            DataError: A score is not finite.
+        """
         rest = iter(texts)
         while batch := list(itertools.islice(rest, self._batch_size)):
             for found in self._pipeline(batch, batch_size=self._batch_size):
                 scores = {str(one["label"]): float(one["score"]) for one in found}
+                if not all(map(math.isfinite, scores.values())):
+                    raise DataError(
+                        f"--classifier-model {self._model} computes scores that are not finite: "
+                        "its weights are damaged: download or save it again"
+                    )
                 yield Scored({**scores, TOXICITY: scores[self._label]})
 
 

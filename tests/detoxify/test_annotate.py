@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,40 @@ def test_the_label_must_be_the_classifiers(classifier: Path) -> None:
         with pytest.raises(ConfigError, match="has the labels polite, rude: give the one"):
             ClassifierScorer(str(classifier), label, 8)
     assert ClassifierScorer(str(classifier), "RUDE", 8).settings["--label"] == "rude"
+
+
+def test_the_reason_of_an_earlier_annotation_is_dropped(tmp_path: Path) -> None:
+    source = write(tmp_path / "own.jsonl", [{"text": "kind", "score": None, "score_error": "old"}])
+    for _ in range(2):  # continuing recognizes the line, too
+        annotate(source, tmp_path / "out.jsonl", ToyScorer())
+    (line,) = read(tmp_path / "out.jsonl")
+    assert line == {"text": "kind", "score": {"toxicity": toxicity_of("kind")}}
+
+
+@pytest.mark.parametrize("damage", ["cut weights", "list for config", "other shapes"])
+def test_a_damaged_classifier_is_named(classifier: Path, tmp_path: Path, damage: str) -> None:
+    folder = shutil.copytree(classifier, tmp_path / "damaged")
+    config = json.loads((folder / "config.json").read_text())
+    if damage == "cut weights":
+        (folder / "model.safetensors").write_bytes(
+            (folder / "model.safetensors").read_bytes()[:5000]
+        )
+    else:
+        wider = {**config, "intermediate_size": 2 * config["intermediate_size"]}
+        content = [config] if damage == "list for config" else wider
+        (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=f"--classifier-model {folder} cannot be loaded"):
+        ClassifierScorer(str(folder), "rude", 8)
+
+
+def test_scores_that_are_not_finite_are_refused(classifier: Path, tmp_path: Path) -> None:
+    import safetensors.torch
+
+    folder = shutil.copytree(classifier, tmp_path / "nan")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["classifier.bias"].fill_(float("nan"))
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    source = write(tmp_path / "own.jsonl", [{"text": "a lake"}])
+    with pytest.raises(DataError, match=f"--classifier-model {folder}.*not finite"):
+        annotate(source, tmp_path / "out.jsonl", ClassifierScorer(str(folder), "rude", 8))
+    assert (tmp_path / "out.jsonl").read_bytes() == b""

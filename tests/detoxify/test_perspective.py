@@ -156,6 +156,15 @@ def test_the_key_is_sent_encrypted_only(url: str) -> None:
         PerspectiveClient(KEY, url, ATTRIBUTES)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["https://[::1", "https://localhost:abc/x", "https://localhost/a b", "https://localhost/é"],
+)
+def test_a_broken_address_is_named_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="--api-url "):
+        PerspectiveClient(KEY, url, ATTRIBUTES)
+
+
 def test_no_server(service: StandIn) -> None:
     client = PerspectiveClient(
         KEY, "http://127.0.0.1:9/", ATTRIBUTES, requests_per_second=1000, retries=1
