@@ -43,7 +43,10 @@ MARKER = ".megatron-demo"  # holds the settings of the run that wrote to the fol
 OUTPUTS = (
     *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
     *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
+    *("corpus_sentences_*.bin", "corpus_sentences_*.idx", "wordpiece", "bert", "workdir"),
+    *("retro.jsonl", "gpt.jsonl"),
 )
+RETRO = "retro"  # its demo has steps of its own, megatron/tools/demo_retro.py
 # Folders in the standard library that hold only tables, tests or code that is not part of it.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
@@ -343,7 +346,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser("demo.py", "Go from raw text to a trained and evaluated model.")
     parser.add_argument(
         "--model",
-        choices=tuple(KINDS),
+        choices=(*KINDS, RETRO),
         default="gpt",
         help="Model to train (default: %(default)s).",
     )
@@ -379,8 +382,13 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     Raises:
         UserError: The flags, the input or the folder need to be changed.
     """
-    kind = kind or KINDS[options.model]
-    iterations = kind.iterations if options.iters is None else options.iters
+    from megatron.tools import demo_retro
+
+    kind = kind or KINDS.get(options.model)
+    usual = kind.iterations if kind else demo_retro.ITERATIONS
+    iterations = usual if options.iters is None else options.iters
+    if kind is None and options.input is not None:
+        raise ConfigError("--input: the demo of Retro makes its own text: drop the flag")
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file: give the path of a text file")
     if iterations < 1:
@@ -399,7 +407,10 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
         "iterations": iterations,
     }
     open_folder(out, settings, overwrite=options.overwrite)
-    demo(kind, out, source, iterations)
+    if kind:
+        demo(kind, out, source, iterations)
+    else:
+        demo_retro.demo(out, iterations)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

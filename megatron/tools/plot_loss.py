@@ -1,6 +1,7 @@
 """Draw a loss curve from the file that `--metrics-jsonl` writes.
 
     python tools/plot_loss.py --metrics runs/demo/metrics.jsonl --output runs/demo/loss.png
+    python tools/plot_loss.py --compare GPT=gpt.jsonl Retro=retro.jsonl --output loss.png
 
 No display is needed.
 """
@@ -9,30 +10,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, picture_problems, writing_to
 from megatron.errors import ConfigError, DataError
-from megatron.report.history import MALFORMED, Curve, History
+from megatron.report.history import MALFORMED, History
 
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
 
 
-def read_metrics(path: Path) -> tuple[Points, Points]:
-    """Return the training and validation loss by iteration.
+def read_curves(path: Path, flag: str) -> dict[str, Points]:
+    """Return the curves of a metrics file, which a flag names, by name.
 
     A resumed run appends to the file: what it repeats replaces what was there. A last line that is
     still being written is left out.
 
     Raises:
-        DataError: The file is missing, is not JSON lines, or has no training loss.
+        DataError: The file is missing or is not JSON lines.
     """
     if not path.is_file():
         raise DataError(
-            f"--metrics {path}: no such file; train with --metrics-jsonl {path} to write it"
+            f"{flag} {path}: no such file; train with --metrics-jsonl {path} to write it"
         )
     history = History(path.name)
     with path.open("rb") as lines:
@@ -44,16 +45,39 @@ def read_metrics(path: Path) -> tuple[Points, Points]:
             except MALFORMED:
                 shown = line[:80].decode("utf-8", "replace")
                 raise DataError(f"{path}:{number}: not a metrics record: {shown!r}") from None
-    training, validation = (
-        list(zip(curve.iterations, curve.values, strict=True))
-        for curve in (
-            history.curves.get("lm loss", Curve()),
-            history.curves.get("lm loss validation", Curve()),
-        )
-    )
-    if not training:
+    return {
+        name: list(zip(curve.iterations, curve.values, strict=True))
+        for name, curve in history.curves.items()
+    }
+
+
+def read_metrics(path: Path) -> tuple[Points, Points]:
+    """Return the training and validation loss by iteration.
+
+    Raises:
+        DataError: The file is missing, is not JSON lines, or has no training loss.
+    """
+    curves = read_curves(path, "--metrics")
+    if not curves.get("lm loss"):
         raise DataError(f"{path}: no record holds a training loss ('lm loss')")
-    return training, validation
+    return curves["lm loss"], curves.get("lm loss validation", [])
+
+
+def read_validation(path: Path, flag: str) -> dict[str, Points]:
+    """Return the validation losses of a file, which a flag names, by name, such as "lm loss".
+
+    Raises:
+        DataError: The file is missing, is not JSON lines, or has no validation loss.
+    """
+    ending = " validation"
+    found = {
+        name.removesuffix(ending): points
+        for name, points in read_curves(path, flag).items()
+        if name.startswith("lm loss") and name.endswith(ending)
+    }
+    if not found:
+        raise DataError(f"{path}: no record holds a validation loss ('lm loss validation')")
+    return found
 
 
 def smoothed(points: Points) -> Points:
@@ -108,11 +132,56 @@ def draw(
             figure.savefig(output)
 
 
+def draw_comparison(curves: Mapping[str, Points], output: Path, *, title: str) -> None:
+    """Write a picture of the validation losses of several models, by the model's label."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with rc_context({"font.size": 13, "axes.titlesize": 15, "lines.linewidth": 2}):
+        figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for label, points in curves.items():
+            axes.plot(*zip(*points, strict=True), "o-", label=f"{label}: {points[-1][1]:.3f}")
+        axes.set(xlabel="Iteration", ylabel="Loss (nats per token)", title=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with writing_to("--output", output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(output)
+
+
+def compared(words: Sequence[str]) -> dict[str, Points]:
+    """Return the validation losses in the files of LABEL=FILE words, by label.
+
+    Raises:
+        ConfigError: A word has another form.
+        DataError: A file cannot be read, or has no validation loss.
+    """
+    found = {}
+    for word in words:
+        label, equals, file = word.partition("=")
+        if not (label and equals and file):
+            raise ConfigError(f"--compare {word}: expected LABEL=FILE, such as GPT=metrics.jsonl")
+        for name, points in read_validation(Path(file), "--compare").items():
+            found[name.replace("lm loss", label, 1)] = points
+    return found
+
+
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("plot_loss.py", "Draw a loss curve from a metrics file.")
     add = parser.add_argument
-    add("--metrics", type=Path, required=True, help="File that --metrics-jsonl wrote.")
+    add("--metrics", type=Path, help="File that --metrics-jsonl wrote.")
+    add(
+        "--compare",
+        nargs="+",
+        metavar="LABEL=FILE",
+        help="Draw the validation losses of several such files instead.",
+    )
     add(
         "--output", type=Path, required=True, help="Picture to write, such as loss.png or loss.pdf."
     )
@@ -126,14 +195,21 @@ def run(options: argparse.Namespace) -> None:
     """Read the metrics and write the picture.
 
     Raises:
-        ConfigError: The picture exists, or its name has an unknown ending.
+        ConfigError: The picture exists, its name has an unknown ending, or --compare is wrong.
         DataError: The file of metrics cannot be read.
     """
+    if (options.metrics is None) == (options.compare is None):
+        raise ConfigError(
+            "give the file of one run with --metrics, or those of several with --compare"
+        )
     if problems := picture_problems("--output", options.output):
         raise ConfigError(problems)
     expect_no_file("--output", [options.output], overwrite=options.overwrite)
-    training, validation = read_metrics(options.metrics)
-    draw(training, validation, options.output, title=options.title, entropy=options.entropy)
+    if options.compare:
+        draw_comparison(compared(options.compare), options.output, title=options.title)
+    else:
+        training, validation = read_metrics(options.metrics)
+        draw(training, validation, options.output, title=options.title, entropy=options.entropy)
     print(f"wrote {options.output}")
 
 
