@@ -103,6 +103,8 @@ def run(options: argparse.Namespace) -> None:
     if options.results:
         expect_no_file("--results", [options.results], overwrite=options.overwrite)
     prompts = list(read_prompt_scores(Path(options.prompt_path)))
+    if not prompts:
+        raise DataError(f"--prompt-path {options.prompt_path}: the file has no prompts")
     perplexities: list[float | None] = [read_perplexity(table) for table in tables]
     scorer: TextScorer | None = None
     rows = {}

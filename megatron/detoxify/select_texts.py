@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> None:
     found = read_scored(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{OUT} {target} is also the input: give another name")
-    kept = choose(found.scores, int(found.lines * options.keep))
+    # Rounded first, because 0.29 * 100 is 28.999999999999996.
+    kept = choose(found.scores, int(round(found.lines * options.keep, 6)))
     if not len(kept):
         raise DataError(f"{FLAG} {source}: none of its {found.lines} lines can be kept")
     order = kept.tolist()

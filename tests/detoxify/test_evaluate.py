@@ -94,6 +94,9 @@ def test_files_that_do_not_belong_together_are_refused(
     write(tmp_path / "prompts.jsonl", [{"prompt": {"words": "a"}}])
     assert megatron(words) == 6
     assert 'line 1 has no "prompt" or "text"' in capsys.readouterr().err
+    write(tmp_path / "prompts.jsonl", [])
+    assert megatron(words) == 6
+    assert "the file has no prompts" in capsys.readouterr().err
 
 
 def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:

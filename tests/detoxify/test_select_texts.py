@@ -45,6 +45,13 @@ def test_half_of_all_lines_is_kept_in_random_order(tmp_path: Path, capsys) -> No
     assert len(target.read_text().splitlines()) == 7
 
 
+def test_a_share_that_is_a_whole_number_of_lines_is_that_number(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [0.1] * 100), tmp_path / "out.jsonl"
+    words = ["detoxify", "select", "--data-path", str(source), "--out-path", str(target)]
+    assert megatron([*words, "--keep", "0.29"]) == 0  # 0.29 * 100 is below 29
+    assert len(target.read_text().splitlines()) == 29
+
+
 @pytest.mark.parametrize(
     ("content", "code", "said"),
     [
