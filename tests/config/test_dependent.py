@@ -114,7 +114,8 @@ _STRICT = [
 
 @pytest.mark.parametrize(("path", "field"), _STRICT, ids=[path for path, _ in _STRICT])
 def test_each_is_refused_without_what_it_requires(path: str, field: Field) -> None:
-    config = with_values(RunOptions(), {path: _changed(field)})
+    kind = (field.info.only_for or ("gpt",))[0]
+    config = with_values(RunOptions(), {path: _changed(field), "model.architecture": kind})
     assert field.info.requires is not None
     shown, what = field.spell(_changed(field)), field.info.requires.what
     line = f"{shown} requires {what}: add it, or drop the flag"
