@@ -37,7 +37,6 @@ from megatron.models.recompute import (
 )
 from megatron.models.retrieval import (
     ChunkedCrossAttention,
-    ChunkStates,
     NeighborCrossAttention,
     Neighbors,
 )
@@ -198,7 +197,7 @@ class Block(nn.Module):
         mask: Mask | None,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
-        encoder: EncoderOutput | Neighbors | ChunkStates | None = None,
+        encoder: EncoderOutput | Neighbors | Tensor | None = None,
     ) -> Stream:
         """Run the layer once.
 
@@ -208,7 +207,7 @@ class Block(nn.Module):
             rotation: Rotation of the mixer's queries and keys, if the model has rotary positions.
             cache: Keys and values of earlier tokens, in inference.
             encoder: What the cross-attention attends to: an encoder's output, a Retro's neighbors
-                or, in their encoder, the chunks.
+                or, in their encoder, the sequences' hidden states [s, b, h].
 
         Returns:
             The stream after the layer, in the shape of `stream`.

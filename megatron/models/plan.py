@@ -586,11 +586,6 @@ class ModelPlan:
     towers: int = 1
 
     @property
-    def first_retro_layer(self) -> int:
-        """The index, from 0, of the layer that holds a Retro's retriever."""
-        return next(i for i, layer in enumerate(self.layers) if layer.retriever is not None)
-
-    @property
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.embedding.hidden

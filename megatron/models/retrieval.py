@@ -11,7 +11,7 @@ size, t tensor-parallel size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,16 +34,6 @@ class Encoder(Protocol):
         ...
 
 
-class ChunkStates(NamedTuple):
-    """The hidden states of whole sequences, to whose chunks neighbors attend.
-
-    Attributes:
-        states: [s, b, h]; [s/t, b, h] with sequence parallelism.
-    """
-
-    states: Tensor
-
-
 class Neighbors:
     """The neighbors of a micro-batch's chunks, which the first Retro layer encodes.
 
@@ -61,10 +51,11 @@ class Neighbors:
 
         Args:
             retriever: The encoder.
-            x: The input of the first chunked cross-attention, in the shape of `ChunkStates`.
+            x: The input of the first chunked cross-attention, [s, b, h]; [s/t, b, h] with sequence
+                parallelism.
         """
         embeddings = Stream(self._embeddings)
-        self.states = retriever.run(embeddings, None, None, None, ChunkStates(x)).join()
+        self.states = retriever.run(embeddings, None, None, None, x).join()
 
 
 class NeighborCrossAttention(CrossAttention):
@@ -100,17 +91,18 @@ class NeighborCrossAttention(CrossAttention):
         kept = CrossAttention.activation_bytes(plan, whole)
         return kept - shared + shared // plan.retrieval.neighbors
 
-    def forward(self, x: Tensor, encoder: ChunkStates) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, encoder: Tensor) -> Tensor:  # type: ignore[override]
         """Let neighbors attend to their chunks.
 
         Args:
             x: [r, k b l, h]; [r/t, k b l, h] with sequence parallelism.
-            encoder: The hidden states of the chunks.
+            encoder: The hidden states of the sequences, [s, b, h]; [s/t, b, h] with sequence
+                parallelism.
 
         Returns:
             The output in the shape of x; the caller adds `bias_to_add`.
         """
-        keys = self.key_value(encoder.states.to(x.dtype))  # [s, b, 2 n/t d]
+        keys = self.key_value(encoder.to(x.dtype))  # [s, b, 2 n/t d]
         keys = keys.unflatten(0, (-1, self.retrieval.chunk))  # [l, m, b, ...]
         keys = keys.permute(1, 2, 0, 3).flatten(1, 2)  # [m, b l, ...]
         key, value = keys.unflatten(2, (-1, 2, self.head_size)).unbind(3)  # [m, b l, n/t, d]
@@ -160,7 +152,7 @@ class ChunkedCrossAttention(CrossAttention):
         """Count the bytes of query, output, the neighbors' keys and values, and scores if kept."""
         retrieved = batch.length // plan.retrieval.chunk * plan.retrieval.keys
         each = 2 * plan.query // batch.tensor
-        scores = replace(batch, length=batch.length, encoder_length=plan.retrieval.keys)
+        scores = replace(batch, encoder_length=plan.retrieval.keys)
         kept = CrossAttention.activation_bytes(plan, scores)
         tokens = batch.sequences * retrieved // batch.context - scores.encoder_tokens
         return kept + batch.width * tokens * each
