@@ -569,7 +569,6 @@ class ModelPlan:
         encoder_layers: Number of `layers` that belong to an encoder with a decoder after it; 0 if
             there is a single stack.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
-        retrieval: The sizes of a Retro's chunks and neighbors; `None` for other networks.
         towers: Number of copies of all of this with weights of their own: 2 for a bi-encoder whose
             queries and contexts have a tower each.
     """
@@ -582,7 +581,6 @@ class ModelPlan:
     head_spec: HeadSpec = LANGUAGE_MODEL_HEAD
     encoder_layers: int = 0
     position_bias: PositionBiasPlan | None = None
-    retrieval: RetrievalPlan | None = None
     towers: int = 1
 
     @property

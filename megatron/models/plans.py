@@ -320,7 +320,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     first = retro_layers(model.num_layers).start
     layers[first] = replace(layers[first], retriever=retriever)
     embedding = replace(gpt.embedding, calls=2)
-    return replace(gpt, embedding=embedding, layers=tuple(layers), retrieval=retrieval)
+    return replace(gpt, embedding=embedding, layers=tuple(layers))
 
 
 def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
