@@ -110,7 +110,10 @@ def read_arguments(workdir: str) -> dict[str, Any]:
             f"{shown}: {file} does not exist: make the folder with tools/retro/main.py"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{shown}: {file} cannot be read: {error}") from None
+        raise ConfigError(
+            f"{shown}: {file} cannot be read ({error}): restore it, or make the folder again with "
+            "tools/retro/main.py"
+        ) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{shown}: {file} does not hold the arguments of tools/retro/main.py")
     return found

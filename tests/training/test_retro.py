@@ -172,3 +172,9 @@ def test_a_folder_of_other_data_is_refused(workdir):
         *base, "--retro-freeze-gpt --pipeline-model-parallel-size 2", world_size=2, **options
     )
     assert line.startswith("--retro-freeze-gpt")
+
+
+def test_without_a_working_folder_only_the_folder_is_asked_for():
+    options = {"without": ["--mock-data"], "architecture": "retro"}
+    (line,) = problems("--num-layers 6", **options)
+    assert line.startswith("--retro-workdir is required")
