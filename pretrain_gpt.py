@@ -105,8 +105,8 @@ class GPTRecipe:
             eod_mask_loss=config.data.eod_mask_loss,
         )
         mine = context_part(whole, layout.context)
-        ends = batch.get(SEGMENT_ENDS)  # a rule refuses them with context parallelism
-        documents = None if ends is None else Segments.of(ends, mine.tokens)
+        ends = batch.get(SEGMENT_ENDS)
+        documents = None if ends is None else Segments.of(ends, whole.tokens)
         result = part(
             mine.tokens,
             mine.position_ids,

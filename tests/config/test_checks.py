@@ -46,9 +46,9 @@ _LINES = [
         "early and a late piece: use a multiple of 8",
     ),
     (
-        "--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask",
-        "--reset-attention-mask cannot be combined with --context-parallel-size 2: drop it, or "
-        "use 1",
+        "--context-parallel-size 2 --reset-attention-mask",
+        "--reset-attention-mask cannot be combined with --context-parallel-size 2 --cp-comm-type "
+        "p2p: use --cp-comm-type a2a",
     ),
     (
         "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96",

@@ -225,14 +225,14 @@ def ulysses_attention(
             it. C divides n and g.
         key: The keys [s/C, b, g, d].
         value: The values [s/C, b, g, d].
-        options: The options, without a mask.
+        options: The options. A mask must be the `Segments` of whole sequences.
         axis: The context axis.
         attend: The attention that runs on query [s, b, n/C, d], key and value [s, b, g/C, d].
 
     Returns:
         The result [s/C, b, n * d].
     """
-    assert options.mask is None, "a rule refuses masks with context parallelism"
+    assert not isinstance(options.mask, Tensor), "a rule refuses padding masks"
     by_rank = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]
     heads = [x.shape[3] for x in by_rank]
     packed = torch.cat(by_rank, dim=3)  # [s/C, b, C, (n + 2g)/C, d]: one message to each rank

@@ -1,0 +1,74 @@
+"""Packed documents against the same documents one at a time, in one process and in every layout.
+
+The reference never sees two documents together: each goes through the model alone, at positions
+from 0, without a mask. Only the sum of their losses is divided by the micro-batch's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import RunConfig
+from megatron.data.gpt import make_batch
+from megatron.data.sample import SEGMENT_ENDS
+from megatron.models.gpt import GPTModel
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer
+from megatron.training.passes import Passes
+from megatron.training.recipe import Batch
+from pretrain_gpt import GPTRecipe
+from tests.parity.layouts import Curves, LayoutCase, train_curves
+from tests.training.toy import RECIPES, build_toy
+
+# Mock tokens count up modulo 7, and 6 ends a document: three or four of them share a sequence.
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --vocab-size 6"
+ROPE = "--position-embedding-type rope"
+
+
+class OneByOne(GPTRecipe):
+    """Next-token prediction that takes the documents of a micro-batch one after another."""
+
+    def forward(
+        self,
+        part: GPTModel,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Return the mean loss of all tokens."""
+        text, ends = batch["text"], batch[SEGMENT_ENDS].tolist()
+        length, losses = text.shape[1] - 1, []
+        for start, end in zip(ends, ends[1:], strict=False):
+            row, first = divmod(start, length)
+            words: dict[str, Any] = {"eod": tokenizer.eod}
+            words["eod_mask_loss"] = config.data.eod_mask_loss
+            one = make_batch(text[row : row + 1, first : first + end - start + 1], **words)
+            losses.append(part(one.tokens, one.position_ids, one.labels, loss_mask=one.loss_mask))
+        return {"lm loss": torch.stack(losses).sum() / (text.shape[0] * length)}
+
+
+@cache
+def one_by_one(network: str, iterations: int) -> Curves:
+    """The training that every layout of this network must equal: the documents one at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECIPES, "gpt", OneByOne())
+        words = LayoutCase(1, network=network).words(iterations)
+        return train_curves(Layout.single(), words)
+
+
+def gradients(words: list[str], recipe: GPTRecipe) -> dict[str, Tensor]:
+    """The gradients of two micro-batches on one process, by parameter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECIPES, "gpt", recipe)
+        run = build_toy(Layout.single(), words)
+    Passes(run, run.train_batches, 2).forward_backward()
+    run.gradients.reduce()
+    return {name: run.gradients.gradient(p).clone() for name, p in run.named_parameters()}
