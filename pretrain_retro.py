@@ -27,7 +27,6 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.retro import is_of_retrieval
 from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import context_part, make_batch, make_loss_mask
@@ -62,11 +61,7 @@ class RetroRecipe:
         part: ModelPart,
     ) -> RetroModel:
         """Build one pipeline stage's part of the model."""
-        model = build_model(RetroModel, config, context, padded_vocab_size, part)
-        if config.model.retro_freeze_gpt:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(is_of_retrieval(name))
-        return model
+        return build_model(RetroModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: RetroModel) -> str:
         """Name the form of attention and say why it was chosen."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from megatron.config.adapters import AdapterOptions
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.retro import RetroOptions
@@ -211,7 +212,7 @@ class DenseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(RetroOptions, ExpertOptions, DenseOptions):
+class ModelOptions(AdapterOptions, RetroOptions, ExpertOptions, DenseOptions):
     """Network."""
 
 
@@ -290,6 +291,8 @@ _NOT_OF_THE_NETWORK = {
     "moe_pad_expert_input_to_capacity",
     "moe_per_layer_logging",
     "moe_token_drop_policy",
+    # The weights that are trained.
+    "freeze",
     # What a trained Retro may be given, or trained with, anew.
     "retro_add_retriever",
     "retro_freeze_gpt",

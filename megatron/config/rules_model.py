@@ -321,13 +321,6 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.data.retro_workdir is None:
         yield "--retro-workdir is required: give the folder that tools/retro/main.py made"
         return
-    frozen = "--retro-freeze-gpt: the layers before the first that attends to neighbors compute no"
-    if model.retro_freeze_gpt and parallel.pipeline_model_parallel_size > 1:
-        yield (
-            f"{frozen} gradients to send: use --pipeline-model-parallel-size 1, or drop the flag"
-        )
-    if model.retro_freeze_gpt and parallel.zero_stage == 3:
-        yield f"{frozen} gradients to shard: use --zero-stage 1 or 2, or drop the flag"
     layers, length = model.num_layers or 0, config.data.seq_length or 0
     if layers > 0 and not retro_layers(layers):
         yield (

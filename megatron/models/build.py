@@ -11,6 +11,7 @@ from torch import nn
 from megatron.config.run import ModelRun
 from megatron.config.stages import ModelPart
 from megatron.device import Device
+from megatron.models.freezing import freeze
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
@@ -88,4 +89,6 @@ def build_model(
     recompute = RecomputePlan.from_config(
         config.training, split_inputs=config.parallel.distribute_saved_activations
     )
-    return network(model_plan(config.model, padded_vocab_size, head), context, part, recompute)
+    model = network(model_plan(config.model, padded_vocab_size, head), context, part, recompute)
+    freeze(model.named_parameters(), config.model)
+    return model

@@ -74,11 +74,13 @@ class ShardedModel:
         )
         shard = _Sharding(layout, policy, device)
         self._roots = [shard.part(part) for part in parts]
-        self._parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        held = [p for part in parts for p in part.parameters()]
+        self._parameters = [p for p in held if p.requires_grad]
         with torch.no_grad():  # this process's rows, in the memory of the parameter
-            self._shards = {id(p): cast(DTensor, p).to_local() for p in self._parameters}
+            self._shards = {id(p): cast(DTensor, p).to_local() for p in held}
         assert all(shard.is_contiguous() for shard in self._shards.values())
-        self._storage = torch.zeros(sum(s.numel() for s in self._shards.values()), device=device)
+        trained = sum(self._shards[id(p)].numel() for p in self._parameters)
+        self._storage = torch.zeros(trained, device=device)
         self._slots: dict[int, Span] = {}
         self._gradients: list[tuple[nn.Parameter, DTensor]] = []
         end = 0
@@ -106,7 +108,7 @@ class ShardedModel:
         rows, axis = parameter.shape[0], _replicas(self._layout, parameter)
         first = min(axis.rank * -(-rows // axis.size), rows)
         start = first * (parameter.numel() // rows)
-        return Span(start, start + self._slots[id(parameter)].size)
+        return Span(start, start + self._shards[id(parameter)].numel())
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         """Return the `owned` weights, as a 1-D fp32 tensor."""
@@ -255,7 +257,9 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim > 2:
-                matrix = nn.Parameter(parameter.detach().flatten(0, -2))
+                matrix = nn.Parameter(
+                    parameter.detach().flatten(0, -2), requires_grad=parameter.requires_grad
+                )
                 matrix.spec = spec_of(parameter)  # type: ignore[attr-defined]
                 setattr(module, name, matrix)
 

@@ -81,15 +81,18 @@ def find_ties(
         gradient_dtype: The data type of the gradients.
     """
     held, ties = dict(named_parameters), []
-    if words and layout.embedding.size > 1:
+    if words and layout.embedding.size > 1 and held[WORDS].requires_grad:
         ties.append(Tie(layout.embedding, held[WORDS]))
     if layout.pipeline.size == 1 or not tables:
         return ties
     copies = [held.get(name) for name in tables]
+    copies = [None if one is None or not one.requires_grad else one for one in copies]
     sizes = [0 if one is None else one.main_grad.numel() for one in copies]  # type: ignore[attr-defined]
     holders = [int(one is not None) for one in copies]
     sums = all_reduce(torch.tensor([sizes, holders], device=device), layout.pipeline).tolist()
     for copy, size, count in zip(copies, *sums, strict=True):
+        if not count:
+            continue  # frozen
         absent = torch.zeros(size // count, dtype=gradient_dtype, device=device)
         ties.append(Tie(layout.pipeline, copy, absent if copy is None else None))
     return ties

@@ -14,6 +14,7 @@ from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.models.build import run_context
+from megatron.models.freezing import check_frozen
 from megatron.models.plans import model_plan
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
@@ -152,6 +153,7 @@ def parallelize(
 
     # 3. Ties within this process: parts share the tables that both have.
     unite_copies(parts)
+    check_frozen(parts, config.model, layout, device.torch_device)
 
     # 4. Weight precision: fp8 layers scale by earlier updates, if the recipe says so.
     history = AmaxHistory.empty()

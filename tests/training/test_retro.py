@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.retro import is_of_retrieval
-from megatron.errors import CheckpointError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
 from tests.config.command import parse, problems
 from tests.distributed import run_distributed
@@ -112,6 +112,30 @@ def test_a_frozen_gpt_keeps_its_weights(workdir, gpt, tmp_path, flags):
         torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
 
 
+def _frozen_losses(layout, *arguments):
+    recorder, _ = train_toy(layout, words(*arguments), "retro")
+    return recorder.values("lm loss")
+
+
+def test_a_frozen_gpt_in_shards(workdir, gpt):
+    start = f"--load {gpt[0]} --finetune --retro-add-retriever --retro-freeze-gpt {QUIET}"
+    losses = _frozen_losses(Layout.single(), workdir, start)
+    for ours in run_distributed(2, _frozen_losses, workdir, f"{start} --zero-stage 3"):
+        assert ours == pytest.approx(losses, rel=1e-5)
+
+
+def _refusal(layout, *arguments):
+    with pytest.raises(ConfigError) as error:
+        build_toy(layout, words(*arguments), "retro")
+    return str(error.value)
+
+
+def test_a_frozen_stage_is_refused(workdir):
+    start = "--retro-freeze-gpt --pipeline-model-parallel-size 2"
+    for told in run_distributed(2, _refusal, workdir, start, pipeline=2):
+        assert told.startswith("--retro-freeze-gpt: all weights of a pipeline stage are frozen")
+
+
 def test_a_gpt_is_no_retro_without_the_flag(workdir, gpt):
     folder, _ = gpt
     with pytest.raises(CheckpointError, match="architecture"):
@@ -168,10 +192,6 @@ def test_a_folder_of_other_data_is_refused(workdir):
     assert line.startswith("--seq-length 32: --retro-workdir")
     (line,) = problems(*base, "--num-layers 5", **options)
     assert "number 6" in line
-    (line,) = problems(
-        *base, "--retro-freeze-gpt --pipeline-model-parallel-size 2", world_size=2, **options
-    )
-    assert line.startswith("--retro-freeze-gpt")
 
 
 def test_without_a_working_folder_only_the_folder_is_asked_for():

@@ -22,7 +22,7 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
-Passed = tuple[Tensor | None, GradientEdge]  # the input and output of a forward pass
+Passed = tuple[Tensor | None, GradientEdge | None]  # the input and output of a forward pass
 
 
 def run_schedule(
@@ -149,7 +149,8 @@ class _Run:
             x.requires_grad_()
         output = self._parts[chunk](micro_batch, x)
         if self.has_backward:
-            self._passed[key] = x, get_gradient_edge(output)
+            # The first stage's output has no gradient if all its weights are frozen.
+            self._passed[key] = x, get_gradient_edge(output) if output.requires_grad else None
         if chunk in self._sending:
             self._outputs[key] = output.detach()
         elif chunk < len(self._parts) - 1:  # the next part is here too
@@ -158,7 +159,9 @@ class _Run:
     def _backward(self, key: Key) -> None:
         micro_batch, chunk = key
         x, output = self._passed.pop(key)
-        torch.autograd.backward(output, self._output_gradients.pop(key, None))
+        gradient = self._output_gradients.pop(key, None)
+        if output is not None:
+            torch.autograd.backward(output, gradient)
         if x is None:
             return
         assert x.grad is not None, f"chunk {chunk}: its output does not depend on its input"

@@ -1,0 +1,93 @@
+"""The weights that are not trained: they have no gradients, optimizer states or fp32 copies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.retro import is_of_retrieval
+from megatron.errors import ConfigError
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Layout
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern of --freeze names a parameter or a module that contains it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def is_frozen(name: str, config: ModelConfig) -> bool:
+    """Return whether the parameter of this global name is not trained."""
+    if config.retro_freeze_gpt and not is_of_retrieval(name):
+        return True
+    return any(matches(name, pattern) for pattern in config.freeze or ())
+
+
+def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelConfig) -> None:
+    """Leave the parameters that the flags freeze out of autograd.
+
+    Args:
+        named_parameters: The parameters, with their global names.
+        config: The network's flags.
+    """
+    for name, parameter in named_parameters:
+        if is_frozen(name, config):
+            parameter.requires_grad_(False)
+
+
+def check_frozen(
+    parts: Sequence[nn.Module],
+    config: ModelConfig,
+    layout: Layout,
+    device: torch.device,
+) -> None:
+    """Check that every pattern names a parameter and that every process has weights to train.
+
+    Collective.
+
+    Args:
+        parts: The parts of the model on this process.
+        config: The network's flags.
+        layout: The grid of processes.
+        device: The device of this process.
+
+    Raises:
+        ConfigError: A pattern names no parameter of the whole model, or all weights of a process
+            are frozen.
+    """
+    patterns = config.freeze or ()
+    if not patterns and not config.retro_freeze_gpt:
+        return
+    parameters = {name: p for part in parts for name, p in part.named_parameters()}
+    names = list(parameters)
+    met = [any(matches(name, pattern) for name in names) for pattern in patterns]
+    found = all_reduce(torch.tensor([*met, False], device=device).int(), layout.world).tolist()
+    for pattern, count in zip(patterns, found, strict=False):
+        if not count:
+            near = " or ".join(near_names(pattern, names))
+            raise ConfigError(f"--freeze {pattern} matches no parameter: use {near}")
+    is_idle = not any(parameter.requires_grad for parameter in parameters.values())
+    idle = torch.tensor([is_idle], device=device).int()
+    if all_reduce(idle, layout.world).item():
+        where = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
+        flag = " ".join(("--freeze", *patterns)) if patterns else "--retro-freeze-gpt"
+        raise ConfigError(f"{flag}: all {where} frozen, and none is left to train: freeze fewer")
+
+
+def near_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return a few of the names, or of their modules', that resemble a pattern."""
+    import difflib  # only mistakes need it
+
+    known = {
+        ".".join(parts[:end])
+        for parts in (re.sub(r"layers\.\d+\.", "layers.*.", name).split(".") for name in names)
+        for end in range(1, len(parts) + 1)
+        if parts[end - 1] not in ("layers", "*")
+    }
+    asked = re.sub(r"layers\.\d+\.", "layers.*.", pattern)
+    return difflib.get_close_matches(asked, sorted(known), n=3, cutoff=0) or sorted(known)[:3]

@@ -1,0 +1,106 @@
+"""Weights that are not trained: --freeze."""
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy, fingerprint, train_toy
+
+FLAGS = """
+    --num-layers 4 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0
+    --train-iters 4 --freeze embedding layers.*.attention layers.1
+"""
+
+
+def _is_frozen(name):
+    return name.startswith(("embedding.", "layers.1.")) or ".attention." in name
+
+
+def _train(layout, flags):
+    recorder, run = train_toy(layout, flags.split())
+    states = {name.rpartition(".")[0] for name in run.optimizer.named_tensors()}
+    return recorder.values("lm loss"), recorder.values("grad-norm"), states
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return _train(Layout.single(), FLAGS)
+
+
+def test_frozen_weights_stay_and_have_no_gradients_or_states(whole):
+    begun = {
+        name: p.detach().clone()
+        for name, p in build_toy(Layout.single(), FLAGS.split()).named_parameters()
+    }
+    _, run = train_toy(Layout.single(), FLAGS.split())
+    planned = {m.traits.name for flat in run.gradients.plan.flats for m in flat.members}
+    for name, parameter in run.named_parameters():
+        assert parameter.equal(begun[name]) == _is_frozen(name), name
+        assert (parameter.grad is None) or not _is_frozen(name), name
+        assert (name in planned) != _is_frozen(name), name
+        assert (name in whole[2]) != _is_frozen(name), name
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
+        "--zero-stage 2",
+        "--zero-stage 3",
+        "--DDP-impl torch",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+    ],
+)
+def test_layouts_equal_one_process(whole, flags):
+    sizes = {a: 2 for a in ("tensor", "context", "pipeline") if f"--{a}" in flags}
+    losses, norms, _ = whole
+    for ours in run_distributed(2, _train, FLAGS + flags, **sizes):
+        assert ours[0] == pytest.approx(losses, rel=1e-5)
+        assert ours[1] == pytest.approx(norms, rel=1e-4)
+
+
+def test_frozen_weights_of_16_bits_have_no_masters():
+    _, run = train_toy(Layout.single(), [*FLAGS.split(), "--bf16"])
+    assert "layers.0.mlp.up.weight.master" in run.optimizer.named_tensors()
+    assert not any(_is_frozen(name) for name in run.optimizer.named_tensors())
+
+
+@pytest.mark.parametrize("more", ["", "--bf16 --zero-stage 3"])
+def test_resuming_is_exact(tmp_path, more):
+    flags = [*FLAGS.split(), *more.split(), "--save", str(tmp_path), "--save-interval", "2"]
+    (straight,) = run_distributed(1, _fingerprint, flags)
+    flags += ["--load", str(tmp_path), "--ckpt-step", "2"]
+    (resumed,) = run_distributed(1, _fingerprint, flags)
+    assert resumed == straight
+
+
+def _fingerprint(layout, flags):
+    return fingerprint(train_toy(layout, flags)[1])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("layers.*.mpl", r"--freeze layers.\*.mpl matches no parameter: use layers.\*.mlp"),
+        ("*", "--freeze \\*: all weights are frozen"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(pattern, told):
+    with pytest.raises(ConfigError, match=told):
+        build_toy(Layout.single(), ["--freeze", pattern])
+
+
+def _refusal(layout, flags):
+    with pytest.raises(ConfigError) as error:
+        build_toy(layout, flags.split())
+    return str(error.value)
+
+
+def test_a_stage_without_weights_to_train_is_refused_on_all():
+    flags = FLAGS + "--pipeline-model-parallel-size 2 --freeze embedding layers.0 layers.1"
+    for told in run_distributed(2, _refusal, flags, pipeline=2):
+        assert "all weights of a pipeline stage are frozen" in told
