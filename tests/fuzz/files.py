@@ -38,12 +38,12 @@ from megatron.environment import private_cache
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 from megatron.inference.samples import SampleFile, read_prompts
 from megatron.inference.server import run as server
-from megatron.inference.server.chat import find_template, special_tokens
 from megatron.report.page import render
 from megatron.report.sources import open_runs
 from megatron.tasks.finetune import _best_score
 from megatron.tasks.results import _writer_of
 from megatron.tokenizer import build_tokenizer, fast_bpe
+from megatron.tokenizer.chat_template import find_template, special_tokens
 from megatron.tokenizer.files import digest
 from megatron.tools import demo, plot_loss
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder

@@ -41,10 +41,10 @@ from megatron.inference.messages import (
     pack,
 )
 from megatron.inference.request import RequestError
-from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.schema import ChatRequest, CompletionRequest, read_request
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.chat_template import ChatTemplate
 from megatron.tools import text_generation_cli
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write

@@ -26,11 +26,11 @@ from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.address import take_address, url_of
-from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
 from megatron.inference.server.settings import CHUNK, LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
+from megatron.tokenizer.chat_template import ChatTemplate, find_template, special_tokens
 
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
 from megatron.environment import module_command
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.inference.messages import Record, Unpacker, pack
-from megatron.inference.server.chat import ChatTemplate, special_tokens
 from megatron.inference.server.endpoint import ApiError, client_address
 from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.chat_template import ChatTemplate, special_tokens
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
@@ -168,7 +168,10 @@ def _prepare(setup: Setup) -> Callable[[Job], Result]:
         template = ChatTemplate(setup.template, setup.special or {})
 
         def work(job: Job) -> Result:
-            return Result(text=template.render(job.messages)[: setup.most_bytes + 1])
+            try:
+                return Result(text=template.render(job.messages)[: setup.most_bytes + 1])
+            except DataError as error:
+                raise ApiError(400, str(error), field="messages") from None
     else:
         tokenizer = build_tokenizer(setup.tokenizer)
 

@@ -18,10 +18,10 @@ import pytest
 from megatron.config.data import TokenizerConfig
 from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError, DataError
-from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.inference.server.texts import Texts
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.chat_template import ChatTemplate
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 

@@ -15,8 +15,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron.errors import ConfigError
-from megatron.inference.server.endpoint import ApiError
+from megatron.errors import ConfigError, DataError
 
 _MAX_TEMPLATE = 1 << 20  # bytes
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -93,7 +92,7 @@ class ChatTemplate:
             messages: Messages, each with a role, content and optionally a name.
 
         Raises:
-            ApiError: The template refuses these messages.
+            DataError: The template refuses these messages.
         """
         try:
             return self._template.render(
@@ -104,9 +103,7 @@ class ChatTemplate:
                 **self._special,
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise ApiError(
-                400, f"the model's chat template refuses the messages: {error}", field="messages"
-            ) from None
+            raise DataError(f"the model's chat template refuses the messages: {error}") from None
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
