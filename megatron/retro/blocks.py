@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import h5py
 
 _WAIT = 5.0  # seconds between two signs of life of the first process
+_RUN = 1 << 16  # rows of a table that are checked at a time
+MADE_AGAIN = "run tools/retro/main.py again, which makes missing and damaged files again"
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -90,6 +92,17 @@ def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
         TableBlock(start, stop, folder / f"{start:0{digits}}-{stop:0{digits}}.hdf5")
         for start, stop in bounds
     ]
+
+
+def evenly_spaced(count: int, most: int) -> Iterator[slice]:
+    """Yield runs of a table's rows: all rows, or at most about `most`, evenly spaced.
+
+    Args:
+        count: The number of rows of the table.
+        most: The number of rows above which some are left out.
+    """
+    step = _RUN * max(1, -(-count // most))
+    return (slice(start, min(count, start + _RUN)) for start in range(0, count, step))
 
 
 def missing_blocks(
@@ -264,9 +277,10 @@ def _opened(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Da
             yield sets
     except FileNotFoundError:
         raise DataError(
-            f"{block.path} does not exist: the working folder is incomplete; run "
-            "tools/retro/main.py again, which writes only what is missing"
+            f"{block.path} does not exist: the working folder is incomplete; {MADE_AGAIN}"
         ) from None
+    except DataError as error:
+        raise DataError(f"{error}; {MADE_AGAIN}") from None
 
 
 @contextmanager

@@ -11,19 +11,24 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import SPLIT_NAMES, DataConfig
+from megatron.config.data import SPLIT_NAMES
 from megatron.config.model import ModelConfig
-from megatron.data.datasets import DataRequest, Datasets, corpus_fingerprint
+from megatron.data.datasets import (
+    DataRequest,
+    Datasets,
+    corpus_fingerprint,
+    parse_weighted_paths,
+)
 from megatron.data.sample import Sample, SampleDataset
-from megatron.errors import DataError
-from megatron.retro.blocks import DataSet, TableBlock, map_block, plan_blocks
-from megatron.retro.database import ChunkDatabase
+from megatron.errors import DataError, warn
+from megatron.retro.blocks import DataSet, TableBlock, evenly_spaced, map_block, plan_blocks
+from megatron.retro.database import ChunkDatabase, corpora_file, read_corpora
 from megatron.retro.neighbors import NOBODY, neighbors_folder, query_datasets
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer.base import Tokenizer
 
-# Chunks of a split whose neighbors are checked before training; to read all takes too long.
-_CHECKED = 1 << 16
+# Chunks of a split whose neighbors are checked before training: 2 GB if 20 of each are stored.
+_CHECKED = 1 << 24
 
 Ids = NDArray[np.int64]
 
@@ -51,7 +56,7 @@ class NeighborTable:
 
     def __init__(self, blocks: Sequence[TableBlock], kept: int) -> None:
         """Map the blocks into memory."""
-        self._kept = kept
+        self._kept, self._blocks = kept, blocks
         self._parts = [map_block(block, _contents)["neighbors"] for block in blocks]
         self._starts = [0, *accumulate(len(part) for part in self._parts)]
         for block, part in zip(blocks, self._parts, strict=True):
@@ -66,10 +71,19 @@ class NeighborTable:
         """Return the number of chunks."""
         return self._starts[-1]
 
-    def sample(self, count: int) -> Ids:
-        """Return the neighbors of at least `count` chunks at equal distances, or of all."""
-        step = max(1, len(self) // count)
-        return np.concatenate([part[::step, : self._kept] for part in self._parts])
+    def check(self, texts: NeighborTexts) -> None:
+        """Refuse neighbors that the database does not have.
+
+        All are read, in one pass over the files, or the neighbors of 16 million chunks, evenly
+        spaced. The others are checked when they are used.
+
+        Raises:
+            DataError: There is no such chunk.
+        """
+        share = _CHECKED // max(1, len(self._parts))
+        for block, part in zip(self._blocks, self._parts, strict=True):
+            for run in evenly_spaced(len(part), share):
+                texts.check(part[run, : self._kept], f"{block.path}: ")
 
     def rows(self, start: int, stop: int) -> Ids:
         """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
@@ -162,17 +176,22 @@ class NeighborTexts:
             tokens[neighbors == NOBODY] = self.database.eod
         return tokens
 
-    def check(self, neighbors: Ids) -> None:
+    def check(self, neighbors: Ids, where: str = "") -> None:
         """Refuse neighbors that the database does not have.
+
+        Args:
+            neighbors: The rows of chunks in the database, or -1.
+            where: The file that holds them, for the message.
 
         Raises:
             DataError: There is no such chunk.
         """
         if neighbors.size and not NOBODY <= neighbors.min() <= neighbors.max() < len(self.database):
             raise DataError(
-                f"{self.database.path} has {len(self.database)} chunks, but the neighbors name "
-                f"chunks {neighbors.min()} to {neighbors.max()}: they belong to different data; "
-                "run the task query-pretraining-neighbors again"
+                f"{where}the neighbors are chunks {neighbors.min()} to {neighbors.max()}, but "
+                f"{self.database.path} has {len(self.database)} chunks: damaged, or of other data; "
+                "delete the folder query/, and run tools/retro/main.py --retro-tasks "
+                "query-pretraining-neighbors again"
             )
 
 
@@ -227,13 +246,17 @@ def build_retro_datasets(
     assert data.retro_workdir is not None, "a rule requires it"
     workdir = Path(data.retro_workdir)
     made = read_arguments(workdir)
-    _check_origin(workdir, data, tokenizer)
+    database = ChunkDatabase(
+        workdir, model.chunk_length, tokenizer.eod, vocab_size=tokenizer.vocab_size
+    )
+    _check_origin(workdir, request, tokenizer, made.gpt.retro_gpt_tokenizer_type)
+    if request.is_builder:  # the others would read the same files
+        database.check()
     train, valid, test = request.samples
     if data.retro_cyclic_train_iters is not None:
         train = data.retro_cyclic_train_iters * batch_size
     asked = request._replace(seed=made.gpt.retro_gpt_seed, samples=(train, valid, test))
     splits = query_datasets(asked, seq_length=data.seq_length, vocab_size=tokenizer.vocab_size)
-    database = ChunkDatabase(workdir, model.chunk_length, tokenizer.eod)
     texts = NeighborTexts(database, model.retro_num_retrieved_chunks, data.retro_compatible)
     found: list[SampleDataset | None] = []
     for name, samples in zip(SPLIT_NAMES, splits, strict=True):
@@ -252,7 +275,8 @@ def build_retro_datasets(
         count = len(samples) * per_sample
         blocks = plan_blocks(folder, count, made.stages.retro_block_size)
         table = NeighborTable(blocks, model.retro_num_neighbors)
-        texts.check(table.sample(_CHECKED))
+        if request.is_builder:
+            table.check(texts)
         dataset = RetroDataset(samples, table, texts, per_sample)
         _ = dataset[0]  # fail now, not at some later step
         if data.retro_eval_shuffled:
@@ -262,15 +286,34 @@ def build_retro_datasets(
     return Datasets(*found)
 
 
-def _check_origin(workdir: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse data or a tokenizer with another content than those that the folder was made from."""
-    here = {"data": corpus_fingerprint(data), "gpt_tokenizer": tokenizer.fingerprint()}
-    shown = f"data of --data-path {' '.join(data.data_path or ())}"
-    names = {"data": shown, "gpt_tokenizer": "tokenizer"}
-    for name, now in here.items():
+def _check_origin(
+    workdir: Path, request: DataRequest, tokenizer: Tokenizer, made_with: str | None
+) -> None:
+    """Refuse data or a tokenizer with another content than those that the folder was made from.
+
+    A folder of Megatron-LM's says no more than the name of the tokenizer's type, `made_with`.
+    """
+    data = request.data
+    paths = [path for _, path in parse_weighted_paths(data.data_path or (), "--data-path")]
+    here = [
+        ("data", f"data of --data-path {' '.join(paths)}", corpus_fingerprint(data)),
+        ("gpt_tokenizer", "tokenizer", tokenizer.fingerprint()),
+    ]
+    retrieved = [corpus.prefix for corpus in read_corpora(workdir)]
+    if retrieved != paths:  # one of them has been moved
+        shown = f"data {' '.join(retrieved)} of {corpora_file(workdir)}"
+        here.append(("data", shown, corpus_fingerprint(replace(data, data_path=tuple(retrieved)))))
+    for name, shown, now in here:
         was = read_digest(workdir, name)
         if was and now and was != now:
             raise DataError(
-                f"--retro-workdir {workdir}: the {names[name]} has another content now than when "
+                f"--retro-workdir {workdir}: the {shown} has another content now than when "
                 "the folder was made: restore it, or make a new folder with tools/retro/main.py"
             )
+    kind = tokenizer.fingerprint().partition(":")[0]
+    is_known = read_digest(workdir, "gpt_tokenizer") is not None
+    if request.is_builder and not is_known and made_with not in (None, kind):
+        warn(
+            f"--retro-workdir {workdir} was made with --retro-gpt-tokenizer-type {made_with}, but "
+            f"this run has --tokenizer-type {kind}: that is right only if both give equal token ids"
+        )

@@ -125,7 +125,9 @@ def open_retriever(
         max_length=made.embedding.retro_bert_max_chunk_length,
         allow_foreign=config.checkpoint.allow_foreign_checkpoints,
     )
-    database = ChunkDatabase(workdir, model.chunk_length, tokenizer.eod)
+    database = ChunkDatabase(
+        workdir, model.chunk_length, tokenizer.eod, vocab_size=tokenizer.vocab_size
+    )
     query = replace(QueryOptions.of(made), queried=model.retro_num_neighbors)
     return Retriever(
         open_searcher(workdir, index, database, query, device),
