@@ -12,6 +12,7 @@
     tied                 parameters that several pipeline stages hold
     pipeline             schedules as data, and their execution
     context              attention over sequences that are split
+    cross_entropy, distillation  losses over a vocabulary that is split
     journal              a record of what a process is waiting for, to explain a hang
 
 Layers run on one process with `layout.Layout.single()`.

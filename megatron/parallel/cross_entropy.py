@@ -61,8 +61,10 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, form: CrossEntropy, reuse_logits: bool
     ) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
-        local = _local_labels(labels, axis, rows.shape[1])
-        maxima, sums, loss = _join(form.statistics(rows, local), local, rows.shape[1], axis)
+        local = local_labels(labels, axis, rows.shape[1])
+        maxima, sums, loss = join_statistics(
+            form.statistics(rows, local), local, rows.shape[1], axis
+        )
         ctx.save_for_backward(logits, local, maxima, sums)
         ctx.form, ctx.reuse_logits = form, reuse_logits
         return loss.view(labels.shape)
@@ -78,12 +80,14 @@ class _CrossEntropy(torch.autograd.Function):
         return result.view(*grad.shape, -1), None, None, None, None
 
 
-def _local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
+def local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
     """Return labels [n] counted from this rank's first of `size` vocabulary entries."""
     return labels.reshape(-1) - axis.rank * size
 
 
-def _join(part: Statistics, local: Tensor, size: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def join_statistics(
+    part: Statistics, local: Tensor, size: int, axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return maxima, sums of exponentials and losses of whole rows [n], using two collectives."""
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
@@ -168,13 +172,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gathered = how.communication.start_gather(x).wait()  # [s, b, h]
         whole = gathered.flatten(0, -2)  # [n, h]
         weights = mask
-        local, mask = _local_labels(labels, axis, size), mask.reshape(-1).float()  # [n]
+        local, mask = local_labels(labels, axis, size), mask.reshape(-1).float()  # [n]
         losses = torch.empty_like(mask)
         gradients = _HeadGradients.like(gathered, weight, bias) if how.with_gradients else None
         for rows in _chunks(whole.shape[0], size, how.chunk_logits):
             logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
             part = form.statistics(logits, local[rows])
-            maxima, sums, losses[rows] = _join(part, local[rows], size, axis)
+            maxima, sums, losses[rows] = join_statistics(part, local[rows], size, axis)
             if gradients is not None:  # overwrites the logits
                 upstream = _UNIT * mask[rows]
                 form.gradient(logits, local[rows], maxima, sums, upstream, logits)

@@ -1,0 +1,292 @@
+"""Divergence from a teacher's distribution over a vocabulary that is split over tensor ranks.
+
+Logits stay in their own format. fp32 values exist only for a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.kernels.cross_entropy import CHUNK, REFERENCE, CrossEntropy
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.cross_entropy import join_statistics, local_labels
+from megatron.parallel.layout import Axis
+
+
+class TopLogProbs(NamedTuple):
+    """The likeliest next tokens in a teacher's distribution, the same on every tensor rank.
+
+    Attributes:
+        ids: Ids in the whole vocabulary, [..., k]; -1 stands for no entry.
+        values: Their log-probabilities, [..., k]; -inf for no entry.
+        rest: The log-probability of all other tokens together, [...]; -inf if there are none.
+    """
+
+    ids: Tensor
+    values: Tensor
+    rest: Tensor
+
+
+class VocabularyPart(NamedTuple):
+    """The entries of a vocabulary that a tensor rank holds.
+
+    Attributes:
+        axis: The tensor axis.
+        entries: The number of the tokenizer's entries. Padding, which follows them, is no part of
+            a teacher's distribution.
+    """
+
+    axis: Axis
+    entries: int
+
+    def real(self, size: int) -> int:
+        """Return how many of this rank's `size` entries are not padding."""
+        return min(max(self.entries - self.axis.rank * size, 0), size)
+
+
+class DistillationLosses(NamedTuple):
+    """The two losses of each token, fp32 [s, b], equal on every tensor rank.
+
+    Attributes:
+        cross_entropy: -log softmax(logits)[label].
+        divergence: T^2 * KL(teacher || student), with both distributions at temperature T. The
+            factor keeps the size of the gradients the same for every T (Hinton et al., 2015).
+    """
+
+    cross_entropy: Tensor
+    divergence: Tensor
+
+
+def distillation_losses(
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor | TopLogProbs,
+    vocabulary: VocabularyPart,
+    *,
+    temperature: float = 1.0,
+    form: CrossEntropy = REFERENCE,
+    reuse_logits: bool = False,
+) -> DistillationLosses:
+    """Return each token's cross entropy and its divergence from a teacher.
+
+    From a teacher's top k, the divergence is that of distributions with k + 1 outcomes: these
+    tokens, and any other token. It is never above the divergence over the whole vocabulary.
+
+    Args:
+        logits: This rank's part of the (padded) vocabulary's logits, [s, b, v/t].
+        labels: The labels [s, b], as ids in the whole vocabulary.
+        teacher: The teacher's logits [s, b, v/t], or its top k for [s, b] tokens at `temperature`.
+        vocabulary: The tensor axis, and the size of the vocabulary without padding.
+        temperature: The number T by which logits are divided for the divergence.
+        form: The implementation of the cross entropy, a kernel or plain PyTorch.
+        reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
+            else may need them, and the backward pass can run only once.
+    """
+    n = labels.numel()
+    parts: tuple[Tensor, ...]
+    if isinstance(teacher, TopLogProbs):
+        ids, values, rest = teacher
+        values, rest = values.reshape(n, -1).float(), rest.reshape(n).float()
+        # Rounded to 16 bits, they no longer add up to 1.
+        total = torch.cat((values, rest[:, None]), 1).logsumexp(1)
+        parts = (ids.reshape(n, -1).long(), values - total[:, None], rest - total)
+    else:
+        parts = (teacher.detach().reshape(n, -1),)
+    how = _How(vocabulary, temperature, form, reuse_logits)
+    return DistillationLosses(*_Distillation.apply(logits, labels, how, *parts))
+
+
+def top_log_probs(
+    logits: Tensor,
+    vocabulary: VocabularyPart,
+    *,
+    k: int,
+    p: float | None = None,
+    min_k: int = 1,
+    temperature: float = 1.0,
+) -> TopLogProbs:
+    """Return the top k of softmax(logits / temperature), equal on every tensor rank.
+
+    Args:
+        logits: This rank's part of the logits of n tokens, [n, v/t].
+        vocabulary: The tensor axis, and the size of the vocabulary without padding.
+        k: The number of entries of each token, at most; all if it exceeds the vocabulary.
+        p: Leave out entries after the first ones that together have this probability.
+        min_k: The number of entries that stay whatever `p` says.
+        temperature: The number by which logits are divided.
+
+    Returns:
+        Ids and values [n, k], the likeliest first, and the rest [n].
+    """
+    axis, size = vocabulary.axis, logits.shape[1]
+    real, k = vocabulary.real(size), min(k, vocabulary.entries)
+    all_ids, all_values, rests = [], [], []
+    for rows in _chunks(logits.shape[0], size):
+        x = logits[rows, :real].float() / temperature
+        log_sum = _log_sum(x, axis)
+        values, ids = x.topk(min(k, real), dim=1)
+        values, ids = (
+            _gather(values, -torch.inf, k, axis),
+            _gather(ids + axis.rank * size, -1, k, axis),
+        )
+        values, order = values.topk(k, dim=1)
+        ids, values = ids.gather(1, order), values - log_sum[:, None]
+        if p is not None:
+            chances = values.exp()
+            stays = (chances.cumsum(1) - chances < p) | (torch.arange(k, device=x.device) < min_k)
+            ids, values = ids.where(stays, -1), values.where(stays, -torch.inf)
+        _, is_top = _find(ids, axis.rank * size, real)
+        all_ids.append(ids)
+        all_values.append(values)
+        rests.append(_log_sum(x.masked_fill(is_top, -torch.inf), axis) - log_sum)
+    return TopLogProbs(torch.cat(all_ids), torch.cat(all_values), torch.cat(rests))
+
+
+class _How(NamedTuple):
+    """The settings of `distillation_losses`."""
+
+    vocabulary: VocabularyPart
+    temperature: float
+    form: CrossEntropy
+    reuse_logits: bool
+
+
+class _Distillation(torch.autograd.Function):
+    """Both losses of a token. It saves the logits and a few numbers per token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, how: _How, *teacher: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows, axis = logits.reshape(-1, logits.shape[-1]), how.vocabulary.axis
+        n, size = rows.shape
+        local = local_labels(labels, axis, size)
+        part = how.form.statistics(rows, local)
+        maxima, sums, loss = join_statistics(part, local, size, axis)
+        divergence = torch.empty_like(loss)
+        # Of each token: the log of the sum of exponentials, and the teacher's, or the log of the
+        # probability outside the top k.
+        notes = torch.empty(2, n, device=rows.device)
+        for some in _chunks(n, size):
+            chunk = _chunk_of(rows, teacher, some, how)
+            divergence[some], notes[0, some], notes[1, some] = chunk.divergence()
+        ctx.save_for_backward(logits, local, maxima, sums, notes, *teacher)
+        ctx.how = how
+        divergence *= how.temperature**2
+        return loss.view(labels.shape), divergence.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, divergence_grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _How = ctx.how
+        logits, local, maxima, sums, notes, *teacher = ctx.saved_tensors
+        rows = logits.reshape(-1, logits.shape[-1])
+        result = rows if how.reuse_logits else torch.empty_like(rows)
+        upstream, factor = grad.reshape(-1), divergence_grad.reshape(-1) * how.temperature
+        for some in _chunks(*rows.shape):
+            chunk = _chunk_of(rows, teacher, some, how)  # before the logits are overwritten
+            towards_teacher = chunk.gradient(*notes[:, some]).mul_(factor[some, None])
+            given = (rows[some], local[some], maxima[some], sums[some], upstream[some])
+            how.form.gradient(*given, result[some])
+            result[some, : towards_teacher.shape[1]] += towards_teacher
+        if how.reuse_logits:  # kernels write behind autograd's back
+            torch.autograd.graph.increment_version(logits)
+        return result.view(logits.shape), None, None, *(None for _ in teacher)
+
+
+def _chunk_of(rows: Tensor, teacher: Any, some: slice, how: _How) -> _WholeChunk | _TopChunk:
+    """Return the fp32 values of a few tokens."""
+    axis, size = how.vocabulary.axis, rows.shape[1]
+    real = how.vocabulary.real(size)
+    x = rows[some, :real].float() / how.temperature
+    if len(teacher) == 1:
+        return _WholeChunk(x, teacher[0][some, :real].float() / how.temperature, axis)
+    ids, values, rest = (one[some] for one in teacher)
+    return _TopChunk(x, TopLogProbs(ids, values, rest), axis, axis.rank * size)
+
+
+class _WholeChunk:
+    """A few tokens of which the teacher's whole distribution is known."""
+
+    def __init__(self, x: Tensor, teacher: Tensor, axis: Axis) -> None:
+        self.x, self.teacher, self.axis = x, teacher, axis
+
+    def divergence(self) -> tuple[Tensor, Tensor, Tensor]:
+        ours, theirs = _log_sum(self.x, self.axis), _log_sum(self.teacher, self.axis)
+        wanted = self.teacher - theirs[:, None]
+        terms = wanted.exp().mul_(wanted - (self.x - ours[:, None]))
+        return all_reduce(terms.sum(1), self.axis), ours, theirs
+
+    def gradient(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        return (self.x - ours[:, None]).exp_().sub_((self.teacher - theirs[:, None]).exp_())
+
+
+class _TopChunk:
+    """A few tokens of which the teacher's top k are known."""
+
+    def __init__(self, x: Tensor, teacher: TopLogProbs, axis: Axis, first: int) -> None:
+        self.x, self.teacher, self.axis = x, teacher, axis
+        self.places, self.is_top = _find(teacher.ids, first, x.shape[1])
+
+    def divergence(self) -> tuple[Tensor, Tensor, Tensor]:
+        x, (_, wanted, rest) = self.x, self.teacher
+        ours = _log_sum(x, self.axis)
+        beyond = _log_sum(x.masked_fill(self.is_top, -torch.inf), self.axis) - ours
+        # A column for entries of other ranks.
+        found = torch.cat((x, x.new_zeros(len(x), 1)), 1).gather(1, self.places) - ours[:, None]
+        counts = (self.places < x.shape[1]) & wanted.isfinite()
+        terms = torch.where(counts, wanted.exp() * (wanted - found), 0.0).sum(1)
+        of_rest = torch.where(rest.isfinite(), rest.exp() * (rest - beyond), 0.0)
+        return all_reduce(terms, self.axis) + of_rest, ours, beyond
+
+    def gradient(self, ours: Tensor, beyond: Tensor) -> Tensor:
+        _, wanted, rest = self.teacher
+        ours_now = (self.x - ours[:, None]).exp_()
+        share = torch.where(rest.isfinite(), (rest - beyond).exp(), 0.0)
+        result = ours_now * torch.where(self.is_top, 1.0, 1.0 - share[:, None])
+        result = torch.cat((result, result.new_zeros(len(result), 1)), 1)
+        return result.scatter_add_(1, self.places, -wanted.exp())[:, :-1]
+
+
+def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
+    """Find ids [n, k] among this rank's `real` entries, which begin with the id `first`.
+
+    Returns:
+        The place of each id [n, k], `real` if it is not here, and whether each entry is among the
+        ids [n, real].
+    """
+    places = torch.where((ids >= first) & (ids < first + real), ids - first, real)
+    hits = torch.zeros(len(ids), real + 1, dtype=torch.bool, device=ids.device)
+    return places, hits.scatter_(1, places, True)[:, :-1]
+
+
+def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
+    """Return the columns of all tensor ranks, with up to `k` from each: [n, t * k].
+
+    A sum is a gather that every backend has.
+    """
+    if axis.size == 1:
+        return x
+    columns = x.new_zeros(len(x), axis.size, k)
+    columns[:, axis.rank, : x.shape[1]] = x
+    columns[:, axis.rank, x.shape[1] :] = filler
+    return all_reduce(columns, axis).flatten(1)
+
+
+def _log_sum(x: Tensor, axis: Axis) -> Tensor:
+    """Return the log of the sum of exponentials of whole rows, [n]; -inf if there is none."""
+    mine = x.logsumexp(1)
+    if axis.size == 1:
+        return mine
+    maxima = all_reduce(mine.clone(), axis, dist.ReduceOp.MAX).clamp(min=torch.finfo(x.dtype).min)
+    return maxima + all_reduce((mine - maxima).exp(), axis).log()
+
+
+def _chunks(rows: int, size: int) -> Iterator[slice]:
+    """Return slices of at most about CHUNK elements each, but at least one row."""
+    height = max(1, CHUNK // size)
+    return (slice(i, min(i + height, rows)) for i in range(0, rows, height))
