@@ -256,11 +256,6 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--seq-length {length} is not divisible by 2 x {shown}: each process takes an early "
             f"and a late piece: use a multiple of {2 * size}"
         )
-    if config.data.reset_attention_mask and config.parallel.cp_comm_type == "p2p":
-        yield (
-            f"--reset-attention-mask cannot be combined with {shown} --cp-comm-type p2p: use "
-            "--cp-comm-type a2a"
-        )
     tensor = max(config.parallel.tensor_model_parallel_size, 1)
     counts = {"--num-attention-heads": model.num_attention_heads or 0}
     if model.group_query_attention:

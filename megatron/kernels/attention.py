@@ -94,11 +94,20 @@ class Segments:
     @cached_property
     def mask(self) -> Tensor:
         """The equivalent mask: bool [b, 1, queries, keys], True where a query may attend."""
-        samples, length = self.shape
-        tokens = torch.arange(samples * length, device=self.ends.device, dtype=torch.int32)
-        segment = torch.searchsorted(self.ends[1:], tokens, right=True).view(self.shape)
+        segment = number_segments(self.ends, self.shape)
         same = segment[:, :, None] == segment[:, None, :]
         return (same.tril() if self.causal else same).unsqueeze(1)
+
+
+def number_segments(ends: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the number of the segment to which each token belongs, int64 [b, s].
+
+    Args:
+        ends: int32 [k + 1]: 0, then the end of each segment among all tokens, sample after sample.
+        shape: The sizes b and s.
+    """
+    tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=torch.int32)
+    return torch.searchsorted(ends[1:], tokens, right=True).view(shape)
 
 
 Mask = Tensor | Segments

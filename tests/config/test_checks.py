@@ -46,11 +46,6 @@ _LINES = [
         "early and a late piece: use a multiple of 8",
     ),
     (
-        "--context-parallel-size 2 --reset-attention-mask",
-        "--reset-attention-mask cannot be combined with --context-parallel-size 2 --cp-comm-type "
-        "p2p: use --cp-comm-type a2a",
-    ),
-    (
         "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96",
         "--num-attention-heads 6 is not divisible by --context-parallel-size 4 x "
         "--tensor-model-parallel-size 1 = 4, as --cp-comm-type a2a requires: use "

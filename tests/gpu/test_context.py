@@ -1,25 +1,29 @@
 """Blocks of context parallelism: the flash kernel gives what the plain form gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.device import Device
 from megatron.parallel.context.block import (
+    BlockDocuments,
     QueryRows,
     choose_block,
     flash_backward,
     flash_forward,
+    plain_block,
     reference_backward,
     reference_forward,
 )
-from tests.parallel.context.inputs import heads, weights_of
+from tests.parallel.context.inputs import by_head, heads, one_process, ring_in_one, weights_of
 from tests.parallel.context.test_block import (
-    by_head,
     dropped_factors,
     formula_in_two_blocks,
     in_two_blocks,
     pairs_of_two_blocks,
 )
+from tests.parallel.context.test_documents import ENDS, segments_of
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -86,3 +90,44 @@ def test_fp32_and_odd_heads_take_the_plain_form():
     assert choose_block(64, torch.float32, device).name == "plain"
     assert choose_block(12, torch.bfloat16, device).name == "plain"
     assert choose_block(512, torch.bfloat16, device).name == "plain"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_ring_with_documents_equals_one_process(name, size, groups):
+    """The kernel for sequences of different lengths, with documents that have no keys in a block or
+    no queries, in 16 bits; and the plain form, which computes in fp32."""
+    length = 512
+    segments = segments_of(name, length=length)
+    segments = replace(segments, ends=segments.ends.to(DEVICE.torch_device))
+    inputs = [x.to(DEVICE.torch_device, torch.bfloat16) for x in heads(length, groups, d=64)]
+    block = choose_block(64, torch.bfloat16, DEVICE.torch_device)
+    assert block.forward is flash_forward
+    got = ring_in_one(inputs, segments, size=size, block=block)
+    plain = ring_in_one(inputs, segments, size=size, block=plain_block("for comparison"))
+    exact = one_process([x.cpu() for x in inputs], causal=True, mask=segments.mask.cpu())
+    for ours, others, theirs in zip(got, plain, exact, strict=True):
+        assert ours.isfinite().all()
+        assert close(ours.cpu(), theirs)
+        assert close(others.cpu(), theirs)
+
+
+def test_a_query_without_keys_changes_nothing_on_a_gpu():
+    inputs = by_head(heads(256, 2, d=64))
+    query, key, value = (x.to(DEVICE.torch_device, torch.bfloat16) for x in inputs)
+    ends = torch.tensor([[0, 100, 256, 512], [0, 0, 256, 512]], dtype=torch.int32)
+    documents = BlockDocuments(*ends.to(DEVICE.torch_device))
+    options = {"causal": False, "dropout": 0.0, "documents": documents}
+    out, logsumexp, drawn = flash_forward(query, key, value, **options)
+    expected, expected_sum, _ = reference_forward(query, key, value, **options)
+    assert (logsumexp[0, :, :100] == -torch.inf).all()
+    assert (out[0, :, :100] == 0).all()
+    assert close(out, expected)
+    rows = QueryRows(out, query, out, expected_sum.clamp(min=-10))
+    for ours, theirs in zip(
+        flash_backward(rows, key, value, **options, drawn=drawn),
+        reference_backward(rows, key, value, **options, drawn=()),
+        strict=True,
+    ):
+        assert close(ours, theirs)

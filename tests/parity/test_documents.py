@@ -28,13 +28,12 @@ _ROTARY = (
     LayoutCase(1, flags=_RECOMPUTE),
     LayoutCase(2, tensor=2, flags="--sequence-parallel"),
     LayoutCase(2, pipeline=2, flags="--num-layers-per-virtual-pipeline-stage 1"),
+    LayoutCase(2, context=2),
+    LayoutCase(4, context=4),
     LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
     LayoutCase(4, tensor=2, context=2, flags=f"--cp-comm-type a2a {_RECOMPUTE}"),
 )
-CASES = (
-    *(case for case in LAYOUTS if case.context == 1 or "a2a" in case.flags),
-    *(replace(case, network=ROPE) for case in _ROTARY),
-)
+CASES = (*LAYOUTS, *(replace(case, network=ROPE) for case in _ROTARY))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")

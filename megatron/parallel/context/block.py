@@ -5,6 +5,9 @@ needed to merge the results of several blocks. After the merge, the result and l
 whole row are all that the backward pass of each block needs. Dropout does not change the logarithm,
 because it drops weights after they have been divided by their sum.
 
+Documents may cut a block into pieces (`BlockDocuments`). A query whose document has no key in the
+block gets the result 0 and the log-sum-exp -inf, which change nothing when they are merged.
+
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
 """
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.attention import flash_misfit
+from megatron.kernels.attention import flash_misfit, number_segments
 
 # The values needed to draw a block's dropout mask again. Empty without dropout.
 Drawn = tuple[Tensor, ...]
@@ -41,11 +44,33 @@ class QueryRows(NamedTuple):
     logsumexp: Tensor
 
 
+class BlockDocuments(NamedTuple):
+    """The documents of a block's queries and keys, among which attention is confined.
+
+    Both tensors list the same documents in the same order, sample after sample. Those that have
+    only queries or only keys in the block, or neither, are listed with no tokens.
+
+    Attributes:
+        query_ends: int32 [documents + 1]: 0, then the end of each document among the b q queries.
+        key_ends: The same among the b k keys.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+
+
 class BlockForward(Protocol):
     """The forward function of one implementation of attention within a block."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        dropout: float,
+        documents: BlockDocuments | None = None,
     ) -> tuple[Tensor, Tensor, Drawn]:
         """Attend within the block. Dropout draws from the device's default generator.
 
@@ -55,6 +80,8 @@ class BlockForward(Protocol):
             value: The values [b, g, k, d].
             causal: Whether row i attends only to columns up to i. This requires q = k.
             dropout: The dropout probability of attention weights.
+            documents: The documents within which queries attend; `None` means a single one per
+                sample.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
@@ -74,6 +101,7 @@ class BlockBackward(Protocol):
         causal: bool,
         dropout: float,
         drawn: Drawn,
+        documents: BlockDocuments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's part of the gradients.
 
@@ -84,6 +112,7 @@ class BlockBackward(Protocol):
             causal: The same as in the forward pass.
             dropout: The same as in the forward pass.
             drawn: The values that this block's forward pass returned for the mask.
+            documents: The same as in the forward pass.
 
         Returns:
             The gradients of query, key and value.
@@ -121,13 +150,21 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> Non
 
 
 def reference_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    dropout: float,
+    documents: BlockDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Drawn]:
     """Compute attention in fp32 or wider, materializing the block's scores."""
     query, key, value = _widen(query), _widen(key), _widen(value)
-    scores = _scores(query, key, causal)  # [b, g, n/g * q, k]
+    scores = _scores(query, key, causal, documents)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
-    weights = (scores - logsumexp.unsqueeze(-1)).exp()
+    # A row without keys subtracts a number instead of -inf, so that its weights are 0.
+    finite = logsumexp.clamp(min=torch.finfo(logsumexp.dtype).min)
+    weights = (scores - finite.unsqueeze(-1)).exp()
     drawn: Drawn = ()
     if dropout > 0:
         generator = Device(query.device).default_generator
@@ -137,7 +174,14 @@ def reference_forward(
 
 
 def reference_backward(
-    rows: QueryRows, key: Tensor, value: Tensor, *, causal: bool, dropout: float, drawn: Drawn
+    rows: QueryRows,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    dropout: float,
+    drawn: Drawn,
+    documents: BlockDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients in fp32 or wider.
 
@@ -147,7 +191,8 @@ def reference_backward(
     """
     logsumexp, groups = rows.logsumexp, key.shape[1]
     grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
-    weights = (_scores(query, key, causal) - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
+    scores = _scores(query, key, causal, documents)
+    weights = (scores - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
     grad_rows = _by_group(grad, groups)
     row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
     grad_weights, kept = grad_rows @ value.transpose(2, 3), weights
@@ -163,13 +208,33 @@ def reference_backward(
 
 
 def flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    dropout: float,
+    documents: BlockDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Drawn]:
     """Attend with the flash kernel. The result keeps the 16-bit type of the inputs.
 
     The kernel draws from a counter-based generator (Philox) and returns the seed and offset that
-    it used.
+    it used. With documents its form for sequences of different lengths runs, in which a document
+    without queries or without keys in the block costs next to nothing.
     """
+    if documents is not None:
+        samples, _, length, _ = query.shape
+        tensors = (_in_one_row(x) for x in (query, key, value))
+        places, debug = (*documents, length, key.shape[2]), False
+        # PyTorch's public interface to this form (`torch.nn.attention.varlen`) has no dropout.
+        flat, sums, *drawn, _ = torch.ops.aten._flash_attention_forward(
+            *tensors, *places, dropout, causal, debug, scale=_scale(query)
+        )  # [b q, n, d] and [n, b q]
+        number = number_segments(documents.query_ends, (samples, length))
+        has_keys = (documents.key_ends.diff() > 0)[number].unsqueeze(1)  # [b, 1, q]
+        logsumexp = sums.unflatten(1, (samples, length)).transpose(0, 1)
+        logsumexp = logsumexp.masked_fill(~has_keys, -math.inf)  # the kernel returns inf
+        return _by_sample(flat, samples), logsumexp, tuple(drawn) if dropout > 0 else ()
     out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, causal, scale=_scale(query)
     )
@@ -177,12 +242,28 @@ def flash_forward(
 
 
 def flash_backward(
-    rows: QueryRows, key: Tensor, value: Tensor, *, causal: bool, dropout: float, drawn: Drawn
+    rows: QueryRows,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    dropout: float,
+    drawn: Drawn,
+    documents: BlockDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients from the kernel, which recomputes weights from the rows' log-sum-exp."""
     if not drawn:
         drawn = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows
+    if documents is not None:
+        joined = (_in_one_row(x) for x in (grad, query, key, value, out))
+        sums = logsumexp.transpose(0, 1).flatten(1)  # [n, b q]
+        places = (*documents, query.shape[2], key.shape[2])
+        flat = torch.ops.aten._flash_attention_backward(
+            *joined, sums.contiguous(), *places, dropout, causal, *drawn, scale=_scale(query)
+        )
+        of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
+        return of_query, of_key, of_value
     # The kernel assumes dense rows, which half a block does not have.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
     options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
@@ -195,6 +276,16 @@ def _factors(weights: Tensor, dropout: float, generator: torch.Generator) -> Ten
     """Return the factors by which dropout multiplies weights: 0 or 1 / (1 - p)."""
     kept = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
     return kept.div_(1 - dropout)
+
+
+def _in_one_row(x: Tensor) -> Tensor:
+    """Join the samples: [b, n, q, d] -> [b q, n, d]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_sample(x: Tensor, samples: int) -> Tensor:
+    """Undo `_in_one_row`."""
+    return x.unflatten(0, (samples, -1)).transpose(1, 2)
 
 
 def _scale(query: Tensor) -> float:
@@ -214,11 +305,17 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """Return the scores [b, g, n/g * q, k]."""
-    length = query.shape[2]
+def _scores(query: Tensor, key: Tensor, causal: bool, documents: BlockDocuments | None) -> Tensor:
+    """Return the scores [b, g, n/g * q, k], -inf for pairs that do not attend."""
+    samples, _, length, _ = query.shape
     scores = _by_group(query * _scale(query), key.shape[1]) @ key.transpose(2, 3)
+    by_head = scores.unflatten(2, (-1, length))  # [b, g, n/g, q, k]
     if causal:
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        scores.unflatten(2, (-1, length)).masked_fill_(future, -math.inf)
+        by_head.masked_fill_(future, -math.inf)
+    if documents is not None:
+        of_query = number_segments(documents.query_ends, (samples, length))
+        of_key = number_segments(documents.key_ends, (samples, key.shape[2]))
+        differ = of_query[:, :, None] != of_key[:, None, :]  # [b, q, k]
+        by_head.masked_fill_(differ[:, None, None], -math.inf)
     return scores

@@ -7,6 +7,10 @@ never computed. The backward pass goes around once more, with the gradients of k
 step behind. Dropout draws a mask for each block, and the forward pass keeps only the values needed
 to draw it again.
 
+Documents (`Segments`) travel with nobody: every rank knows the ends of all, and from them which
+part of each block lies within a document. Only that part is computed. All keys and values travel
+nevertheless, because a GPU's ends of documents are unknown to the host, which plans the messages.
+
 DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
 a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global
 order, and some heads; attention is then ordinary attention; another all-to-all restores the layout.
@@ -17,18 +21,20 @@ key-value heads, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.attention import AttentionFunction, AttentionOptions
+from megatron.kernels.attention import AttentionFunction, AttentionOptions, Segments
 from megatron.parallel.collectives import all_to_all
-from megatron.parallel.context.block import BlockAttention, QueryRows, merge
-from megatron.parallel.context.split import join_sequence, split_for_all
+from megatron.parallel.context.block import BlockAttention, BlockDocuments, QueryRows, merge
+from megatron.parallel.context.split import join_sequence, split_for_all, split_segments
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
@@ -68,6 +74,32 @@ def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
     return steps
 
 
+def documents_of(
+    segments: Segments, plan: list[RingStep], axis: Axis, length: int
+) -> list[BlockDocuments]:
+    """Return the documents of each step's block.
+
+    Args:
+        segments: The documents of whole sequences.
+        plan: The steps of this rank.
+        axis: The context axis.
+        length: The number of tokens of a sequence that this rank holds.
+    """
+    early, late = split_segments(segments, axis.size)
+    counts = torch.stack((early + late, early, late)).cumsum(-1, dtype=torch.int32)
+    ends = F.pad(counts, (1, 0))  # [3, C, documents + 1]: among both chunks, the early, the late
+
+    def chosen(tokens: slice) -> Tensor:
+        if tokens.stop < length:
+            return ends[1]
+        return ends[2] if tokens.start > 0 else ends[0]
+
+    return [
+        BlockDocuments(chosen(step.queries)[axis.rank], chosen(step.keys)[step.source])
+        for step in plan
+    ]
+
+
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -84,20 +116,26 @@ def ring_attention(
             it.
         key: The keys [l, b, g, d].
         value: The values [l, b, g, d].
-        options: The options, without a mask. Scores stay in fp32, so scaling by layer is not
-            needed. Dropout is drawn from the device's default generator, which must have a
-            different seed on every rank of the axis.
+        options: The options. A mask must be the `Segments` of whole sequences. Scores stay in
+            fp32, so scaling by layer is not needed. Dropout is drawn from the device's default
+            generator, which must have a different seed on every rank of the axis.
         axis: The context axis.
         block: The implementation of attention within a block.
 
     Returns:
         The result [l, b, n * d], in the type of `query`.
     """
-    assert options.mask is None, "a rule refuses masks with context parallelism"
+    segments = options.mask
+    assert not isinstance(segments, Tensor), "a rule refuses padding masks"
     assert options.scale is None, "a rule refuses T5's scale with context parallelism"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    steps = ring_plan(axis, query.shape[2], causal=options.causal)
-    ring = _Ring(axis, block, steps, options.dropout)
+    length = query.shape[2]
+    causal = options.causal if segments is None else segments.causal
+    steps = ring_plan(axis, length, causal=causal)
+    documents: Sequence[BlockDocuments | None] = [None] * len(steps)
+    if segments is not None:
+        documents = documents_of(segments, steps, axis, length)
+    ring = _Ring(axis, block, steps, documents, options.dropout)
     out: Tensor = _RingAttention.apply(query, key, value, ring)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -137,11 +175,12 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of context ranks, and the steps of this rank in it."""
+    """A ring of context ranks, and the steps of this rank in it with the documents of each."""
 
     axis: Axis
     block: BlockAttention
     steps: list[RingStep]
+    documents: Sequence[BlockDocuments | None]
     dropout: float
 
 
@@ -149,7 +188,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
         """Return the result [b, n, l, d]. Keep the values needed to draw each mask again."""
-        axis, steps = ring.axis, ring.steps
+        axis, steps, documents = ring.axis, ring.steps, ring.documents
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
         out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider
         ctx.ring, ctx.drawn = ring, []
@@ -160,6 +199,7 @@ class _RingAttention(torch.autograd.Function):
                 *(query[:, :, step.queries], some_keys, some_values),
                 causal=step.causal,
                 dropout=ring.dropout,
+                documents=documents[index],
             )
             ctx.drawn.append(drawn)
             if index == 0:  # this rank's own block includes every query
@@ -195,6 +235,7 @@ class _RingAttention(torch.autograd.Function):
                 causal=step.causal,
                 dropout=ring.dropout,
                 drawn=drawn,
+                documents=ring.documents[index],
             )
             grad_query[:, :, step.queries] += of_query
             if following is not None:

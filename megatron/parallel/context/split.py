@@ -4,6 +4,12 @@ With a causal mask a token attends to all tokens before it, so late tokens cost 
 is cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r, so every rank has
 the same amount of work. The local order follows the global one: the early chunk, then the late one.
 
+Documents in a sequence (`Segments`) do not change the division. A token then attends only within
+its document, so a rank's work depends on which documents its two chunks cut: equal work is certain
+only for one document per sequence. Documents much shorter than a chunk balance by their number: the
+differences between chunks are those of a few documents. Between these, a document as long as a
+few chunks that begins late in the sequence leaves more work to the ranks that hold its end.
+
 s is the sequence length, C the context-parallel size.
 """
 
@@ -14,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.kernels.attention import Segments
 from megatron.parallel.layout import Axis
 
 
@@ -48,6 +55,28 @@ def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
     return torch.cat((*early, *reversed(late)), dim)
+
+
+def split_segments(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
+    """Return how many tokens of each segment lie in each rank's early and in its late chunk.
+
+    A rank's tokens of a segment follow each other, even if they lie in both of its chunks.
+
+    Args:
+        segments: The segments of whole sequences.
+        size: The context-parallel size C.
+
+    Returns:
+        Two tensors, int32 [C, segments].
+    """
+    length = segments.shape[1]
+    assert length % (2 * size) == 0, f"{length} tokens in {2 * size} chunks"
+    chunk, starts, ends = length // (2 * size), segments.ends[:-1], segments.ends[1:]
+    chunks = torch.arange(2 * size, dtype=torch.int32, device=starts.device).unsqueeze(1)
+    firsts = starts - starts % length + chunk * chunks  # [2C, segments]: in the segment's sample
+    common = torch.minimum(ends, firsts + chunk) - torch.maximum(starts, firsts)
+    early, late = common.clamp(min=0).chunk(2)
+    return early, late.flip(0)
 
 
 def _chunks(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:

@@ -22,14 +22,10 @@ from megatron.parallel.context.block import (
 from megatron.parallel.layout import Axis
 from tests.models.small import config
 from tests.models.small import config as model_config
-from tests.parallel.context.inputs import heads, one_process, weights_of
+from tests.parallel.context.inputs import by_head, heads, one_process, weights_of
 
 CPU = torch.device("cpu")
 TWO = Axis(size=2, ranks=(0, 1))
-
-
-def by_head(inputs):
-    return [x.permute(1, 2, 0, 3) for x in inputs]
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
