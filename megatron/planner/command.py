@@ -77,7 +77,7 @@ def build_parser() -> ToolParser:
         help="Time that training waits for a checkpoint (default: 1).")  # fmt: skip
     add("--restart-seconds", type=float, default=300.0, metavar="S",
         help="Time from a failure until training continues (default: 300).")  # fmt: skip
-    add("words", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
+    add("words", nargs="*", metavar="-- FLAGS", help="Flags of the training script.")
     return parser
 
 
@@ -224,7 +224,7 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
         UserError: A model or machine is unknown, or flags have mistakes.
     """
     gpus, machine = _read_cluster(options)
-    words, known, vocabulary, architecture = _model_words(options.model)
+    words, known, vocabulary, architecture = _model_words(options.model, options.words)
     words += options.words if predicts_only(options) else without_layout(options.words)
     if options.global_batch is not None:
         words += ["--global-batch-size", str(options.global_batch)]
@@ -233,7 +233,7 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
     vocabulary = _given_number(words, "--vocab-size", vocabulary - 1) + 1
     if "training.global_batch_size" not in given:
         raise ConfigError("--global-batch is required: the number of samples per update")
-    if not {"data.data_path", "data.mock_data"} & given:
+    if not {"data.data_path", "data.mock_data", "data.retro_workdir"} & given:
         words += ["--mock-data"]
     if not {"tokenizer.tokenizer_model", "tokenizer.vocab_file"} & given:
         words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
@@ -286,7 +286,7 @@ def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
 _PATHS = (
     *("training.global_batch_size", "training.train_iters", "training.train_samples"),
     *("training.micro_batch_size", "schedule.lr", "data.data_path", "data.mock_data"),
-    *("tokenizer.tokenizer_model", "tokenizer.vocab_file"),
+    *("data.retro_workdir", "tokenizer.tokenizer_model", "tokenizer.vocab_file"),
 )
 
 
@@ -296,14 +296,18 @@ def _given_number(words: list[str], name: str, default: int) -> int:
     return int(values[-1][0]) if values and values[-1] and values[-1][0].isdigit() else default
 
 
-def _model_words(model: str | None) -> tuple[list[str], set[str], int, str]:
-    """Return a model as flags, the values it sets, its vocabulary and the kind of network."""
+def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[str], int, str]:
+    """Return a model as flags, the values it sets, its vocabulary and the kind of network.
+
+    Without a model, the kind of network is that which `flags` are for.
+    """
     if model is None:
-        return [], set(), _VOCABULARY, "gpt"
+        return [], set(), _VOCABULARY, catalog.kind_of(split(flags))
     path = Path(model)
     if not catalog.is_huggingface(path):
         recipe = catalog.find(model)
-        vocabulary = int(recipe.about.get("vocabulary", _VOCABULARY))
+        of_null = int(recipe.values.get("tokenizer.vocab_size") or _VOCABULARY - 1) + 1
+        vocabulary = int(recipe.about.get("vocabulary", of_null))
         return ["--config", str(recipe.path)], set(recipe.values), vocabulary, recipe.architecture
     described = describe_network(path)
     words = network_flags(described.model)

@@ -12,7 +12,7 @@ from megatron.config import yaml_file
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
 from megatron.config.parser import parse_config
-from megatron.config.run import Findings
+from megatron.config.run import Findings, RunOptions, values_of
 from megatron.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
@@ -45,7 +45,7 @@ class NamedRun:
 
     @property
     def architecture(self) -> str:
-        """The kind of network: gpt, bert or t5."""
+        """The kind of network: gpt, bert, t5, retro or ict."""
         return str(self.values.get("model.architecture", "gpt"))
 
 
@@ -123,7 +123,7 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
                 "no recipe: name one (`megatron recipes` lists them), a YAML file or a Hugging "
                 "Face folder, or give all flags of the network"
             )
-        return "gpt", flags
+        return kind_of(given), flags
     if "--config" in {flag.name for flag in given}:
         raise ConfigError(f"{name} and --config: both name a YAML file: give one of them")
     if is_huggingface(Path(name)):
@@ -133,6 +133,19 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
         return architecture, [*derived, *flags]
     recipe = find(name)
     return recipe.architecture, ["--config", str(recipe.path), *flags]
+
+
+def kind_of(given: Sequence[Given]) -> str:
+    """Return the kind of network that flags are for, without a recipe that says it.
+
+    It is that of `--retro-workdir`, for example. Flags that are for several kinds are a GPT's.
+    """
+    names = {flag.name for flag in given}
+    kinds: set[str] = set()
+    for _, field, _ in values_of(RunOptions()):
+        if len(field.info.only_for) == 1 and names & set(field.spellings):
+            kinds.update(field.info.only_for)
+    return kinds.pop() if len(kinds) == 1 else "gpt"
 
 
 class _InCheckpointError(Exception):

@@ -34,6 +34,21 @@ def test_a_recipe_becomes_its_script_and_flags_follow_it(monkeypatch: pytest.Mon
     assert command == (["python"], ROOT / "pretrain_gpt.py", flags)
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("--retro-workdir runs/retro --num-layers 6", "retro"),
+        ("--decoder-seq-length 8 --num-layers 6", "t5"),
+        ("--bert-no-binary-head", "bert"),
+        ("--num-layers 6 --mask-prob 0.1", "gpt"),  # of BERT and of T5
+        ("--retro-workdir runs/retro --decoder-seq-length 8", "gpt"),  # refuses both
+    ],
+)
+def test_flags_without_a_recipe_name_the_script(words: str, kind: str) -> None:
+    command = training_command([*words.split(), "--gpus", "0"])
+    assert command == (["python"], ROOT / f"pretrain_{kind}.py", words.split())
+
+
 def test_gpus_starts_torchrun_with_as_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
     program, _, flags = training_command(["gpt-tiny", "--gpus", "4", "--lr=0.1"])

@@ -166,6 +166,32 @@ def test_output_is_yaml_that_a_run_takes(tmp_path, capsys):
         run(_options(*words, SMALL))
 
 
+_RETRO = f"""
+    --num-layers 6 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32
+    --retro-workdir {ROOT / "tests/config/retro_workdir"}
+"""
+
+
+def test_a_retro_is_planned_with_its_folder(capsys):
+    run(_options("--gpus 2xH100 --global-batch 8 --", _RETRO))
+    text = capsys.readouterr().out
+    assert "8 samples of 32 tokens" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("torchrun")]
+    words = shlex.split(line)
+    assert words[3] == "pretrain_retro.py"
+    parse_config(words[4:], world_size=2, architecture="retro")
+    run(_options("--gpus 2xH100 --global-batch 8 --memory --time --", _RETRO))
+    assert "memory per process" in capsys.readouterr().out
+
+
+def test_the_vocabulary_of_a_yaml_file_is_kept(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 300}")
+    request = read_request(_options(f"--model {path} --gpus 2xH100 --global-batch 8 --", SMALL))
+    assert request.vocabulary == 301
+    assert request.start.tokenizer.vocab_size == 300
+
+
 def test_a_layout_as_given_is_only_predicted(capsys):
     run(_options("--gpus 2xH200 --global-batch 8 --memory --", SMALL, "--zero-stage 1"))
     assert capsys.readouterr().out.startswith("DP 2, ZeRO 1, micro-batch 1\nmemory per process: ")
