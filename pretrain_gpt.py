@@ -85,8 +85,7 @@ class GPTRecipe:
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label that counts, of a micro-batch of whole sequences."""
-        inputs = batch["text"][:, :-1]
-        return make_loss_mask(inputs, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
+        return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def forward(
         self,
@@ -99,7 +98,7 @@ class GPTRecipe:
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model; at its end return the loss."""
         whole = make_batch(
-            batch["text"],
+            batch,
             eod=tokenizer.eod,
             reset_position_ids=config.data.reset_position_ids,
             eod_mask_loss=config.data.eod_mask_loss,

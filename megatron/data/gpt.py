@@ -32,7 +32,13 @@ from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_dat
 from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.mock import MockDataset
-from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset, outside_vocabulary
+from megatron.data.sample import (
+    SEGMENT_ENDS,
+    TRAINED,
+    Sample,
+    SampleDataset,
+    outside_vocabulary,
+)
 from megatron.data.text_stream import TextCorpus, TextDataset, text_members
 from megatron.errors import DataError
 from megatron.parallel.context.split import split_sequence
@@ -365,25 +371,37 @@ class TokenBatch(NamedTuple):
 
 
 def make_batch(
-    text: Tensor, *, eod: int, reset_position_ids: bool = False, eod_mask_loss: bool = False
+    batch: Mapping[str, Tensor],
+    *,
+    eod: int,
+    reset_position_ids: bool = False,
+    eod_mask_loss: bool = False,
 ) -> TokenBatch:
-    """Cut `text` into inputs and labels, and number the positions.
+    """Cut text into inputs and labels, and number the positions.
 
-    An end-of-document token belongs to the document that it ends.
+    An end-of-document token belongs to the document that it ends. Samples of examples, which have
+    `TRAINED`, say themselves where these end: positions are counted from 0 in each.
 
     Args:
-        text: The tokens, `[b, s + 1]`.
+        batch: The micro-batch: `text`, `[b, s + 1]`, and in samples of examples also `TRAINED`,
+            `[b, s]`, and `SEGMENT_ENDS`.
         eod: The id of the end-of-document token.
         reset_position_ids: Whether positions are counted from 0 in every document.
         eod_mask_loss: Whether inputs that are end-of-document tokens are left out of the loss.
     """
+    text = batch["text"]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if reset_position_ids:
+    if TRAINED in batch:
+        ends = batch[SEGMENT_ENDS]
+        places = torch.arange(tokens.numel(), device=tokens.device)
+        segment = torch.searchsorted(ends[1:].contiguous(), places, right=True)
+        positions = (places - ends[segment]).view_as(tokens)
+    elif reset_position_ids:
         # Whether each token is the first after an end, `[b, s]`.
         is_start = torch.nn.functional.pad((tokens == eod)[:, :-1], (1, 0))
         positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
-    loss_mask = make_loss_mask(tokens, eod=eod, eod_mask_loss=eod_mask_loss)
+    loss_mask = make_loss_mask(batch, eod=eod, eod_mask_loss=eod_mask_loss)
     return TokenBatch(tokens, labels, loss_mask, positions)
 
 
@@ -391,10 +409,12 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     """Return the beginnings of a micro-batch's samples.
 
     Args:
-        batch: The micro-batch, with `text`, `[b, s + 1]`, and perhaps `SEGMENT_ENDS`.
+        batch: The micro-batch, with `text`, `[b, s + 1]`, and perhaps `SEGMENT_ENDS` and `TRAINED`.
         length: The number of tokens to keep of each sample; the next one remains as a label.
     """
     shorter = dict(batch, text=batch["text"][:, : length + 1])
+    if TRAINED in batch:
+        shorter[TRAINED] = batch[TRAINED][:, :length]
     if SEGMENT_ENDS in batch:
         whole, ends = batch["text"].shape[1] - 1, batch[SEGMENT_ENDS]
         sample = torch.div(ends - 1, whole, rounding_mode="floor")
@@ -403,8 +423,14 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     return shorter
 
 
-def make_loss_mask(tokens: Tensor, *, eod: int, eod_mask_loss: bool) -> Tensor:
-    """Return the loss mask, `[b, s]` float32: 1 for labels that count, otherwise 0."""
+def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool) -> Tensor:
+    """Return the loss mask, `[b, s]` float32: 1 for labels that count, otherwise 0.
+
+    The arguments are those of `make_batch`.
+    """
+    if TRAINED in batch:
+        return batch[TRAINED].float()
+    tokens = batch["text"][:, :-1]
     return (tokens != eod).float() if eod_mask_loss else torch.ones_like(tokens, dtype=torch.float)
 
 

@@ -330,7 +330,7 @@ def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any
     from megatron.data.gpt import make_batch
 
     batch = make_batch(
-        torch.from_numpy(sample["text"])[None],
+        {"text": torch.from_numpy(sample["text"])[None]},
         eod=tokenizer.eod,
         reset_position_ids=data.reset_position_ids,
         eod_mask_loss=data.eod_mask_loss,

@@ -42,7 +42,7 @@ def test_equals_the_loop(positions: bool, loss: bool) -> None:
     loaded = collate([samples[i] for i in range(len(text))])
     assert torch.equal(loaded["text"], text)
     batch = make_batch(
-        loaded["text"],
+        loaded,
         eod=EOD,
         reset_position_ids=positions,
         eod_mask_loss=loss,

@@ -36,7 +36,7 @@ def whole_batch():
     """Documents end here and there: positions start again, and the ends do not count."""
     text = torch.randint(VOCAB, (2, S + 1), generator=torch.Generator().manual_seed(5))
     text[0, 3] = text[1, 10] = text[1, 12] = 0
-    return make_batch(text, eod=0, reset_position_ids=True, eod_mask_loss=True)
+    return make_batch({"text": text}, eod=0, reset_position_ids=True, eod_mask_loss=True)
 
 
 def step(model, layout):

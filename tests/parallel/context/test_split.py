@@ -51,7 +51,7 @@ def test_positions_are_where_the_parts_come_from():
 
 def test_a_batch_is_cut_alike():
     text = torch.randint(5, (2, 9), generator=torch.Generator().manual_seed(1))
-    whole = make_batch(text, eod=0, reset_position_ids=True, eod_mask_loss=True)
+    whole = make_batch({"text": text}, eod=0, reset_position_ids=True, eod_mask_loss=True)
     assert context_part(whole, Axis()) is whole
     parts = [context_part(whole, axis) for axis in axes(2)]
     for name in ("tokens", "labels", "loss_mask", "position_ids"):

@@ -1,0 +1,122 @@
+"""Best-fit packing: which examples share a row of s tokens, as a plan.
+
+The longest example comes first. Each goes into the row with the least room in which it still fits,
+or opens a row. Which lengths share a row is therefore the same in every epoch, and so is the number
+of rows. Which of the examples of equal length takes a place, and the order of the rows, are drawn
+anew for each epoch from the seed. Sample i of a run is row `i % rows` of epoch `i // rows`: a count
+of samples is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class EpochPlan(NamedTuple):
+    """The rows of one epoch, in the order of training.
+
+    Attributes:
+        examples: The numbers of the examples, row after row, `[N]`.
+        starts: The place in `examples` at which each row begins, and N, `[rows + 1]`.
+    """
+
+    examples: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        """Return the examples of a row, the longest first."""
+        return self.examples[self.starts[number] : self.starts[number + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How N examples are distributed over rows.
+
+    Attributes:
+        lengths: The number of tokens of each example, `[N]`.
+        seq_length: The number of tokens of a row, s.
+        places: The row of each example, the longest example first, `[N]`.
+        rows: The number of rows in an epoch.
+    """
+
+    lengths: NDArray[np.int64]
+    seq_length: int
+    places: NDArray[np.int64]
+    rows: int
+
+    @property
+    def fullness(self) -> float:
+        """The share of the rows' tokens that belong to examples, 0 to 1."""
+        return int(self.lengths.sum()) / (self.rows * self.seq_length)
+
+    def epoch(self, number: int, seed: int) -> EpochPlan:
+        """Return the rows of an epoch."""
+        random = np.random.RandomState([seed, number])
+        mixed = random.permutation(len(self.lengths))
+        longest_first = mixed[np.argsort(-self.lengths[mixed], kind="stable")]
+        rows = random.permutation(self.rows)[self.places]
+        counts = np.bincount(rows, minlength=self.rows)
+        return EpochPlan(
+            longest_first[np.argsort(rows, kind="stable")], np.concatenate([[0], counts.cumsum()])
+        )
+
+
+def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
+    """Distribute examples over rows by best fit, the longest first.
+
+    Examples of the same length are placed together, so that a million of them take 0.3 s.
+
+    Args:
+        lengths: The number of tokens of each example, 1 to `seq_length`, `[N]`.
+        seq_length: The number of tokens of a row.
+    """
+    sizes = _checked(lengths, seq_length)
+    places = np.empty(len(sizes), np.int64)
+    rows = done = 0
+    open_rows: dict[int, list[int]] = {}  # the rows with so much room, which is not 0
+    rooms: list[int] = []  # the keys of `open_rows`, in ascending order
+    found, counts = np.unique(sizes, return_counts=True)
+    for length, count in zip(found[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        left = count
+        while left:
+            at = bisect_left(rooms, length)
+            room = rooms[at] if at < len(rooms) else seq_length
+            # A row that takes one of these examples has the least room for the next, too.
+            each = min(room // length, left)
+            if at < len(rooms):
+                candidates = open_rows[room]
+                taken = min(len(candidates), left // each)
+                used: Sequence[int] = candidates[-taken:]
+                del candidates[-taken:]
+                if not candidates:
+                    del open_rows[room], rooms[at]
+            else:
+                taken = left // each
+                used = range(rows, rows + taken)
+                rows += taken
+            placed = taken * each
+            places[done : done + placed] = np.repeat(used, each)
+            done, left = done + placed, left - placed
+            if rest := room - each * length:
+                if rest not in open_rows:
+                    insort(rooms, rest)
+                open_rows.setdefault(rest, []).extend(used)
+    return Packing(sizes, seq_length, places, rows)
+
+
+def one_each(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
+    """Give each example a row of its own. The arguments are those of `pack`."""
+    sizes = _checked(lengths, seq_length)
+    return Packing(sizes, seq_length, np.arange(len(sizes)), len(sizes))
+
+
+def _checked(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
+    sizes = np.asarray(lengths, np.int64)
+    assert len(sizes) and sizes.min() > 0 and sizes.max() <= seq_length, "examples fit a row"
+    return sizes
