@@ -164,9 +164,14 @@ def load_line(line: bytes) -> Any:
     return record
 
 
+def json_kind(value: Any) -> str:
+    """Return what kind of JSON a value is, for messages."""
+    return _JSON_KINDS[type(value)]
+
+
 def _value(record: Any, key: str) -> Value:
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, found {_JSON_KINDS[type(record)]}")
+        raise ValueError(f"expected a JSON object, found {json_kind(record)}")
     if key not in record:
         raise ValueError(f"no key {key!r}")
     value = record[key]
@@ -175,7 +180,7 @@ def _value(record: Any, key: str) -> Value:
     # A list of strings is a document whose sentences are split already.
     if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
         return value
-    raise ValueError(f"{key!r} is {_JSON_KINDS[type(value)]}, expected a string")
+    raise ValueError(f"{key!r} is {json_kind(value)}, expected a string")
 
 
 def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str]:

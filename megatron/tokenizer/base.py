@@ -113,6 +113,20 @@ class Tokenizer(ABC):
         """Return the ids of many parts of a text, without special tokens around each."""
         return self.tokenize_batch(texts)
 
+    def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
+        """Return the ids of `tokenize_spelled`, and the characters that each stands for.
+
+        Returns:
+            The ids, and the first character and the one after the last of each, `[tokens, 2]`.
+
+        Raises:
+            ConfigError: This kind of tokenizer does not tell where its tokens lie.
+        """
+        raise ConfigError(
+            f"--tokenizer-type {self.kind} does not tell where in a text its tokens lie, which "
+            "conversations need: use HuggingFaceTokenizer"
+        )
+
     def text_growth(self) -> int:
         """Return a bound on the ratio of a text's length to the total length of its ids' entries.
 

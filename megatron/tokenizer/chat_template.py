@@ -1,37 +1,102 @@
-"""Chat templates, which turn a conversation into the text form that a chat model was trained on."""
+"""Chat templates, which turn a conversation into the text form that a chat model was trained on.
+
+Templates come with models, so they are not trusted: Jinja's sandbox keeps them from files and from
+Python's insides, products are limited before they are computed, and so is the rendered text. A loop
+without output can only be stopped from outside: the server and the conversion of conversations
+render in processes whose time and memory are limited (`limit_process`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, pass_context
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, pass_context
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megatron.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from megatron.tokenizer.base import Tokenizer
+
 _MAX_TEMPLATE = 1 << 20  # bytes
+_MAX_TEXT = 1 << 26  # characters that a template may write, or multiply a string to
+_MAX_BITS = 1 << 12  # of a product of integers
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+Span = tuple[int, int]  # the first character, and the one after the last
+
+# The date that templates get in training, so that ids do not depend on the day. The templates of
+# Llama 3 fall back to it too.
+TRAINING_DATE = datetime(2024, 7, 26)
 
 
 class _GenerationTag(Extension):
     """The tag `{% generation %}...{% endgeneration %}`, which marks text to train on.
 
-    During generation its content is plain text.
+    Attributes:
+        is_used: Whether the template has such a tag.
+        length: The number of characters that the current rendering has written.
+        spans: The text marked by the current rendering.
     """
 
     tags = {"generation"}
 
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def __init__(self, environment: Environment) -> None:
+        """Begin without marks."""
+        super().__init__(environment)
+        self.is_used = False
+        self.length = 0
+        self.spans: list[Span] = []
+
+    def parse(self, parser: Parser) -> Node:
+        self.is_used = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        text: str = caller()
+        self.spans.append((self.length, self.length + len(text)))
+        return text
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox for data that may not be changed, with limited products.
+
+    Products grow so fast that limits on memory and time would notice too late.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left * right` or `left ** right`.
+
+        Raises:
+            SecurityError: The result would be too large.
+        """
+        bits = [abs(n).bit_length() if isinstance(n, int) else 0 for n in (left, right)]
+        for value, factor in ((left, right), (right, left)):
+            is_repeated = isinstance(value, str | list | tuple) and isinstance(factor, int)
+            if is_repeated and len(value) * factor > _MAX_TEXT:
+                raise SecurityError(f"a value of more than {_MAX_TEXT:,} items")
+        if operator == "**" and isinstance(right, int):
+            bits = [bits[0] * min(abs(right), _MAX_BITS)]
+        if sum(bits) > _MAX_BITS:
+            raise SecurityError("a product with too many digits")
+        return super().call_binop(context, operator, left, right)
 
 
 @pass_context
@@ -43,12 +108,15 @@ def _as_it_is(_: Context, value: Any) -> Any:
 class ChatTemplate:
     """A chat template of a Hugging Face tokenizer, rendered by Jinja in a sandbox."""
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special: Mapping[str, str], date: datetime | None = None
+    ) -> None:
         """Compile the template.
 
         Args:
             source: Text of the template.
             special: Texts of special tokens such as bos_token and eos_token, by name.
+            date: The time that `strftime_now` tells. `None` stands for the time of each call.
 
         Raises:
             ConfigError: The text is not a valid template.
@@ -57,7 +125,10 @@ class ChatTemplate:
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(
+        def strftime_now(form: str) -> str:
+            return (date or datetime.now()).strftime(form)
+
+        environment = _Sandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
@@ -66,11 +137,12 @@ class ChatTemplate:
             finalize=_as_it_is,
         )
         # Jinja's own filter escapes for HTML.
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
-        )
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = strftime_now
+        tag = environment.extensions[_GenerationTag.identifier]
+        assert isinstance(tag, _GenerationTag)
+        self._tag = tag
         self._special = dict(special)
         try:
             self._template = environment.from_string(source)
@@ -85,25 +157,188 @@ class ChatTemplate:
                 "--chat-template"
             ) from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a conversation, up to the beginning of the model's answer.
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks the text to train on with `{% generation %}`."""
+        return self._tag.is_used
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a conversation.
 
         Args:
             messages: Messages, each with a role, content and optionally a name.
+            inputs: Further variables of the template, such as `tools` and `documents`.
+            add_generation_prompt: Whether the text ends with the beginning of the model's answer.
 
         Raises:
             DataError: The template refuses these messages.
         """
+        return self.render_marked(messages, inputs, add_generation_prompt=add_generation_prompt)[0]
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and what of it `{% generation %}` marks.
+
+        Args:
+            messages: Messages, each with a role, content and optionally a name.
+            inputs: Further variables of the template, such as `tools` and `documents`.
+            add_generation_prompt: Whether the text ends with the beginning of the model's answer.
+
+        Raises:
+            DataError: The template refuses these messages.
+        """
+        variables = {"tools": None, "documents": None, **self._special, **(inputs or {})}
+        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        tag, pieces = self._tag, []
+        tag.length, tag.spans = 0, []
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special,
-            )
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                tag.length += len(piece)
+                if tag.length > _MAX_TEXT:
+                    raise TemplateError(f"it writes more than {_MAX_TEXT:,} characters")
         except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise DataError(f"the model's chat template refuses the messages: {error}") from None
+        return "".join(pieces), tag.spans
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+class Chat(NamedTuple):
+    """A conversation to train on.
+
+    Attributes:
+        messages: The messages, as the template reads them.
+        inputs: Further variables of the template, such as `tools`.
+        prompt: The number of messages that are a prompt: everything after them is trained. `None`
+            if the assistant's turns are trained.
+        untrained: The assistant's turns that are not trained, counted from 0 among themselves.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    inputs: Mapping[str, Any] = {}
+    prompt: int | None = None
+    untrained: frozenset[int] = frozenset()
+
+
+def trained_text(
+    template: ChatTemplate, chat: Chat, *, last_only: bool = False
+) -> tuple[str, list[Span]]:
+    """Return the text of a conversation, and what of it is trained.
+
+    Trained are the assistant's turns, each with what ends it. If the template marks text with
+    `{% generation %}`, this is that text. Otherwise a turn is what the template adds to the
+    messages before it, written as a request for an answer; it must only add.
+
+    Args:
+        template: The template.
+        chat: The conversation.
+        last_only: Whether only the assistant's last turn is trained.
+
+    Raises:
+        DataError: The template refuses the messages, or does not show what to train.
+    """
+    messages, inputs = chat.messages, chat.inputs
+    if chat.prompt is not None:
+        text = template.render(messages, inputs, add_generation_prompt=False)
+        start = template.render(messages[: chat.prompt], inputs)
+        if not text.startswith(start):
+            raise _misfit("the prompt", text, start)
+        return text, [(len(start), len(text))]
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen = [
+        turn
+        for turn in range(len(turns))
+        if turn not in chat.untrained and not (last_only and turn + 1 < len(turns))
+    ]
+    text, marks = template.render_marked(messages, inputs)
+    if template.has_marks:
+        if len(chosen) == len(turns):
+            return text, marks
+        if len(marks) != len(turns):
+            raise DataError(
+                f"the chat template marks {len(marks)} texts with {{% generation %}} for "
+                f"{len(turns)} turns of the assistant, so single turns cannot be chosen: mark each "
+                "turn once"
+            )
+        return text, [marks[turn] for turn in chosen]
+    spans = []
+    for at in (turns[turn] for turn in chosen):
+        start = template.render(messages[:at], inputs)
+        through = text
+        if at + 1 < len(messages):
+            through = template.render(messages[: at + 1], inputs, add_generation_prompt=False)
+        for before, after in ((start, through), (through, text)):
+            if not after.startswith(before):
+                raise _misfit(f"the conversation up to message {at + 1}", after, before)
+        spans.append((len(start), len(through)))
+    return text, spans
+
+
+def _misfit(what: str, text: str, start: str) -> DataError:
+    """Return the error for a text that does not begin as the text of its first messages does."""
+    at = len(commonprefix([text, start]))
+    return DataError(
+        f"the chat template writes {what} in another way when more follows "
+        f"({start[at : at + 30]!r} becomes {text[at : at + 30]!r}), so it does not show what to "
+        "train: put {% generation %} and {% endgeneration %} around the assistant's text in the "
+        "template, and give it with --chat-template"
+    )
+
+
+def encode(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span]
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Return the ids of a conversation's text, and which tokens are trained.
+
+    The text is tokenized as a whole, as when the model answers. A token is trained if one of its
+    characters is.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text, with its special tokens.
+        spans: The trained text, in order.
+
+    Raises:
+        DataError: The tokenizer refuses the text.
+        ConfigError: The tokenizer does not tell where its tokens lie.
+    """
+    import numpy as np
+
+    ids, bounds = tokenizer.tokenize_spans(text)
+    trained = np.zeros(len(ids), np.bool_)
+    starts, ends = bounds[:, 0].copy(), bounds[:, 1]
+    # Some tokenizers leave out the space that belongs to a token.
+    starts[1:] = np.minimum(starts[1:], ends[:-1])
+    for first, end in spans:
+        if first < end:
+            trained[np.searchsorted(ends, first, "right") : np.searchsorted(starts, end)] = True
+    return np.array(ids, np.int32), trained
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:

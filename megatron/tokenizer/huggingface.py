@@ -92,6 +92,13 @@ class HuggingFaceTokenizer(Tokenizer):
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
+        """Return the ids of `tokenize_spelled`, and the characters that each stands for."""
+        import numpy as np
+
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
+
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of parts of a text, without the file's post-processing."""
         import numpy as np

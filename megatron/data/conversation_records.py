@@ -1,0 +1,358 @@
+"""Records of conversations as other programs write them, checked and brought into one form.
+
+A record is told by its keys:
+
+    messages                        OpenAI and TRL: a list of {"role", "content"}
+    conversations                   ShareGPT: a list of {"from", "value"}
+    prompt, completion              two strings, or two lists of messages
+    prompt, chosen, rejected        preferences; without a prompt it is what both begin with
+    text                            a text, all of which is trained
+
+Every function raises a ValueError that says what is wrong and how to fix it; the caller adds the
+file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from megatron.data.text_input import json_kind, load_line
+from megatron.tokenizer.chat_template import Chat
+
+Record = dict[str, Any]
+Message = dict[str, Any]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+}
+# A later message may only follow these.
+_FOLLOWS = {"user": {"system", "assistant"}, "assistant": {"user", "tool"}}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_FORMATS = (
+    ("preference", {"chosen", "rejected"}),
+    ("completion", {"prompt", "completion"}),
+    ("messages", {"messages"}),
+    ("sharegpt", {"conversations"}),
+    ("text", {"text"}),
+)
+_KNOWN = (
+    '{"messages": [...]}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, '
+    '{"conversations": [...]} or {"text"}'
+)
+
+
+class Plain(NamedTuple):
+    """A text without a chat template, which the end-of-text token follows.
+
+    Attributes:
+        prompt: The text before the trained one.
+        completion: The trained text.
+    """
+
+    prompt: str
+    completion: str
+
+
+Example = Chat | Plain
+
+
+def parse_record(line: bytes) -> Record:
+    """Return the JSON object in a line.
+
+    Raises:
+        ValueError: It is not a JSON object, or a key occurs twice in an object.
+    """
+    record = load_line(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {json_kind(record)}: write one record")
+    json.loads(line.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    return record
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Record:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in an object: remove one")
+    return found
+
+
+def format_of(record: Record) -> str:
+    """Return the format of a record: preference, completion, messages, sharegpt or text.
+
+    Raises:
+        ValueError: The keys are those of no format.
+    """
+    keys = {key for key, value in record.items() if value is not None}
+    for name, needed in _FORMATS:
+        if needed <= keys:
+            return name
+    found = ", ".join(map(repr, sorted(keys)))
+    raise ValueError(f"no known format (keys: {found or 'none'}): write {_KNOWN}")
+
+
+def read_examples(record: Record, *, preferences: bool) -> list[Example]:
+    """Return a record's example, or two examples of a preference: the chosen, then the rejected.
+
+    Args:
+        record: The record.
+        preferences: Whether preferences are wanted, or examples to imitate.
+
+    Raises:
+        ValueError: The record is malformed.
+    """
+    name = format_of(record)
+    if (name == "preference") != preferences:
+        wanted = '"chosen" and "rejected"' if preferences else "an answer to imitate"
+        raise ValueError(f"a {name} record, but this run needs {wanted}: give other data")
+    if name == "text":
+        return [Plain("", _text(record, "text"))]
+    if name == "sharegpt":
+        return [_chat(_from_sharegpt(record), record)]
+    if name == "messages":
+        return [_chat(_messages(record, "messages"), record)]
+    answers = ("chosen", "rejected") if preferences else ("completion",)
+    if preferences and record.get("prompt") is None:
+        record = _with_prompt(record)
+    kinds = {isinstance(record[key], str) for key in ("prompt", *answers)}
+    if len(kinds) > 1:
+        names = ", ".join(map(repr, ("prompt", *answers)))
+        raise ValueError(f"{names}: some are strings, some are lists of messages: write one kind")
+    if kinds == {True}:
+        prompt = record["prompt"]
+        return [Plain(prompt, _text(record, key)) for key in answers]
+    prompt_messages = _messages(record, "prompt")
+    return [_completed(prompt_messages, _messages(record, key), record, key) for key in answers]
+
+
+def _text(record: Record, key: str) -> str:
+    value = record[key]
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is {json_kind(value)}, expected a string: write a string")
+    if not value or value.isspace():
+        raise ValueError(f"{key!r} is empty: write a text, or remove the line")
+    return value
+
+
+def _with_prompt(record: Record) -> Record:
+    """Return a preference with the prompt that its two answers have in common."""
+    chosen, rejected = record["chosen"], record["rejected"]
+    if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
+        raise ValueError("'chosen' and 'rejected' are of two kinds: write two strings or two lists")
+    pairs = zip(chosen, rejected, strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if common == len(chosen) == len(rejected):
+        raise ValueError("'chosen' and 'rejected' are the same: remove the line")
+    if isinstance(chosen, str) and chosen[:common].endswith(" "):
+        common -= 1  # tokens begin with the space before their word
+    parts = {"prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+    return {**record, **parts}
+
+
+def _completed(prompt: list[Message], answer: list[Message], record: Record, key: str) -> Chat:
+    if not answer or answer[0]["role"] != "assistant":
+        raise ValueError(f"{key!r} does not begin with the assistant: move the other turns")
+    chat = _chat([*prompt, *answer], record)
+    if chat.untrained:
+        raise ValueError(f"'weight' and 'train' in {key!r}: use them in 'messages' only")
+    return chat._replace(prompt=len(prompt))
+
+
+def _chat(messages: list[Message], record: Record) -> Chat:
+    """Return the conversation in the messages, once their order is checked."""
+    _check_order(messages)
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if not turns:
+        raise ValueError("no turn of the assistant: add an answer, or remove the line")
+    untrained = frozenset(turn for turn, message in enumerate(turns) if not _is_trained(message))
+    if len(untrained) == len(turns):
+        raise ValueError("every turn of the assistant has weight 0: train one, or remove the line")
+    inputs = record.get("chat_template_kwargs") or {}
+    if not isinstance(inputs, dict):
+        raise ValueError(
+            f"'chat_template_kwargs' is {json_kind(inputs)}, expected an object: write one"
+        )
+    given = {key: _list_of_objects(record, key) for key in ("tools", "documents")}
+    given = {key: value for key, value in given.items() if value is not None}
+    kept = [
+        {key: value for key, value in message.items() if key not in ("weight", "train")}
+        for message in messages
+    ]
+    return Chat(kept, {**inputs, **given}, untrained=untrained)
+
+
+def _is_trained(message: Message) -> bool:
+    weight, train = message.get("weight", 1), message.get("train", True)
+    if weight not in (0, 1) or isinstance(weight, bool):
+        raise ValueError(f"'weight' is {weight!r} in a turn: give 0 or 1")
+    if not isinstance(train, bool):
+        raise ValueError(f"'train' is {train!r} in a turn: give true or false")
+    return weight == 1 and train
+
+
+def _check_order(messages: list[Message]) -> None:
+    before = "system"
+    for number, message in enumerate(messages):
+        role = "system" if message["role"] == "developer" else message["role"]
+        if role == "system":
+            is_right = number == 0
+        elif role == "tool":
+            is_right = before == "tool" or bool(number and messages[number - 1].get("tool_calls"))
+        else:
+            is_right = before in _FOLLOWS[role]
+        if not is_right:
+            after = f"after {messages[number - 1]['role']!r}" if number else "at the beginning"
+            raise ValueError(
+                f"message {number + 1}: roles out of order ({message['role']!r} {after}): begin "
+                "with an optional system turn, then alternate user and assistant; 'tool' follows "
+                "an assistant's tool_calls"
+            )
+        before = role
+
+
+def _messages(record: Record, key: str) -> list[Message]:
+    """Return the messages under a key, each with a role and its content as a string."""
+    value = record[key]
+    if not isinstance(value, list):
+        raise ValueError(f"{key!r} is {json_kind(value)}, expected a list of messages: write one")
+    if not value:
+        raise ValueError(f"{key!r} is an empty list: add messages, or remove the line")
+    return [_message(message, f"{key!r}, message {at + 1}") for at, message in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {json_kind(value)}, expected an object: write role, content")
+    # Files of tables have every key in every message, most of them null.
+    message = {key: entry for key, entry in value.items() if entry is not None}
+    role = message.get("role")
+    if role is None:
+        hint = "; 'from' belongs in 'conversations'" if "from" in message else ""
+        raise ValueError(f"{where} has no 'role': give one of {', '.join(_ROLES)}{hint}")
+    if role not in _ROLES:
+        raise ValueError(f"{where}: unknown role {role!r}: give one of {', '.join(_ROLES)}")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], role, where)
+    if "content" not in message and not message.get("tool_calls"):
+        raise ValueError(f"{where} ({role}) has no 'content': write its text")
+    content = message["content"] = _content(message.get("content", ""), where)
+    if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
+        raise ValueError(f"{where} ({role}) is empty: write its text, or remove the turn")
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    if reasoning is not None:  # templates read it under several names
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _content(value: Any, where: str) -> str:
+    """Return the text of a string, or of a list of parts that are text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: 'content' is {json_kind(value)}, expected a string: write one")
+    texts = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else json_kind(part)
+            raise ValueError(
+                f"{where}: a part of 'content' is {kind!r}: only text can be trained on, written "
+                'as {"type": "text", "text": "..."}'
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(value: Any, role: str, where: str) -> list[Any]:
+    """Return calls of tools, with their arguments as objects, as templates expect them."""
+    if role != "assistant":
+        raise ValueError(f"{where}: 'tool_calls' of role {role!r}: only the assistant calls tools")
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+        raise ValueError(f"{where}: 'tool_calls' is not a list of objects: write a list")
+    calls = []
+    for call in value:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: a call in 'tool_calls' has no 'name': name the function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _json_in(arguments, f"{where}: 'arguments' of {function['name']!r}")
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return calls
+
+
+def _json_in(text: str, what: str) -> Any:
+    """Return the value in a string of JSON."""
+    try:
+        return load_line(text.encode())
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}: write JSON in the string") from None
+
+
+def _list_of_objects(record: Record, key: str) -> list[Any] | None:
+    value = record.get(key)
+    if isinstance(value, str) and value:
+        value = _json_in(value, repr(key))
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError(f"{key!r} is not a list of objects: write a list")
+    return value
+
+
+def _from_sharegpt(record: Record) -> list[Message]:
+    """Return the messages of a ShareGPT record."""
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError('\'conversations\' is not a list of turns: write {"from", "value"}')
+    if all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return _messages(record, "conversations")
+    messages: list[Any] = []
+    if record.get("system"):
+        messages.append({"role": "system", "content": _text(record, "system")})
+    for number, turn in enumerate(turns):
+        where = f"'conversations', turn {number + 1}"
+        if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+            raise ValueError(f"{where} has no 'from' or no 'value': write both")
+        role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+        if role is None:
+            known = ", ".join(_SHAREGPT_ROLES)
+            raise ValueError(f"{where}: unknown 'from' {turn['from']!r}: give one of {known}")
+        others = {key: turn[key] for key in ("weight", "train") if key in turn}
+        if role == "function_call":
+            call = _json_in(_content(turn["value"], where), where)
+            calls = call if isinstance(call, list) else [call]
+            called = [{"type": "function", "function": each} for each in calls]
+            messages.append({"role": "assistant", "tool_calls": called, **others})
+        else:
+            messages.append({"role": role, "content": turn["value"], **others})
+    return _messages({"conversations": messages}, "conversations")
+
+
+def for_template(chat: Chat, *, knows_developers: bool) -> Chat:
+    """Return the conversation with roles that the template knows.
+
+    Args:
+        chat: The conversation.
+        knows_developers: Whether the template knows the role `developer`, OpenAI's newer name of
+            the system.
+    """
+    if knows_developers or chat.messages[0]["role"] != "developer":
+        return chat
+    first: Mapping[str, Any] = {**chat.messages[0], "role": "system"}
+    rest: Sequence[Mapping[str, Any]] = chat.messages[1:]
+    return chat._replace(messages=[first, *rest])

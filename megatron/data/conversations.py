@@ -1,0 +1,466 @@
+"""Examples of finetuning: files of conversations as token ids, and which of them are trained.
+
+    read_blocks  ->  ConversationEncoder, in several processes  ->  TokenizedExamples, cached
+
+Files are read when a run starts, without a step before it. The ids are kept like an index
+(`data.cache`): complete or not at all, and used again only if the files, the template, the
+tokenizer and the options are the same. The chat template comes with the model and may be hostile,
+so it is rendered in processes with limited time and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data import TokenizerConfig
+from megatron.data.cache import ArraySpec, IndexCache
+from megatron.data.conversation_records import (
+    Example,
+    Plain,
+    for_template,
+    format_of,
+    parse_record,
+    read_examples,
+)
+from megatron.data.preprocess import LESS_MEMORY, choose_workers, map_in_order
+from megatron.data.text_input import BadLine, TextBlock, find_inputs, read_blocks
+from megatron.errors import DataError, shortage_errors, warn
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.chat_template import (
+    TRAINING_DATE,
+    ChatTemplate,
+    encode,
+    special_tokens,
+    trained_text,
+)
+
+TRUNCATIONS = ("error", "drop", "keep-start", "keep-end", "split")
+_VERSION = 1  # of the ids that this module makes; a new one makes caches invalid
+_FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
+_COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
+_RENDER_SECONDS = 10.0  # in which a template must write one record
+_MEMORY = 2 << 30  # bytes that a process may need in addition to the library's
+_BLOCK_BYTES = 1 << 19
+_TOLD = 3  # bad lines of a file that are reported one by one
+
+
+Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them are trained
+
+
+class ConversationOptions(NamedTuple):
+    """The settings that determine the examples of a file.
+
+    Attributes:
+        tokenizer: The tokenizer's flags.
+        template: The text of the chat template, or `None` if there is none.
+        max_length: The number of tokens that an example may have.
+        truncation: What happens to a longer example: `error`, `drop`, `keep-start`, `keep-end`, or
+            `split`, which makes several examples of it.
+        train_on_inputs: Whether every token is trained, not only the assistant's.
+        last_turn_only: Whether only the assistant's last turn of a conversation is trained.
+        preferences: Whether records are preferences, each of which becomes two examples.
+        special: Texts of the special tokens that the template may write, by name. `None` stands for
+            those of the file next to the tokenizer.
+    """
+
+    tokenizer: TokenizerConfig
+    template: str | None
+    max_length: int
+    truncation: str = "error"
+    train_on_inputs: bool = False
+    last_turn_only: bool = False
+    preferences: bool = False
+    special: tuple[tuple[str, str], ...] | None = None
+
+
+class EncodedExamples(NamedTuple):
+    """The examples of a block of lines.
+
+    Attributes:
+        block: The block, without its text.
+        tokens: The ids of all examples, one after the other, `[tokens]`.
+        trained: Whether each is trained, `[tokens]`.
+        lengths: The number of tokens of each example.
+        lines: The number of lines.
+        bad: The lines without an example.
+        counts: What happened to the records, by the names in `_COUNTS`.
+    """
+
+    block: TextBlock
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    lines: int
+    bad: list[BadLine]
+    counts: Counter[str]
+
+
+class _TooSlowError(Exception):
+    """A template that takes too long for one record."""
+
+
+class ConversationEncoder:
+    """A callable that reads, parses, renders and encodes a block of lines.
+
+    If it is sent to another process, it is built again there.
+
+    Args:
+        options: The settings that determine the examples.
+        tokenizer: The tokenizer of `options`. It is built from its flags if it is not given.
+
+    Raises:
+        ConfigError: The template or the tokenizer cannot be used.
+    """
+
+    def __init__(self, options: ConversationOptions, tokenizer: Tokenizer | None = None) -> None:
+        """Build the tokenizer if needed, and compile the template."""
+        self.options = options
+        self.tokenizer = tokenizer or build_tokenizer(options.tokenizer)
+        special = options.special
+        if special is None:
+            special = tuple(sorted(special_tokens(options.tokenizer.tokenizer_model).items()))
+        self.special = special
+        self._template = None
+        if options.template is not None:
+            self._template = ChatTemplate(options.template, dict(special), TRAINING_DATE)
+        ends = self.tokenizer.special_ids("eos") or self.tokenizer.special_ids("eod")
+        self._end = next(iter(ends), None)
+        self._is_limited = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the options, from which another process builds the encoder."""
+        return ConversationEncoder, (self.options,)
+
+    def fingerprint(self) -> str:
+        """Return a text that identifies everything but the files that determines the examples."""
+        options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
+        known = (_VERSION, tuple(options)[1:], self.special, self.tokenizer.fingerprint())
+        return repr(known)
+
+    def __call__(self, block: TextBlock) -> EncodedExamples:
+        """Encode the records of a block of lines, in a process that does nothing else.
+
+        The first call limits the memory of the process.
+        """
+        if not self._is_limited:
+            _limit_process()
+            self._is_limited = True
+        if block.problem:
+            too_long = BadLine(0, 0, f"{block.problem}: remove the line")
+            return _packed(block, [], 1, [too_long], Counter())
+        lines = block.read().removesuffix(b"\n").split(b"\n")
+        found: list[Encoded] = []
+        bad: list[BadLine] = []
+        counts: Counter[str] = Counter()
+        offset = 0
+        for number, line in enumerate(lines):
+            if line and not line.isspace():
+                try:
+                    with _limited_time(_RENDER_SECONDS):
+                        found += self.encode_record(line, counts)
+                except (ValueError, DataError, _TooSlowError) as error:
+                    bad.append(BadLine(number, offset, str(error)))
+                except MemoryError:
+                    reason = "the chat template needs too much memory for this record"
+                    bad.append(BadLine(number, offset, reason))
+            offset += len(line) + 1
+        return _packed(block, found, len(lines), bad, counts)
+
+    def encode_record(self, line: bytes, counts: Counter[str]) -> list[Encoded]:
+        """Return the examples of a record: none if they are dropped, two of a preference.
+
+        Args:
+            line: The record's line.
+            counts: What happened to the records so far, to which this one is added.
+
+        Raises:
+            ValueError: The record is malformed.
+            DataError: The template or the tokenizer refuses it, or it is too long.
+        """
+        record = parse_record(line)
+        examples = read_examples(record, preferences=self.options.preferences)
+        encoded = [self._encode(example) for example in examples]
+        fitted: list[Encoded] = []
+        told: Counter[str] = Counter(records=1)
+        for tokens, trained in encoded:
+            fitted += self._fit(tokens, trained, told)
+        # The first token of an example is no label.
+        useful = [pair for pair in fitted if pair[1][1:].any()]
+        told["untrained"] += len(fitted) - len(useful)
+        if self.options.preferences and len(useful) < 2:
+            useful = []
+        counts += told
+        counts[format_of(record)] += 1
+        return useful
+
+    def _encode(self, example: Example) -> Encoded:
+        """Return the ids of an example, and which of them are trained."""
+        if isinstance(example, Plain):
+            tokens, trained = self._encode_plain(example)
+        else:
+            if self._template is None:
+                raise DataError(
+                    "messages need a chat template, and the tokenizer has none: give one with "
+                    "--chat-template"
+                )
+            assert self.options.template is not None
+            chat = for_template(example, knows_developers="developer" in self.options.template)
+            text, spans = trained_text(self._template, chat, last_only=self.options.last_turn_only)
+            tokens, trained = encode(self.tokenizer, text, spans)
+        if self.options.train_on_inputs:
+            trained = np.ones(len(tokens), np.bool_)
+        if len(tokens) and (tokens.max() >= self.tokenizer.vocab_size or tokens.min() < 0):
+            wrong = tokens[(tokens >= self.tokenizer.vocab_size) | (tokens < 0)][0]
+            raise DataError(
+                f"token id {wrong} is outside the vocabulary (0 to "
+                f"{self.tokenizer.vocab_size - 1}): change the text, or give the tokenizer that it "
+                "is written for"
+            )
+        return tokens, trained
+
+    def _encode_plain(self, plain: Plain) -> Encoded:
+        """Return the ids of a text and the end-of-text token; trained is what follows the prompt.
+
+        The completion begins with the first token that the prompt alone does not have.
+        """
+        tokens = list(self.tokenizer.tokenize(plain.prompt + plain.completion))
+        if self._end is not None and (not tokens or tokens[-1] != self._end):
+            tokens.append(self._end)
+        first = 0
+        if plain.prompt:
+            prompt = self.tokenizer.tokenize(plain.prompt)
+            pairs = enumerate(zip(prompt, tokens, strict=False))
+            shorter = min(len(prompt), len(tokens))
+            first = next((at for at, (one, other) in pairs if one != other), shorter)
+        trained = np.ones(len(tokens), np.bool_)
+        trained[:first] = False
+        return np.array(tokens, np.int32), trained
+
+    def _fit(
+        self, tokens: NDArray[np.int32], trained: NDArray[np.bool_], counts: Counter[str]
+    ) -> list[Encoded]:
+        """Return the parts of an example that have at most `max_length` tokens."""
+        most, way = self.options.max_length, self.options.truncation
+        if len(tokens) <= most:
+            return [(tokens, trained)]
+        if way == "error":
+            raise DataError(
+                f"the example has {len(tokens):,} tokens, more than --seq-length {most}: raise "
+                "--seq-length, or say what to do with --truncation"
+            )
+        if way == "drop":
+            counts["too_long"] += 1
+            return []
+        counts["cut"] += 1
+        if way == "keep-start":
+            return [(tokens[:most], trained[:most])]
+        if way == "keep-end":
+            return [(tokens[-most:], trained[-most:])]
+        # The last token of a part begins the next one, whose first label would be lost otherwise.
+        starts = range(0, len(tokens) - 1, most - 1)
+        return [(tokens[at : at + most], trained[at : at + most]) for at in starts]
+
+
+def _packed(
+    block: TextBlock,
+    found: Sequence[Encoded],
+    lines: int,
+    bad: list[BadLine],
+    counts: Counter[str],
+) -> EncodedExamples:
+    counts["bad"] = len(bad)
+    return EncodedExamples(
+        block._replace(data=None),
+        np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in found)]),
+        np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in found)]),
+        np.array([len(tokens) for tokens, _ in found], np.int64),
+        lines,
+        bad,
+        counts,
+    )
+
+
+@contextmanager
+def _limited_time(seconds: float) -> Iterator[None]:
+    """Interrupt the body after some time, if this process is a limited one."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _limit_process() -> None:
+    """Limit the memory of this process, and let its timer interrupt a template."""
+
+    def stop(*_: object) -> None:
+        raise _TooSlowError(
+            f"the chat template takes longer than {_RENDER_SECONDS:.0f} s for this record: does it "
+            "loop? Give another one with --chat-template"
+        )
+
+    signal.signal(signal.SIGALRM, stop)
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # systems without /proc do not limit address spaces
+        pages = int(statm.read_text(encoding="ascii").split()[0])
+        most = pages * resource.getpagesize() + _MEMORY
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if hard == resource.RLIM_INFINITY or most < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+@dataclass(frozen=True)
+class TokenizedExamples:
+    """The examples of one dataset.
+
+    Attributes:
+        name: The file, folder or glob that they are from.
+        tokens: The ids of all examples, one after the other, int32 `[tokens]`.
+        trained: Whether each token is trained, `[tokens]`. The first of an example is no label.
+        lengths: The number of tokens of each example, int64 `[examples]`.
+        starts: The first token of each example, int64 `[examples]`.
+        counts: What happened to the records.
+    """
+
+    name: str
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: Counter[str]
+
+    def __len__(self) -> int:
+        """Return the number of examples. A preference is two: the chosen, then the rejected."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the ids of an example, and which of them are trained."""
+        start = int(self.starts[index])
+        end = start + int(self.lengths[index])
+        return self.tokens[start:end], self.trained[start:end]
+
+    def summary(self) -> str:
+        """Return a line that says what was read, and what was left out or cut."""
+        counts = self.counts
+        kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in _FORMATS if counts[kind])
+        share = counts["trained"] / max(counts["tokens"], 1)
+        parts = [
+            f"{self.name}: {counts['records']:,} records ({kinds})",
+            f"{len(self):,} examples of {counts['tokens']:,} tokens ({share:.1%} trained)",
+        ]
+        others = {
+            "cut": "cut to --seq-length",
+            "too_long": "longer than --seq-length dropped",
+            "untrained": "without a trained token dropped",
+            "bad": "bad lines left out",
+        }
+        parts += [f"{counts[key]:,} {said}" for key, said in others.items() if counts[key]]
+        return "; ".join(parts)
+
+
+def load_examples(
+    name: str,
+    encoder: ConversationEncoder,
+    cache: IndexCache,
+    *,
+    flag: str = "--data-path",
+    workers: int | None = None,
+    skip_bad_lines: bool = False,
+) -> TokenizedExamples:
+    """Return the examples of a dataset, from the cache or newly tokenized.
+
+    Call it within `cache.builder_first`, so that other processes find what one has built.
+
+    Args:
+        name: A file, folder or glob of JSON lines (also with .gz, .bz2 or .zst).
+        encoder: The encoder of its records.
+        cache: The cache for the ids.
+        flag: The flag that names the dataset, for messages.
+        workers: The number of processes that encode. Default: one per core, fewer for small files.
+        skip_bad_lines: Whether malformed records are left out, instead of an error.
+
+    Raises:
+        DataError: A file is missing or damaged, a record is malformed, or no example is left.
+    """
+    try:
+        files = find_inputs([name])
+        for file in files:
+            if file.lower().endswith((".parquet", ".txt")):
+                raise DataError(f"--input {file}: conversations are read from JSON lines: convert")
+            if not os.path.getsize(file):
+                raise DataError(f"--input {file}: the file is empty: give conversations")
+        build = partial(_build, files, encoder, workers, skip_bad_lines)
+        specs = [
+            ArraySpec("tokens", np.dtype(np.int32), (0,)),
+            ArraySpec("trained", np.dtype(np.bool_), (0,)),
+            ArraySpec("lengths", np.dtype(np.int64), (0,)),
+            ArraySpec("counts", np.dtype(np.int64), (len(_COUNTS),)),
+        ]
+        content = [np.memmap(file, np.uint8, "r") for file in files]
+        description = "\n".join(
+            ("conversations", *map(os.path.abspath, files), str(skip_bad_lines))
+        )
+        tokens, trained, lengths, counted = cache.load_or_build(
+            f"{description}\n{encoder.fingerprint()}",
+            specs,
+            build,
+            inputs=content,
+            source=Path(max(files, key=os.path.getmtime)),
+        )
+    except DataError as error:
+        raise DataError(str(error).replace("--input ", f"{flag} ")) from error
+    counts = Counter(dict(zip(_COUNTS, counted.tolist(), strict=True)))
+    starts = np.cumsum(lengths) - lengths
+    found = TokenizedExamples(name, tokens, trained, lengths, starts, counts)
+    if not len(found):
+        raise DataError(f"{flag} {found.summary()}: no example is left: give other data")
+    return found
+
+
+def _build(
+    files: Sequence[str],
+    encoder: ConversationEncoder,
+    workers: int | None,
+    skip_bad_lines: bool,
+) -> tuple[NDArray[Any], ...]:
+    """Tokenize the files: the ids, whether each is trained, the lengths, the counts."""
+    pieces: list[EncodedExamples] = []
+    counts: Counter[str] = Counter()
+    lines: Counter[str] = Counter()  # those before the block, by file
+    told: Counter[str] = Counter()
+    number = max(1, choose_workers(files) if workers is None else workers)
+    blocks = partial(read_blocks, files, ("messages",), _BLOCK_BYTES)
+    with (
+        shortage_errors(LESS_MEMORY),
+        map_in_order(encoder, blocks, number, LESS_MEMORY) as results,
+    ):
+        for encoded in results:
+            path = encoded.block.path
+            for bad in encoded.bad:
+                what = f"--input {path}:{lines[path] + 1 + bad.line}: {bad.reason}"
+                if not skip_bad_lines:
+                    raise DataError(f"{what} (or leave bad lines out with --skip-bad-lines)")
+                told[path] += 1
+                if told[path] <= _TOLD:
+                    last = "; further ones are only counted" if told[path] == _TOLD else ""
+                    warn(f"{what}; left out{last}")
+            pieces.append(encoded)
+            counts += encoded.counts
+            lines[path] += encoded.lines
+    tokens = np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in pieces)])
+    trained = np.concatenate([np.empty(0, np.bool_), *(piece.trained for piece in pieces)])
+    lengths = np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)])
+    counts["tokens"], counts["trained"] = len(tokens), int(trained.sum())
+    return tokens, trained, lengths, np.array([counts[name] for name in _COUNTS], np.int64)
