@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.reader import Reader
+from megatron.config.adapters import ADAPTER_FIELDS
 from megatron.config.experts import layer_experts
 from megatron.config.fields import from_yaml
 from megatron.config.model import (
@@ -33,8 +34,9 @@ def check_network(
         config: The run's configuration.
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
-        finetunes: Allow different rotary frequencies, to which the weights then adapt, and with
-            --retro-add-retriever a GPT that becomes a Retro.
+        finetunes: Allow different rotary frequencies, to which the weights then adapt, with
+            --retro-add-retriever a GPT that becomes a Retro, and with --lora-rank a network
+            without adapters.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -46,6 +48,7 @@ def check_network(
     may_grow = model.position_embedding_type in WITHOUT_TABLE
     # A GPT becomes a Retro: what it lacks starts anew.
     becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
+    gets_adapters = finetunes and model.lora_rank is not None and saved.get("lora_rank") is None
     differing = {
         name: _difference(f"model.{name}", getattr(model, name), saved[name])
         for name in NETWORK_FIELDS
@@ -54,6 +57,7 @@ def check_network(
         and not (may_grow and name == "max_position_embeddings")
         and not is_irrelevant(model, name)
         and not (becomes_retro and (name == "architecture" or name.startswith("retro_")))
+        and not (gets_adapters and name in ADAPTER_FIELDS)
     }
     speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
     if finetunes and len(speeds) == len(differing):
@@ -87,7 +91,7 @@ def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
             return False
     if name == "moe_ffn_hidden_size":
         return bool((saved or model.ffn_hidden_size) == (here or model.ffn_hidden_size))
-    return bool(saved == here)
+    return bool((tuple(saved) if isinstance(saved, list) else saved) == here)
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:

@@ -1,10 +1,14 @@
-"""Options for finetuning a part of a network's weights."""
+"""Options for finetuning a part of a network's weights: freezing, and adapters (LoRA)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
-from megatron.config.fields import flag
+from megatron.config.fields import Need, flag
+
+_GPT = ("gpt",)
+_ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "--lora-rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +19,41 @@ class AdapterOptions:
         freeze: Patterns of the names of parameters or modules that are not trained, for example
             `embedding` or `layers.*.mlp`. Frozen weights have no gradients, no optimizer states and
             no fp32 copies.
+        lora_rank: Rank of the adapters (LoRA) of linear layers. All other weights are frozen.
+        lora_alpha: Adapters' outputs are multiplied by --lora-alpha / --lora-rank. Default:
+            --lora-rank.
+        lora_dropout: Dropout on the inputs of adapters.
+        lora_target_modules: Patterns of the names of linear layers that get adapters, such as
+            `q_proj`, `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and
+            MLPs.
+        use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).
+        use_dora: Train the length of each row of an adapted weight apart from its direction (DoRA).
     """
 
     freeze: tuple[str, ...] | None = flag(None, only_for=("gpt", "bert", "t5", "retro"))
+    lora_rank: int | None = flag(None, at_least=1, at_most=1 << 16, only_for=_GPT)
+    lora_alpha: float | None = flag(None, above=0, needs=_ADAPTERS, only_for=_GPT)
+    lora_dropout: float = flag(
+        0.0, unit="0 to 1", at_least=0, below=1, needs=_ADAPTERS, only_for=_GPT
+    )
+    lora_target_modules: tuple[str, ...] | None = flag(None, needs=_ADAPTERS, only_for=_GPT)
+    use_rslora: bool = flag(False, names="--use-rslora", needs=_ADAPTERS, only_for=_GPT)
+    use_dora: bool = flag(False, names="--use-dora", needs=_ADAPTERS, only_for=_GPT)
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of an adapter's output."""
+        rank = self.lora_rank or 1
+        alpha = rank if self.lora_alpha is None else self.lora_alpha
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+# Settings of adapters, which a network without adapters lacks.
+ADAPTER_FIELDS = frozenset(
+    entry.name for entry in fields(AdapterOptions) if entry.name not in ("freeze", "lora_dropout")
+)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a network without adapters lacks the parameter of this name."""
+    return ".adapter." in name

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from megatron.config import (
+    rules_adapters,
     rules_curriculum,
     rules_data,
     rules_legacy,
@@ -80,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.positions,
     rules_model.activation_function,
     rules_model.normalization,
+    rules_adapters.adapters,
     rules_model.experts,
     rules_model.expert_groups,
     rules_model.gating,

@@ -293,6 +293,7 @@ _NOT_OF_THE_NETWORK = {
     "moe_token_drop_policy",
     # The weights that are trained.
     "freeze",
+    "lora_dropout",
     # What a trained Retro may be given, or trained with, anew.
     "retro_add_retriever",
     "retro_freeze_gpt",

@@ -8,6 +8,7 @@
     norm, position_bias   normalizations; T5's relative positions
     embedding, head       embeddings before the layers; output and loss after them
     recompute             recomputation of activations in the backward pass
+    adapters              adapters of linear layers, by name
     freezing              the weights that are not trained
     build                 builders of the model that a run's flags describe
     arithmetic            parameters, FLOPs and activations counted from a plan

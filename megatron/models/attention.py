@@ -15,7 +15,7 @@ from megatron.models.norm import Norm, Stream, new_query_norm, normalize_project
 from megatron.models.plan import AttentionPlan, MicroBatch, WeightSplit, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
-from megatron.parallel.layers import Linear
+from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.random import split_region
 
 
@@ -138,7 +138,13 @@ class SelfAttention(nn.Module):
         self.layer_number = layer_number
         self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
-        self.qkv = _projection(plan, plan.qkv, context, bias=plan.bias or plan.qkv_bias)
+        widths = (plan.query, *[plan.kv_heads * plan.head_size] * 2)
+        self.qkv = _projection(
+            plan,
+            Projections(("query", "key", "value"), widths, plan.kv_heads),
+            context,
+            bias=plan.bias or plan.qkv_bias,
+        )
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="attention"
         )
@@ -280,8 +286,10 @@ class CrossAttention(nn.Module):
         """Allocate the projections."""
         super().__init__()
         self.head_size = plan.head_size
-        self.query = _projection(plan, plan.query, context, bias=plan.bias)
-        self.key_value = _projection(plan, 2 * plan.query, context, bias=plan.bias)
+        query = Projections(("query",), (plan.query,), plan.heads)
+        self.query = _projection(plan, query, context, bias=plan.bias)
+        both = Projections(("key", "value"), (plan.query, plan.query), plan.heads)
+        self.key_value = _projection(plan, both, context, bias=plan.bias)
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="cross attention"
         )
@@ -336,10 +344,20 @@ class CrossAttention(nn.Module):
         return self.output.bias_to_add
 
 
-def _projection(plan: AttentionPlan, width: int, context: BuildContext, *, bias: bool) -> Linear:
+def _projection(
+    plan: AttentionPlan, projections: Projections, context: BuildContext, *, bias: bool
+) -> Linear:
     """Build the linear layer that maps hidden states to this rank's heads."""
-    init = plan.init.weight(plan.hidden, width)
-    return Linear(plan.hidden, width, context, split="column", init=init, bias=bias)
+    width = sum(projections.widths)
+    return Linear(
+        plan.hidden,
+        width,
+        context,
+        split="column",
+        init=plan.init.weight(plan.hidden, width),
+        bias=bias,
+        projections=projections,
+    )
 
 
 def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:

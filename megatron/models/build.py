@@ -11,6 +11,7 @@ from torch import nn
 from megatron.config.run import ModelRun
 from megatron.config.stages import ModelPart
 from megatron.device import Device
+from megatron.models.adapters import add_adapters
 from megatron.models.freezing import freeze
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.plans import model_plan
@@ -90,5 +91,7 @@ def build_model(
         config.training, split_inputs=config.parallel.distribute_saved_activations
     )
     model = network(model_plan(config.model, padded_vocab_size, head), context, part, recompute)
+    if config.model.lora_rank is not None:
+        add_adapters(model, config.model, context)
     freeze(model.named_parameters(), config.model)
     return model

@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from megatron.config.adapters import is_of_adapter
 from megatron.config.model import ModelConfig
 from megatron.config.retro import is_of_retrieval
 from megatron.errors import ConfigError
+from megatron.models.adapters import is_target, linear_layers, projections_of, target_names
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
@@ -23,6 +25,8 @@ def matches(name: str, pattern: str) -> bool:
 
 def is_frozen(name: str, config: ModelConfig) -> bool:
     """Return whether the parameter of this global name is not trained."""
+    if config.lora_rank is not None and not is_of_adapter(name):
+        return True
     if config.retro_freeze_gpt and not is_of_retrieval(name):
         return True
     return any(matches(name, pattern) for pattern in config.freeze or ())
@@ -46,7 +50,7 @@ def check_frozen(
     layout: Layout,
     device: torch.device,
 ) -> None:
-    """Check that every pattern names a parameter and that every process has weights to train.
+    """Check that every pattern names something, and that every process has weights to train.
 
     Collective.
 
@@ -57,25 +61,37 @@ def check_frozen(
         device: The device of this process.
 
     Raises:
-        ConfigError: A pattern names no parameter of the whole model, or all weights of a process
-            are frozen.
+        ConfigError: A pattern of --freeze or --lora-target-modules names nothing in the whole
+            model, or all weights of a process are frozen.
     """
     patterns = config.freeze or ()
-    if not patterns and not config.retro_freeze_gpt:
+    if not patterns and not config.retro_freeze_gpt and config.lora_rank is None:
         return
     parameters = {name: p for part in parts for name, p in part.named_parameters()}
     names = list(parameters)
+    linears = {name: linear for part in parts for name, linear in linear_layers(part)}
+    projections = [(name, one) for name, layer in linears.items() for one in projections_of(layer)]
+    targets = config.lora_target_modules or ()
     met = [any(matches(name, pattern) for name in names) for pattern in patterns]
+    met += [any(is_target(*one, pattern) for one in projections) for pattern in targets]
     found = all_reduce(torch.tensor([*met, False], device=device).int(), layout.world).tolist()
     for pattern, count in zip(patterns, found, strict=False):
         if not count:
             near = " or ".join(near_names(pattern, names))
             raise ConfigError(f"--freeze {pattern} matches no parameter: use {near}")
+    for pattern, count in zip(targets, found[len(patterns) :], strict=False):
+        if not count:
+            near = " or ".join(near_names(pattern, target_names(projections)))
+            raise ConfigError(f"--lora-target-modules {pattern} matches no layer: use {near}")
     is_idle = not any(parameter.requires_grad for parameter in parameters.values())
     idle = torch.tensor([is_idle], device=device).int()
     if all_reduce(idle, layout.world).item():
         where = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
-        flag = " ".join(("--freeze", *patterns)) if patterns else "--retro-freeze-gpt"
+        flag = "--retro-freeze-gpt"
+        if targets:
+            flag = " ".join(("--lora-target-modules", *targets))
+        elif patterns:
+            flag = " ".join(("--freeze", *patterns))
         raise ConfigError(f"{flag}: all {where} frozen, and none is left to train: freeze fewer")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.kernels.amax import Handovers
 from megatron.models.plan import MicroBatch, MLPPlan, WeightSplit, Work
 from megatron.parallel.build import BuildContext
-from megatron.parallel.layers import Linear
+from megatron.parallel.layers import Linear, Projections
 
 
 class MLP(nn.Module):
@@ -29,7 +29,7 @@ class MLP(nn.Module):
             init=plan.init.weight(plan.hidden, plan.up),
             bias=plan.bias,
             adds_bias=False,  # the activation adds it
-            parts=2 if plan.gated else 1,
+            projections=Projections(("gate", "up"), (plan.inner,) * 2) if plan.gated else None,
         )
         self.down = Linear(
             plan.inner,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,28 @@ from megatron.parallel.linear import CutColumn, CutRow, Transport, WeightSlot
 from megatron.parallel.parameter import ZEROS, Init
 from megatron.parallel.products import LinearCall
 
+if TYPE_CHECKING:
+    from megatron.parallel.adapter import Adapter
+
 Split = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Several projections of one input that a single weight computes.
+
+    Attributes:
+        names: Their names.
+        widths: The output features of each.
+        groups: The weight's rows are ordered by this many groups, each of which has an equal share
+            of every projection; tensor ranks hold whole groups. `None` stacks the projections,
+            which must be of one width: the weight's global shape is [projections, width, in], and
+            each is split separately.
+    """
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    groups: int | None = None
 
 
 class Linear(nn.Module):
@@ -37,9 +59,10 @@ class Linear(nn.Module):
         init: The initialization of the weight; biases start at zero.
         bias: Whether the layer has a bias.
         adds_bias: Whether the layer adds the bias. Otherwise the caller adds `bias_to_add`.
-        parts: The output consists of this many vectors of equal length (gate and up, for example),
-            each of which is split separately. The weight's global shape is then [parts, out /
-            parts, in].
+        projections: The projections of which the output consists, if there are several.
+
+    Attributes:
+        adapter: What adds trained products to those of a frozen weight (`adapter`), if anything.
     """
 
     def __init__(
@@ -52,14 +75,19 @@ class Linear(nn.Module):
         init: Init,
         bias: bool = True,
         adds_bias: bool = True,
-        parts: int = 1,
+        projections: Projections | None = None,
     ) -> None:
         """Allocate this rank's part and announce it to the context's registry."""
         super().__init__()
         self.adds_bias = adds_bias
+        self.in_features, self.out_features = in_features, out_features
+        self.split, self.projections = split, projections
+        self.adapter: Adapter | None = None
         layout = context.layout
         is_divided = layout.sequence.size > 1
-        out = (out_features,) if parts == 1 else (parts, out_features // parts)
+        out: tuple[int, ...] = (out_features,)
+        if projections is not None and projections.groups is None:
+            out = (len(projections.widths), projections.widths[0])
         out_dim = len(out) - 1
         self.weight = context.new_parameter(
             (*out, in_features),
@@ -101,15 +129,17 @@ class Linear(nn.Module):
         """
         cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
         bias = self.bias if self.adds_bias else None
-        added = bias if self._sums_over is None else None
+        added = bias if self._sums_over is None and self.adapter is None else None
         call = LinearCall(x, self.weight, added, self.training)
         slot, transport = self._gradient.slot, cut or self._transport
-        out = linear.parallel_linear(call, transport, self._queue, slot, self.products)
-        if self._sums_over is None:
-            return out
-        if cut is None:
+        queue = self._queue if self.weight.requires_grad else None
+        out = linear.parallel_linear(call, transport, queue, slot, self.products)
+        if self._sums_over is not None and cut is None:
             out = sum_over_ranks(out, self._sums_over)
-        return out if bias is None else out + bias.flatten()
+        if self.adapter is not None:
+            # It adds in place. An exchange's result is a view, which autograd would not allow.
+            out = self.adapter(x, out if cut is None else out.clone(), self.weight)
+        return out if bias is None or bias is added else out + bias.flatten()
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.models.adapters import start_adapters
 from megatron.models.build import run_context
 from megatron.models.freezing import check_frozen
 from megatron.models.plans import model_plan
@@ -247,6 +248,7 @@ def _initialize(
     seed, named_parameters = config.training.seed, gradient_sharing.named_parameters_of(parts)
     if not gradients.shares_weights:
         initialize(named_parameters, seed)
+        start_adapters(parts)
         return
     specs = {f"model.{name}": spec_of(parameter) for name, parameter in named_parameters}
     for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):

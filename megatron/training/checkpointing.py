@@ -27,12 +27,14 @@ from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
+from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_of_retrieval
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models.adapters import start_adapters
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -340,6 +342,8 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     saved = reader.meta["config"]["model"]
     model = from_dict({"model": saved}, str(reader.path)).model
     network = {f"model.{name}": getattr(model, name) for name in NETWORK_FIELDS if name in saved}
+    if saved.get("lora_rank") is None:  # flags may give it adapters
+        network = {path: v for path, v in network.items() if path[6:] not in ADAPTER_FIELDS}
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions work at any length
     # Take over two flags that are not part of the network's shape but affect its results. The
@@ -396,11 +400,16 @@ def restore_run(run: Run, reader: Reader) -> None:
         if run.config.model.retro_add_retriever and not any(map(is_of_retrieval, reader.names())):
             anew = (*anew, "what reads neighbors")
             state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
+        if run.config.model.lora_rank and not any(map(is_of_adapter, reader.names())):
+            anew = (*anew, "the adapters")
+            state = {name: entry for name, entry in state.items() if not is_of_adapter(name)}
     else:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
     whole = () if run.layout.pipeline.size > 1 else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
+    if "the adapters" in anew:
+        start_adapters(run.parts)
     if weights_only:
         run.optimizer.reload_masters()
     else:

@@ -9,7 +9,7 @@ import torch
 from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending, gather_to
-from megatron.parallel.layers import Linear, VocabularyEmbedding
+from megatron.parallel.layers import Linear, Projections, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, initialize, spec_of
 from megatron.parallel.products import Products
@@ -17,6 +17,10 @@ from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 
 INIT = Init("normal", 0.3)
+
+
+def _stacked(parts):
+    return None if parts == 1 else Projections(("a", "b"), (6, 6))
 
 
 def take_part(full, parameter):
@@ -32,7 +36,9 @@ def gradients(module):
 
 def run_linear(layout, split, parts):
     """Output (whole), input gradient and weight gradients of a layer fed with whole inputs."""
-    module = Linear(8, 12, BuildContext(layout), split=split, init=INIT, parts=parts)
+    module = Linear(
+        8, 12, BuildContext(layout), split=split, init=INIT, projections=_stacked(parts)
+    )
     for parameter in module.parameters():  # biases too: zeros would hide mistakes
         shape = spec_of(parameter).global_shape
         full = torch.sin(torch.arange(float(math.prod(shape)))).view(shape)
@@ -54,7 +60,9 @@ def run_linear(layout, split, parts):
 @pytest.mark.parametrize(("split", "parts"), [("column", 1), ("column", 2), ("row", 1)])
 def test_split_linear_equals_whole(split, parts):
     out, x_grad, grads = run_linear(Layout.single(), split, parts)
-    whole = Linear(8, 12, BuildContext(Layout.single()), split=split, init=INIT, parts=parts)
+    whole = Linear(
+        8, 12, BuildContext(Layout.single()), split=split, init=INIT, projections=_stacked(parts)
+    )
     results = run_distributed(2, run_linear, split, parts, tensor=2)
     # A row-split layer gives each rank the gradient of its own part of the input.
     joined = sum(r[1] for r in results) if split == "row" else results[0][1]
@@ -62,7 +70,9 @@ def test_split_linear_equals_whole(split, parts):
     for rank, (part_out, _, part_grads) in enumerate(results):
         torch.testing.assert_close(part_out, out)
         layout = Layout.at(rank, 2, tensor=2)
-        part = Linear(8, 12, BuildContext(layout), split=split, init=INIT, parts=parts)
+        part = Linear(
+            8, 12, BuildContext(layout), split=split, init=INIT, projections=_stacked(parts)
+        )
         for name, parameter in part.named_parameters():
             torch.testing.assert_close(part_grads[name], take_part(grads[name], parameter))
     assert {n: tuple(p.shape) for n, p in whole.named_parameters()} == {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.parallel.build import BuildContext
-from megatron.parallel.layers import Linear
+from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import Init, spec_of
 from megatron.parallel.sharded import ShardedModel
 from tests.distributed import run_distributed
@@ -23,9 +23,10 @@ class _Network(nn.Module):
         super().__init__()
         context = BuildContext(layout, device)
         options = {"init": Init("normal", 0.1), "bias": False}
+        stacked = Projections(("gate", "up"), (64, 64))
         self.layers = nn.ModuleList(
             nn.Sequential(
-                Linear(64, 128, context, split="column", parts=2, **options),
+                Linear(64, 128, context, split="column", projections=stacked, **options),
                 Linear(128, 64, context, split="row", **options),
             )
             for _ in range(4)

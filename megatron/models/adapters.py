@@ -1,0 +1,110 @@
+"""Adapters of linear layers (LoRA), by the names of the layers and of their projections.
+
+`--lora-target-modules` may use our names (`layers.0.attention.qkv`, and for one of its projections
+`layers.0.attention.qkv.key`), those of Hugging Face (`k_proj`) or Megatron Core's (`linear_qkv`). A
+pattern may name the end of a name, from a dot on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.adapter import WHOLE, Adapter, AdapterPlan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear
+
+ALL = "all-linear"  # PEFT's word for every layer
+# Other names of our layers and projections, beside their last words.
+_OTHER_NAMES = {
+    "attention.qkv": ("linear_qkv",),
+    "attention.qkv.query": ("q_proj",),
+    "attention.qkv.key": ("k_proj",),
+    "attention.qkv.value": ("v_proj",),
+    "attention.output": ("linear_proj", "o_proj"),
+    "mlp.up": ("linear_fc1",),
+    "mlp.up.gate": ("gate_proj",),
+    "mlp.up.up": ("up_proj",),
+    f"mlp.up.{WHOLE}": ("up_proj",),
+    "mlp.down": ("linear_fc2", "down_proj"),
+}
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Yield the linear layers of the model's layers, which can have adapters, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.startswith("layers."):
+            yield name, module
+
+
+def projections_of(linear: Linear) -> tuple[str, ...]:
+    """Return the names of a layer's projections."""
+    return (WHOLE,) if linear.projections is None else linear.projections.names
+
+
+def names_of(layer: str, projection: str) -> list[str]:
+    """Return all names of a projection, those of the layer that holds it included."""
+    within, site = layer.rsplit(".", 2)[0], ".".join(layer.rsplit(".", 2)[1:])
+    others = (*_OTHER_NAMES.get(site, ()), *_OTHER_NAMES.get(f"{site}.{projection}", ()))
+    between = site.partition(".")[0]
+    return [layer, f"{layer}.{projection}", *(f"{within}.{between}.{name}" for name in others)]
+
+
+def target_names(projections: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the names under which layers and projections can be named, the short ones too."""
+    names = [name for one in projections for name in names_of(*one)]
+    return [*names, *{name.rpartition(".")[2] for name in names if "_" in name}]
+
+
+def is_adapted(layer: str, projection: str, patterns: Sequence[str] | None) -> bool:
+    """Return whether a projection of a linear layer has an adapter.
+
+    Args:
+        layer: The global name of the linear layer.
+        projection: The projection.
+        patterns: The value of --lora-target-modules.
+    """
+    return patterns is None or any(is_target(layer, projection, each) for each in patterns)
+
+
+def is_target(layer: str, projection: str, pattern: str) -> bool:
+    """Return whether a pattern names a projection of a linear layer, or what contains it."""
+    names = names_of(layer, projection)
+    forms = (pattern, f"*.{pattern}", f"{pattern}.*")
+    return pattern == ALL or any(
+        fnmatchcase(f"model.{name}", form) or fnmatchcase(name, form)
+        for name in names
+        for form in forms
+    )
+
+
+def plan_of(config: ModelConfig) -> AdapterPlan:
+    """Return the sizes that the flags give all adapters."""
+    assert config.lora_rank is not None
+    return AdapterPlan(config.lora_rank, config.lora_scale, config.lora_dropout, config.use_dora)
+
+
+def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -> None:
+    """Give adapters to the linear layers that the flags name.
+
+    Args:
+        model: The model, or a part of it.
+        config: The network's flags.
+        context: The context in which the model was built.
+    """
+    plan, patterns = plan_of(config), config.lora_target_modules
+    for name, linear in list(linear_layers(model)):
+        adapted = [one for one in projections_of(linear) if is_adapted(name, one, patterns)]
+        if adapted:
+            linear.adapter = Adapter(linear, adapted, plan, context, name)
+
+
+def start_adapters(models: Iterable[nn.Module]) -> None:
+    """Start what adapters take from the frozen weights (DoRA). Collective over tensor ranks."""
+    for model in models:
+        for _, linear in linear_layers(model):
+            if linear.adapter is not None and linear.adapter.plan.is_dora:
+                linear.adapter.start(linear.weight)

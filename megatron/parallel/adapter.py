@@ -1,0 +1,244 @@
+"""Low-rank adapters of linear layers whose weights are frozen (LoRA, Hu et al., 2021).
+
+    y = x W^T + scale (dropout(x) A^T) B^T        A [rank, in], B [out, rank]
+
+With DoRA (Liu et al., 2024) every row of W + scale B A is divided by its length and multiplied by a
+trained one. The length is a constant in the backward pass, as in PEFT.
+
+The weight of a layer may hold several projections (queries, keys and values). Each has an A and a B
+of its own, as in PEFT. They are multiplied together: the A's one below the other, the B's as blocks
+of a matrix with as many rows as the weight.
+
+In tensor parallelism a layer split by columns has whole A's, whose low-rank products are gathered
+along the sequence, and B's split as its weight. A layer split by rows has A's split as its weight,
+whose products are summed over the ranks, and whole B's. So ranks exchange vectors of `rank`
+elements, and all products are those of a single process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import all_reduce, copy_to, gather_rows_to
+from megatron.parallel.layers import Linear, Projections, sum_over_ranks
+from megatron.parallel.parameter import ONES, ZEROS, Init
+from megatron.parallel.random import split_region
+
+WHOLE = "weight"  # the name of the only projection of most layers
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """The sizes of an adapter.
+
+    Attributes:
+        rank: The rank.
+        scale: The factor of the adapter's output.
+        dropout: The dropout probability of its input.
+        is_dora: Whether the lengths of the weight's rows are trained apart.
+    """
+
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    is_dora: bool = False
+
+
+class Factors(nn.Module):
+    """The weights of a projection's adapter: a [rank, in], b [out, rank], magnitude [out].
+
+    Args:
+        linear: The layer.
+        out_features: The output features of the whole projection.
+        plan: The sizes.
+        context: The layer's build context.
+    """
+
+    def __init__(
+        self, linear: Linear, out_features: int, plan: AdapterPlan, context: BuildContext
+    ) -> None:
+        """Allocate the weights; B starts at zero, so that the layer starts as it was."""
+        super().__init__()
+        is_divided = context.layout.sequence.size > 1
+        is_row, is_column = linear.split == "row", linear.split == "column"
+        # PEFT's: Kaiming's uniform distribution with a = sqrt(5).
+        self.a = context.new_parameter(
+            (plan.rank, linear.in_features),
+            init=Init("uniform", 1 / math.sqrt(linear.in_features)),
+            split_dim=1 if is_row else None,
+            partial_gradient=not is_row and is_divided,
+        )
+        self.b = context.new_parameter(
+            (out_features, plan.rank),
+            init=ZEROS,
+            split_dim=0 if is_column else None,
+            partial_gradient=not is_column and is_divided,
+        )
+        self.magnitude = None
+        if plan.is_dora:
+            self.magnitude = context.new_parameter(
+                (out_features,),
+                init=ONES,  # `start` replaces it, once the frozen weights are known
+                split_dim=0 if is_column else None,
+                partial_gradient=not is_column and is_divided,
+            )
+
+
+class Adapter(nn.ModuleDict):
+    """The adapter of a linear layer: the factors of each adapted projection, by its name.
+
+    Args:
+        linear: The layer.
+        names: The projections that are adapted; `WHOLE` if the layer has only one.
+        plan: The sizes.
+        context: The layer's build context.
+        site: The layer's name, which distinguishes its dropout from that of other layers.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        names: Sequence[str],
+        plan: AdapterPlan,
+        context: BuildContext,
+        site: str,
+    ) -> None:
+        """Allocate the factors of the projections."""
+        held = linear.projections or Projections((WHOLE,), (linear.out_features,))
+        super().__init__(
+            {
+                name: Factors(linear, width, plan, context)
+                for name, width in zip(held.names, held.widths, strict=True)
+                if name in names
+            }
+        )
+        self.plan, self.site, self.split = plan, site, linear.split
+        self.layout = layout = context.layout
+        # What of the weight's rows is here: groups, and rows of each projection in a group.
+        ranks = layout.tensor.size if linear.split == "column" else 1
+        self.groups = max(1, (held.groups or 1) // ranks)
+        self.rows = {
+            name: width // ranks // self.groups
+            for name, width in zip(held.names, held.widths, strict=True)
+        }
+
+    def forward(self, x: Tensor, out: Tensor, weight: Tensor) -> Tensor:
+        """Add the adapter's output to that of the frozen weight, or with DoRA scale their sum.
+
+        Args:
+            x: The layer's input, as `Linear.forward` takes it.
+            out: The product with the frozen weight, without a bias. It may be changed in place.
+            weight: The frozen weight.
+        """
+        plan, tensor = self.plan, self.layout.tensor
+        a, b = self._joined()
+        if plan.dropout > 0 and self.training:
+            # What a rank has of x is its own, unless it is all of the sequence and its features.
+            axis = tensor if self.split == "row" else self.layout.sequence
+            with split_region(axis, x.device, self.site):
+                x = F.dropout(x, plan.dropout)
+        low = F.linear(x, a) * plan.scale  # [s, b, ranks]
+        if self.split == "row" and tensor.size > 1:
+            low = sum_over_ranks(low, self.layout)
+        elif self.split == "column":
+            gather = gather_rows_to if self.layout.sequence_parallel else copy_to
+            low = gather(low, tensor)
+        out = _AddProduct.apply(out, low, b)
+        if not plan.is_dora:
+            return out
+        with torch.no_grad():
+            lengths = self._lengths(weight, a, b)
+        return out * (self._magnitudes(lengths) / lengths).to(out.dtype)
+
+    @torch.no_grad()
+    def start(self, weight: Tensor) -> None:
+        """Let the trained lengths of rows be those of the frozen weight. Collective."""
+        matrix = weight.flatten(0, -2)
+        squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
+        lengths = self._over_inputs(squares).sqrt_()
+        for name, part in self._by_projection(lengths).items():
+            if name in self:
+                self._factors(name).magnitude.copy_(part.flatten())  # type: ignore[union-attr]
+
+    def _factors(self, name: str) -> Factors:
+        factors = self[name]
+        assert isinstance(factors, Factors)
+        return factors
+
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        """Return all A's [ranks, in], and all B's as blocks of a matrix [out, ranks]."""
+        adapted = [self._factors(name) for name in self]
+        if len(self.rows) == 1:
+            return adapted[0].a, adapted[0].b
+        rank, blocks = self.plan.rank, []
+        for name, rows in self.rows.items():
+            if name not in self:
+                blocks.append(adapted[0].b.new_zeros(self.groups, rows, len(adapted) * rank))
+                continue
+            before = list(self).index(name) * rank
+            after = (len(adapted) - 1) * rank - before
+            by_group = self._factors(name).b.unflatten(0, (self.groups, rows))
+            blocks.append(F.pad(by_group, (before, after)))
+        return torch.cat([one.a for one in adapted]), torch.cat(blocks, dim=1).flatten(0, 1)
+
+    def _by_projection(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return views [groups, rows] of the parts of a vector with an element for each row."""
+        parts = rows.view(self.groups, -1).split(list(self.rows.values()), dim=1)
+        return dict(zip(self.rows, parts, strict=True))
+
+    def _magnitudes(self, lengths: Tensor) -> Tensor:
+        """Return the length of each row, which is its present one if it has no adapter, [out]."""
+        parts = []
+        for name, part in self._by_projection(lengths).items():
+            if name in self:
+                magnitude = self._factors(name).magnitude
+                assert magnitude is not None
+                parts.append(magnitude.float().view(part.shape))
+            else:
+                parts.append(part)
+        return torch.cat(parts, dim=1).flatten()
+
+    def _lengths(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the lengths of the rows of W + scale B A in fp32, [out]. Collective.
+
+        |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b: no other matrix is as large as W.
+        """
+        matrix, scaled = weight.flatten(0, -2), self.plan.scale * b.float()
+        squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
+        crossed = self._over_inputs(F.linear(matrix, a).float())
+        gram = self._over_inputs(F.linear(a.float(), a.float()))
+        squares = self._over_inputs(squares)
+        squares += (scaled * (2 * crossed + scaled @ gram)).sum(1)
+        return squares.clamp_(min=0).sqrt_()
+
+    def _over_inputs(self, x: Tensor) -> Tensor:
+        """Sum over the ranks that hold the other input features."""
+        return all_reduce(x, self.layout.tensor) if self.split == "row" else x
+
+
+class _AddProduct(torch.autograd.Function):
+    """Add low B^T to `out` in place, in the product's own pass over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(low, b)
+        ctx.mark_dirty(out)
+        out.view(-1, out.shape[-1]).addmm_(low.flatten(0, -2), b.t())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        low, b = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        _, needs_low, needs_b = ctx.needs_input_grad
+        low_grad = (rows @ b).view(low.shape) if needs_low else None
+        b_grad = rows.t() @ low.flatten(0, -2) if needs_b else None
+        return grad, low_grad, b_grad

@@ -1,0 +1,137 @@
+"""Training of adapters (LoRA): layouts, resuming, and mistakes."""
+
+import pytest
+import torch
+
+from megatron.config.adapters import is_of_adapter
+from megatron.errors import CheckpointError, ConfigError
+from megatron.parallel.layout import Layout
+from tests.config.command import problems
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy, fingerprint, train_toy
+
+NETWORK = """
+    --num-layers 4 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0
+    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
+    --train-iters 4
+"""
+LORA = NETWORK + "--lora-rank 4 --lora-alpha 8 --lr 3e-2 "
+
+
+def _train(layout, flags):
+    recorder, _ = train_toy(layout, flags.split())
+    return recorder.values("lm loss"), recorder.values("grad-norm")
+
+
+@pytest.fixture(scope="module", params=["", "--use-dora"])
+def whole(request):
+    """Flags of the adapters, and the losses and norms of one process."""
+    return request.param, *_train(Layout.single(), LORA + request.param)
+
+
+def test_only_adapters_are_trained_and_the_model_starts_as_it_was():
+    plain = build_toy(Layout.single(), NETWORK.split())
+    weights = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    recorder, run = train_toy(Layout.single(), LORA.split())
+    begun, _ = train_toy(Layout.single(), NETWORK.split())
+    assert recorder.values("lm loss")[0] == begun.values("lm loss")[0]
+    trained = {name: p for name, p in run.named_parameters() if name not in weights}
+    assert all(map(is_of_adapter, trained))
+    states = {name.rpartition(".")[0] for name in run.optimizer.named_tensors()}
+    assert set(trained) == states
+    assert len(trained) == 4 * 7 * 2
+    assert all(p.equal(weights[n]) for n, p in run.named_parameters() if n in weights)
+    assert all(p.any() for p in trained.values())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
+        "--zero-stage 2",
+        "--zero-stage 3",
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+        "--context-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+    ],
+)
+def test_layouts_equal_one_process(whole, flags):
+    more, losses, norms = whole
+    if more and "--zero-stage 3" in flags:
+        return  # refused: `test_what_adapters_cannot_be_combined_with`
+    sizes = {a: 2 for a in ("tensor", "context", "pipeline") if f"--{a}" in flags}
+    for ours in run_distributed(2, _train, LORA + more + " " + flags, **sizes):
+        assert ours[0] == pytest.approx(losses, rel=1e-5)
+        assert ours[1] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("more", ["--lora-dropout 0.2", "--bf16 --use-dora"])
+def test_resuming_is_exact(tmp_path, more):
+    flags = [*LORA.split(), *more.split(), "--save", str(tmp_path), "--save-interval", "2"]
+    straight = fingerprint(train_toy(Layout.single(), flags)[1])
+    flags += ["--load", str(tmp_path), "--ckpt-step", "2"]
+    assert fingerprint(train_toy(Layout.single(), flags)[1]) == straight
+
+
+def test_adapters_of_a_trained_model(tmp_path):
+    save = ["--save", str(tmp_path), "--save-interval", "4"]
+    _, plain = train_toy(Layout.single(), [*NETWORK.split(), *save])
+    flags = [*LORA.split(), "--use-dora", "--load", str(tmp_path)]
+    run = build_toy(Layout.single(), [*flags, "--finetune"])
+    here = dict(run.named_parameters())
+    assert all(here[name].equal(p) for name, p in plain.named_parameters())
+    up = here["layers.0.mlp.up.weight"][1].detach()
+    magnitude = here["layers.0.mlp.up.adapter.up.magnitude"]
+    torch.testing.assert_close(magnitude, up.norm(dim=1))
+    for masters in run.optimizer.named_tensors():
+        assert is_of_adapter(masters)
+    with pytest.raises(CheckpointError, match="--lora-rank is 4 here and unset"):
+        build_toy(Layout.single(), flags)
+
+
+def test_dropout_is_of_the_adapters_only():
+    losses, _ = _train(Layout.single(), LORA)
+    dropped, _ = _train(Layout.single(), LORA + "--lora-dropout 0.5")
+    assert dropped[0] == losses[0]  # B is zero
+    assert dropped[1:] != losses[1:]
+
+
+def test_layers_without_adapters():
+    flags = LORA + "--lora-target-modules q_proj layers.[12].mlp.up.gate *.layers.3.*.linear_fc2"
+    run = build_toy(Layout.single(), flags.split())
+    made = {n.removesuffix(".a") for n, p in run.named_parameters() if n.endswith(".a")}
+    queries = {f"layers.{i}.attention.qkv.adapter.query" for i in range(4)}
+    gates = {f"layers.{i}.mlp.up.adapter.gate" for i in (1, 2)}
+    assert made == queries | gates | {"layers.3.mlp.down.adapter.weight"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lora-target-modules k_porj", "k_porj matches no layer: use k_proj"),
+        ("--lora-target-modules layers.9.mlp", r"layers.9.mlp matches no layer: use layers.\*.mlp"),
+        ("--freeze *.adapter", "--freeze .*: all weights are frozen"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(flags, told):
+    with pytest.raises(ConfigError, match=told):
+        build_toy(Layout.single(), (LORA + flags).split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
+        ("--use-dora --zero-stage 3", "--use-dora: "),
+        ("--bf16 --fp8-format e4m3", "--lora-rank 4: frozen weights"),
+        ("--num-experts 4", "--lora-rank 4: experts"),
+        ("--ckpt-format legacy --save x", "--lora-rank 4: --ckpt-format legacy"),
+    ],
+)
+def test_what_adapters_cannot_be_combined_with(flags, told):
+    lines = problems("--lora-rank 4", flags, world_size=1)
+    assert any(line.startswith(told) for line in lines), lines
