@@ -67,10 +67,6 @@ _NOT_RECORDED: Exclusions = {
     "parallel.ddp_impl": (("local",), "it averages gradients during the backward pass"),
     "parallel.overlap_grad_reduce": ((False,), "a recorded backward pass cannot send gradients"),
     "parallel.overlap_param_gather": ((False,), "a recorded forward pass cannot wait for weights"),
-    "data.reset_attention_mask": (
-        (False,),
-        "the number of documents differs between micro-batches",
-    ),
 }
 
 # The same for mixtures: rows have the same number in every pass only if all experts are here.

@@ -265,9 +265,9 @@ class _ByValue:
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
-    All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become `[k + 1]`:
-    0, followed by the ends in the concatenated samples. `PLACE` `[7]` become `[p, 7]` for the p
-    samples that have one.
+    All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become 0, the
+    ends in the concatenated samples, then empty segments (`_segment_count`). `PLACE` `[7]`
+    become `[p, 7]` for the p samples that have one.
     """
     batch = {}
     for name in {name: None for sample in samples for name in sample}:
@@ -276,10 +276,22 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
         if name == SEGMENT_ENDS:
             starts = np.cumsum([0, *(int(ends[-1]) for ends in parts)])
             shifted = [ends + start for ends, start in zip(parts, starts, strict=False)]
-            batch[name] = torch.from_numpy(np.concatenate([[0], *shifted]))
+            ends = np.concatenate([[0], *shifted])
+            more = _segment_count(len(ends) - 1) + 1 - len(ends)
+            batch[name] = torch.from_numpy(np.pad(ends, (0, more), mode="edge"))
         else:
             batch[name] = torch.from_numpy(np.stack(parts))
     return batch
+
+
+def _segment_count(segments: int) -> int:
+    """Return the number of segments to which a micro-batch is filled up with empty ones.
+
+    It is a power of two, at least 16, so that micro-batches have few shapes: a CUDA graph is
+    recorded for each. Runs without recordings do the same, because the flash kernel's dropout
+    depends on the number of segments.
+    """
+    return 2 ** (max(segments, 16) - 1).bit_length()
 
 
 def _leave_signals_to_parent(worker: int) -> None:

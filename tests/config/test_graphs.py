@@ -44,7 +44,6 @@ _EXCLUDED = (
     "--DDP-impl torch",
     "--overlap-grad-reduce",
     "--overlap-param-gather",
-    "--reset-attention-mask",
 )
 
 
@@ -77,6 +76,7 @@ def test_what_cannot_be_recorded(words: str) -> None:
         "--tensor-model-parallel-size 2 --attention-dropout 0",
         "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0 "
         "--hidden-dropout 0",
+        "--reset-attention-mask --reset-position-ids",
     ],
 )
 def test_what_can(words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,3 +58,15 @@ def test_equals_the_loop(positions: bool, loss: bool) -> None:
         assert batch.loss_mask[i].tolist() == (want_loss if loss else [1.0] * 32)
         assert batch.position_ids[i].tolist() == (want_positions if positions else [*range(32)])
         assert mask[i, 0].tolist() == want_attention
+
+
+@pytest.mark.parametrize(("documents", "segments"), [(2, 16), (8, 16), (9, 32), (16, 32), (17, 64)])
+def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) -> None:
+    """To a power of two, so that micro-batches have few shapes; the empty ones mask nothing."""
+    ends = np.append(np.arange(1, documents), 32)
+    (found,) = collate([{SEGMENT_ENDS: ends}, {SEGMENT_ENDS: ends}]).values()
+    listed = [0, *ends, *(32 + ends)]
+    assert found.tolist() == listed + [64] * (segments + 1 - len(listed))
+    tokens = torch.zeros(2, 32)
+    plain = Segments.of(torch.tensor(listed), tokens)
+    assert torch.equal(Segments.of(found, tokens).mask, plain.mask)

@@ -15,6 +15,7 @@ from megatron.training.recorded_passes import RecordedPasses
 from megatron.training.run import Run
 from megatron.training.step import Updates
 from tests.gpu.processes import run_processes
+from tests.parity.documents import DOCUMENTS
 from tests.training.toy import Recorder, build_toy, fingerprint, train_toy
 
 DEVICE = Device.pick()
@@ -65,6 +66,10 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         "--bf16 --train-samples 40 --rampup-batch-size 2 2 16",
         "--bf16 --cross-entropy-fusion-impl linear --eod-mask-loss",
         "--bf16 --eod-mask-loss --calculate-per-token-loss",
+        f"--bf16 {DOCUMENTS}",
+        f"--bf16 {DOCUMENTS} --eod-mask-loss --position-embedding-type rope",
+        f"{DOCUMENTS} --attention-dropout 0",  # by a mask, because fp32 has no flash kernel
+        f"{MIXTURE} {DOCUMENTS}",
         MIXTURE,
         MIXTURE + "--fp8-format hybrid --moe-shared-expert-intermediate-size 64",
         MIXTURE + "--moe-expert-capacity-factor 1.0 --eod-mask-loss --calculate-per-token-loss",
@@ -90,6 +95,14 @@ def test_recorded_fp8_takes_the_amaxes_that_kernels_hand_over(
     monkeypatch.setattr(Handover, "take", measure_instead)
     assert _results(flags, "gpt") == handed_over
     assert any(amax is not None for amax in taken)
+
+
+def test_micro_batches_with_different_numbers_of_documents_share_recordings() -> None:
+    """Three to five in each of two sequences: 16 segments, of which the last are empty."""
+    recorder, run = _train(["--bf16", *DOCUMENTS.split(), *GRAPHS], "gpt")
+    assert isinstance(run.forward, RecordedPasses)
+    assert len(run.forward._recordings) == 2
+    assert all(loss > 0 for loss in recorder.values("lm loss"))
 
 
 def test_passes_are_recorded_once_for_each_way_to_write_gradients() -> None:

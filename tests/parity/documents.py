@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ class OneByOne(GPTRecipe):
         """Return the mean loss of all tokens."""
         text, ends = batch["text"], batch[SEGMENT_ENDS].tolist()
         length, losses = text.shape[1] - 1, []
-        for start, end in zip(ends, ends[1:], strict=False):
+        for start, end in pairwise(dict.fromkeys(ends)):  # without empty documents
             row, first = divmod(start, length)
             words: dict[str, Any] = {"eod": tokenizer.eod}
             words["eod_mask_loss"] = config.data.eod_mask_loss
