@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Serve a trained GPT with Megatron-LM's REST API, OpenAI's API, and a web page.
+r"""Serve a trained GPT or Retro with Megatron-LM's REST API, OpenAI's API, and a web page.
 
 python tools/run_text_generation_server.py --load runs/demo/checkpoints
 torchrun --nproc-per-node 8 tools/run_text_generation_server.py --load CHECKPOINTS \

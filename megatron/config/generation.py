@@ -48,11 +48,14 @@ class ServerConfig:
         max_batch_size: Maximum number of sequences computed at once. Others wait.
         max_queued_requests: Maximum number of running and waiting sequences. Further requests get
             status 429.
-        cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used.
+        cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used. A
+            Retro has none.
         max_body_bytes: Maximum size of a request body. Larger requests are refused.
         request_timeout: Time limit for a single answer.
         log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
             the request has no_log.
+        bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
+            the one that --retro-workdir was made with.
     """
 
     host: str = "127.0.0.1"
@@ -72,6 +75,7 @@ class ServerConfig:
     max_body_bytes: int = flag(1 << 20, unit="bytes", at_least=1)
     request_timeout: float = flag(600.0, unit="seconds", above=0)
     log_requests: bool = False
+    bert_embedder_load: str | None = None
 
 
 def server_problems(server: ServerConfig) -> list[str]:
@@ -109,8 +113,8 @@ class SamplesConfig:
         top_k: Sample from the k most likely tokens. 0 disables the limit.
         top_p: Sample from the most likely tokens that together have this probability. 0 disables
             the limit.
-        recompute: Accepted for compatibility; no effect. The KV cache is always used and gives the
-            same results.
+        recompute: Accepted for compatibility; no effect. A GPT always uses its KV cache, which
+            gives the same results, and a Retro has none.
         max_batch_size: Maximum number of texts computed at once.
         bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was made with.
@@ -174,4 +178,4 @@ def find_sample_notices(samples: SamplesConfig) -> list[str]:
     """Return one line for each flag that is accepted but changes nothing, with the reason."""
     if not samples.recompute:
         return []
-    return ["--recompute changes nothing: keys and values are always kept, with the same results"]
+    return ["--recompute changes nothing: a GPT always uses its KV cache, with the same results"]

@@ -10,6 +10,6 @@ samples, score    generate many texts into files; compute how likely given texts
 sharing           divides prompts among copies of the model, and collects their texts in order
 text              turns tokens that arrive one by one into text that can be shown
 fill              fills in hidden words with a BERT or T5
-retrieval         continues a prompt with a Retro, and shows the passages that it read
+retrieval         an executor without a cache, for a Retro, which reads passages as it writes
 server            serves text generation over HTTP
 """

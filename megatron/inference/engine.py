@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.command import PanelRow
 from megatron.inference.answers import Answer, BeamAnswer, PlainAnswer
-from megatron.inference.executor import Executor, WantedLogits
+from megatron.inference.executor import StepExecutor, WantedLogits
 from megatron.inference.request import (
     EngineLimits,
     Event,
@@ -62,7 +62,7 @@ class BatchEngine:
         choices: Names and descriptions of the implementations in use, for the start-up panel.
     """
 
-    executor: Executor
+    executor: StepExecutor
     settings: SchedulerSettings
     limits: EngineLimits
     seed: int
@@ -183,7 +183,7 @@ class BatchEngine:
         """Wait for a step, pass its results to the answers, and return the events to report."""
         chosen = iter(flight.wait())
         self._scheduler.done(flight.plan)
-        events: list[Event] = []
+        events: list[Event] = [*self.executor.retrieved(flight.plan)]
         for row, count in zip(flight.plan, flight.counts, strict=True):
             results = [next(chosen) for _ in range(count)]
             if row.sequence.is_over:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.device import Device, Reading
 from megatron.inference.cache import CacheMemory, StepCache
+from megatron.inference.request import Retrieved
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import UNKNOWN, Integers, Row, Sequence, StepPlan
 from megatron.kernels.paged_attention import PART, Chunks, Singles
@@ -46,6 +47,26 @@ class WantedLogits(NamedTuple):
     row: int
     place: int
     choice: Choice
+
+
+class StepExecutor(Protocol):
+    """What an engine needs of an executor.
+
+    Attributes:
+        device: Device of the model.
+        copy: Ranks of the model's copy that this process is part of, stage by stage.
+    """
+
+    device: Device
+    copy: Axis
+
+    def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> Callable[[], list[Chosen]]:
+        """Queue the work of a plan, and return a function that waits for its results."""
+        ...
+
+    def retrieved(self, plan: StepPlan) -> list[Retrieved]:
+        """Return the passages that a plan reads for the first time."""
+        ...
 
 
 @dataclass
@@ -120,6 +141,10 @@ class Executor:
         self._places = {plan[wanted[i].row].sequence: place for place, i in enumerate(nexts)}
         reading = Reading(result.flatten())
         return lambda: unpack(reading.wait(), choices)
+
+    def retrieved(self, plan: StepPlan) -> list[Retrieved]:
+        """Return the passages that a plan reads: a GPT reads none."""
+        return []
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Return this stage's hidden states [s, 1, h], or logits [1, k, v/t] on the last stage."""

@@ -103,7 +103,8 @@ def load_gpt(
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            matrix products are computed as in training.
+            matrix products are computed as in training, as a Retro's always are, because its texts
+            share no batch.
         kinds: Architectures that the caller accepts, of gpt and retro.
 
     Raises:
@@ -131,8 +132,10 @@ def load_gpt(
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
     plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    context = (serving_context if row_by_row else run_context)(config, layout, device)
-    network = RetroModel if config.model.architecture == "retro" else GPTModel
+    is_retro = config.model.architecture == "retro"
+    by_rows = row_by_row and not is_retro
+    context = (serving_context if by_rows else run_context)(config, layout, device)
+    network = RetroModel if is_retro else GPTModel
     model = build_model(network, config, context, rows, part)
     # In a pipeline no rank holds every parameter.
     whole = () if layout.pipeline.size > 1 else ("model.",)

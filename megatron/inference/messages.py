@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from megatron.errors import UserError
-from megatron.inference.request import Event, Finished, Prompt, Request, Stats, Token
+from megatron.inference.request import Event, Finished, Prompt, Request, Retrieved, Stats, Token
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -56,11 +56,12 @@ class Report:
     """The events of a step, and the engine's statistics after it.
 
     Events are grouped by kind, because lists of a single kind are parsed three times as fast as a
-    list of a union. The events of each request keep their order: at most one `Prompt` comes before
-    its tokens, and one `Finished` after them.
+    list of a union. The events of each request keep their order: passages and at most one `Prompt`
+    come before its tokens, and one `Finished` after them.
     """
 
     stats: Stats
+    retrieved: tuple[Retrieved, ...]
     prompts: tuple[Prompt, ...]
     tokens: tuple[Token, ...]
     finished: tuple[Finished, ...]
@@ -72,12 +73,13 @@ class Report:
         def of_kind(kind: type[Record]) -> tuple[Record, ...]:
             return tuple(event for event in events if isinstance(event, kind))
 
-        return cls(stats, of_kind(Prompt), of_kind(Token), of_kind(Finished))
+        kinds = of_kind(Retrieved), of_kind(Prompt), of_kind(Token), of_kind(Finished)
+        return cls(stats, *kinds)
 
     @property
     def events(self) -> tuple[Event, ...]:
         """All events. Each request's events are in order."""
-        return (*self.prompts, *self.tokens, *self.finished)
+        return (*self.retrieved, *self.prompts, *self.tokens, *self.finished)
 
 
 class MessageError(UserError):

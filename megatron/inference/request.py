@@ -133,6 +133,37 @@ class Request:
 
 
 @dataclass(frozen=True)
+class NeighborPassage:
+    """A passage that a Retro has read.
+
+    Attributes:
+        chunk: Index of the chunk of the text that it was found for, from 0.
+        corpus: Index of its corpus in the working folder.
+        document: Index of its document in the corpus.
+        text: Text of the chunk that was found and of those after it.
+    """
+
+    chunk: int
+    corpus: int
+    document: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """The passages for chunks of a text, reported before the first token that follows them.
+
+    Attributes:
+        request: Id of the request.
+        passages: Passages for each chunk in turn, the nearest first. For a beam search, those of
+            every beam.
+    """
+
+    request: str
+    passages: tuple[NeighborPassage, ...]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The prompt's log probabilities, reported once, before the first token, if requested.
 
@@ -202,7 +233,7 @@ class Finished:
     beams: tuple[Beam, ...] = ()
 
 
-Event = Prompt | Token | Finished
+Event = Retrieved | Prompt | Token | Finished
 
 
 @dataclass(frozen=True)

@@ -1,66 +1,216 @@
-"""`megatron generate` for a Retro: a text, and the passages that the model read while it wrote."""
+"""An engine for a Retro: its executor, and how an engine for either kind of model is built.
+
+A Retro has no KV cache. Each step computes every text in the batch from its first token, which is
+correct but slow: the time of a token grows with the length of the text and the size of the batch.
+The rest of the engine is that of a GPT, with a "cache" of one empty block for each text.
+
+Shapes: l chunks of m tokens, each with k neighbors of r tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+
 import numpy as np
+import torch
+from torch import Tensor
 
-from megatron.command import format_panel
-from megatron.config import ParsedRun
-from megatron.config.generation import SamplesConfig
-from megatron.errors import EXIT_OK, ConfigError, say_on_stderr
-from megatron.inference.load import load_gpt, model_rows
-from megatron.inference.request import Sampling
-from megatron.inference.text import Detokenizer
-from megatron.processes.launch import Launch
-from megatron.processes.process import processes, show_notices
-from megatron.retro.generation import open_retriever, write
+from megatron.config.run import RunConfig
+from megatron.device import Device
+from megatron.errors import ConfigError
+from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.engine import BatchEngine
+from megatron.inference.executor import WantedLogits
+from megatron.inference.load import Loaded
+from megatron.inference.request import EngineLimits, NeighborPassage, Retrieved
+from megatron.inference.sampling import Chosen, choose, unpack
+from megatron.inference.scheduler import Row, SchedulerSettings, StepPlan
+from megatron.models.retro import RetroModel
+from megatron.parallel.layout import Axis
+from megatron.retro.dataset import Ids
+from megatron.retro.neighbors import NOBODY
+from megatron.retro.retriever import Retriever, open_retriever
 
-_SHOWN = 300  # characters of a passage
+KINDS = ("gpt", "retro")  # architectures that `build_any_engine` accepts
+_KEPT = 4096  # chunks whose neighbors are remembered, for the steps that read them again
 
 
-def run_retro(program: str, parsed: ParsedRun, launch: Launch) -> int:
-    """Continue --prompt, print the text and then the passages, and return the exit code.
+@dataclass
+class RetroExecutor:
+    """An executor of steps for a Retro in a single process.
+
+    Attributes:
+        model: The Retro, in evaluation mode.
+        retriever: What finds the neighbors of a chunk.
+        device: Device of the model.
+        copy: This process.
+        chunk_length: Length of a chunk, m.
+        num_neighbors: Number of neighbors of a chunk, k.
+        filler: Token after the end of a text, whose last chunk is filled up.
+        vocab_size: Number of vocabulary entries that can be chosen.
+    """
+
+    model: RetroModel
+    retriever: Retriever
+    device: Device
+    copy: Axis
+    chunk_length: int
+    num_neighbors: int
+    filler: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        """Start with no chunks remembered."""
+        self._nobody = self.retriever.tokens(np.full((1, self.num_neighbors), NOBODY))
+        # Chunks are looked up one by one, so that what is found depends on nothing else in a step.
+        self._read = lru_cache(_KEPT)(self._look_up)
+
+    @torch.no_grad()
+    def begin(self, plan: StepPlan, wanted: Sequence[WantedLogits]) -> Callable[[], list[Chosen]]:
+        """Compute a plan.
+
+        Args:
+            plan: The step to compute, in which every token is known.
+            wanted: The tokens whose logits are needed, row by row.
+
+        Returns:
+            A function that waits for the device, and returns what was chosen for each of `wanted`.
+        """
+        if not wanted:
+            return list
+        logits = [
+            self._logits(plan[index], [each.place for each in group])
+            for index, group in groupby(wanted, key=lambda each: each.row)
+        ]
+        choices = [each.choice for each in wanted]
+        result = choose(torch.cat(logits), choices)
+        return lambda: unpack(result.flatten().tolist(), choices)
+
+    def retrieved(self, plan: StepPlan) -> list[Retrieved]:
+        """Return the passages of the chunks that a plan completes."""
+        m, found = self.chunk_length, []
+        for row in plan:
+            first = row.start // m
+            chunks = self._chunks(row)[first:]
+            passages = tuple(
+                replace(passage, chunk=index)
+                for index, chunk in enumerate(chunks, first)
+                for passage in self._read(chunk)[1]
+            )
+            if passages:
+                found.append(Retrieved(row.sequence.request, passages))
+        return found
+
+    def _logits(self, row: Row, places: Sequence[int]) -> Tensor:
+        """Return the logits [u, v] of u tokens of a row."""
+        text = row.sequence.tokens[: row.start + row.size]
+        # The model reads whole chunks. Earlier tokens see neither the filling nor what is retrieved
+        # for the chunk that it fills.
+        neighbors = [self._read(chunk)[0] for chunk in self._chunks(row)]
+        short = -len(text) % self.chunk_length
+        if short:
+            neighbors.append(self._nobody)
+        tokens = np.array([[*text, *[self.filler] * short]], dtype=np.int64)
+        send = self.device.send
+        logits = self.model(send(tokens), send(np.concatenate(neighbors)[None]))
+        rows: Tensor = logits[0, [row.start + place for place in places], : self.vocab_size]
+        return rows
+
+    def _chunks(self, row: Row) -> list[tuple[int, ...]]:
+        """Return the complete chunks of a text, up to the end of a row."""
+        m, text = self.chunk_length, row.sequence.tokens
+        return [tuple(text[i * m : (i + 1) * m]) for i in range((row.start + row.size) // m)]
+
+    def _look_up(self, chunk: tuple[int, ...]) -> tuple[Ids, list[NeighborPassage]]:
+        """Return the tokens [1, k, r] of a chunk's neighbors, and their passages."""
+        neighbors = self.retriever.find(np.array([chunk]))
+        return self.retriever.tokens(neighbors), self.retriever.passages(neighbors)
+
+
+def check_retrieval(config: RunConfig, embedder: str | None, cache_tokens: int | None) -> None:
+    """Check the flags on which a GPT and a Retro differ, before the model is loaded.
+
+    Args:
+        config: The run.
+        embedder: The value of --bert-embedder-load.
+        cache_tokens: The value of --cache-tokens.
 
     Raises:
-        UserError: A flag, the checkpoint or the working folder must be changed.
+        ConfigError: A flag does not fit the kind of model.
     """
-    config = parsed.config
-    samples: SamplesConfig
-    (samples,) = parsed.extra
-    show_notices(parsed.notices, launch, say_on_stderr)
-    if samples.prompt is None or samples.num_samples > 1:
-        raise ConfigError("a Retro continues a single prompt: give --prompt TEXT alone")
-    if launch.world_size > 1:
-        raise ConfigError(
-            f"{launch.world_size} processes: a Retro generates text on a single one: launch one"
-        )
-    with processes(config, launch) as (device, layout):
-        folder = config.checkpoint.load
-        assert folder is not None, "a rule requires it"
-        loaded = load_gpt(folder, device, layout, config=config, row_by_row=False, kinds=("retro",))
-        retriever = open_retriever(config, loaded.tokenizer, device, samples.bert_embedder_load)
-        about = ("passages", f"{config.data.retro_workdir}, for each complete chunk")
-        say_on_stderr(format_panel(program, [*model_rows(loaded, device), about]))
-        sampling = Sampling(
-            max_new_tokens=samples.out_seq_length,
-            temperature=0.0 if samples.greedy else samples.temperature,
-            top_k=samples.top_k,
-            top_p=samples.top_p,
-            stop_tokens=(loaded.tokenizer.eod,),
-        )
-        prompt = loaded.tokenizer.tokenize_open(samples.prompt)
-        text = Detokenizer(loaded.tokenizer, prompt)
-        print(samples.prompt, end="", flush=True)
-        neighbors = np.empty((0, config.model.retro_num_neighbors), np.int64)
-        for written in write(loaded, retriever, prompt, sampling, device, config.training.seed):
-            neighbors = written.neighbors
-            if written.token != loaded.tokenizer.eod:
-                print(text.add(written.token), end="", flush=True)
-        print(text.rest())
-        for passage in retriever.passages(neighbors):
-            shown = passage.text[:_SHOWN].replace("\n", " ")
-            print(
-                f"----- chunk {passage.chunk + 1} read document {passage.document} of corpus "
-                f"{passage.corpus}: {shown}"
+    parallel = config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if config.model.architecture == "gpt":
+        if embedder is not None:
+            raise ConfigError(
+                f"--bert-embedder-load {embedder} is for a Retro, and --load holds a GPT: drop it"
             )
-    return EXIT_OK
+    elif ranks > 1:
+        raise ConfigError(
+            f"a Retro generates text on a single process, not on {ranks}: drop "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size"
+        )
+    elif cache_tokens is not None:
+        raise ConfigError(f"--cache-tokens {cache_tokens}: a Retro has no KV cache: drop it")
+
+
+def build_any_engine(
+    loaded: Loaded,
+    device: Device,
+    options: EngineOptions,
+    *,
+    embedder: str | None = None,
+    copy: Axis | None = None,
+) -> BatchEngine:
+    """Return an engine for a GPT or a Retro in memory. Collective over its layout.
+
+    Args:
+        loaded: The model. A GPT was built in a `serving_context`.
+        device: Device that the model is on.
+        options: Options of the engine. A Retro has no cache and no graphs.
+        embedder: For a Retro, the network that embeds chunks (`open_retriever`).
+        copy: Ranks of this copy of the model, as for `build_engine`.
+
+    Raises:
+        CheckpointError: There is no embedding network.
+        ConfigError: A flag must be changed.
+        DataError: The working folder of a Retro is damaged, or another model's.
+    """
+    model, config = loaded.model, loaded.config
+    if not isinstance(model, RetroModel):
+        return build_engine(loaded, device, options, copy=copy)
+    retriever = open_retriever(config, loaded.tokenizer, device, embedder)
+    window, most = config.data.seq_length, options.max_sequences
+    vocab_size = loaded.tokenizer.vocab_size
+    return BatchEngine(
+        RetroExecutor(
+            model.eval(),
+            retriever,
+            device,
+            copy or loaded.layout.world,
+            chunk_length=config.model.chunk_length,
+            num_neighbors=config.model.retro_num_neighbors,
+            filler=loaded.tokenizer.eod,
+            vocab_size=vocab_size,
+        ),
+        # Every text has one block, as long as the window, so that texts share nothing.
+        SchedulerSettings(
+            blocks=most, block_size=window, max_sequences=most, max_tokens=most * window
+        ),
+        EngineLimits(
+            vocab_size=vocab_size,
+            max_length=window,
+            cache_tokens=most * window,
+            max_beams=most,
+        ),
+        seed=options.seed,
+        looks_ahead=False,  # the last chunk's neighbors depend on the token that is being chosen
+        choices=[
+            ("passages", f"{config.data.retro_workdir}, for each complete chunk of a text"),
+            ("cache", "none: each new token takes a pass over the whole text"),
+            ("batch", f"up to {most:,} sequences, one after the other"),
+        ],
+    )

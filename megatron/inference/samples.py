@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -23,19 +23,21 @@ from megatron.config.parser import Program
 from megatron.data.json_lines import Setting, json_object, keep_settings
 from megatron.durable import storage_errors
 from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
-from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
+from megatron.inference.build import EngineOptions, ranks_of_copy
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
     EngineLimits,
     Event,
     Finished,
+    NeighborPassage,
     Request,
     RequestError,
+    Retrieved,
     Sampling,
     Token,
 )
-from megatron.inference.retrieval import run_retro
+from megatron.inference.retrieval import KINDS, build_any_engine, check_retrieval
 from megatron.inference.sharing import GeneratedText, SharedPrompts
 from megatron.inference.text import Detokenizer
 from megatron.inference.worker import serve
@@ -44,6 +46,7 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
 
+_SHOWN = 300  # characters of a passage that are printed
 _BEGINNING = b'{"prompt": '  # the start of every line, with the first field of GeneratedText
 
 DrawSettings = dict[str, Setting]
@@ -62,36 +65,28 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
 def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     own = Program(name=program, extra=(SamplesConfig,), check_extra=sample_problems)
-    parsed = parse_generation(
-        arguments, launch.world_size, own, has_copies=True, kinds=("gpt", "retro")
-    )
-    if parsed.config.model.architecture == "retro":
-        return run_retro(program, parsed, launch)
+    parsed = parse_generation(arguments, launch.world_size, own, has_copies=True, kinds=KINDS)
     return _generate(program, parsed, launch)
 
 
 def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     samples: SamplesConfig
     (samples,) = parsed.extra
-    if samples.bert_embedder_load is not None:
-        raise ConfigError(
-            f"--bert-embedder-load {samples.bert_embedder_load} is for a Retro, and --load holds a "
-            "GPT: drop it"
-        )
+    config, embedder = parsed.config, samples.bert_embedder_load
+    check_retrieval(config, embedder, cache_tokens=None)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
     prompts = _prompts_of(samples) if launch.rank == 0 else []  # before the model, for mistakes
     source = samples.sample_input_file
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
-    config = parsed.config
-    seed = config.training.seed
+    seed, workdir = config.training.seed, config.data.retro_workdir
     options = EngineOptions(max_sequences=samples.max_batch_size, seed=seed)
     with processes(config, launch) as (device, layout), ExitStack() as stack:
         folder = config.checkpoint.load
         assert folder is not None
-        loaded = load_gpt(folder, device, layout, config=config)
+        loaded = load_gpt(folder, device, layout, config=config, kinds=KINDS)
         copy = ranks_of_copy(layout)
-        engine = build_engine(loaded, device, options, copy=copy)
+        engine = build_any_engine(loaded, device, options, embedder=embedder, copy=copy)
         if copy.rank:
             serve(engine, None)
             return EXIT_OK
@@ -108,6 +103,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             shared = SharedPrompts(store, _prompts_of(samples))
         else:
             settings = settings_of(sampling, seed)
+            settings |= {"--retro-workdir": str(Path(workdir).resolve())} if workdir else {}
             answers = ", ".join(f"{name} {value}" for name, value in settings.items())
             rows = [("answers", answers), *engine_rows(loaded, engine, device)]
             say_on_stderr(format_panel(program, rows))
@@ -175,12 +171,13 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
 
 @dataclass(frozen=True)
 class _UnfinishedText:
-    """A prompt in progress, and the tokens of its text so far."""
+    """A prompt in progress, and the tokens and passages of its text so far."""
 
     index: int
     prompt: str | None
     prompt_tokens: tuple[int, ...]
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    passages: list[NeighborPassage] = field(default_factory=list)
 
 
 @dataclass
@@ -224,11 +221,13 @@ class SampleInbox:
         return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """Collect tokens, and write the texts that are complete."""
+        """Collect tokens and passages, and write the texts that are complete."""
         for event in events:
             unfinished = self._under_way[event.request]
             if isinstance(event, Token):
                 unfinished.tokens.append(event.token)
+            elif isinstance(event, Retrieved):
+                unfinished.passages.extend(event.passages)
             elif isinstance(event, Finished):
                 del self._under_way[event.request]
                 self._end(unfinished, event)
@@ -251,7 +250,7 @@ class SampleInbox:
             )
         new = min(self.sampling.max_new_tokens, room)
         request = Request(str(index), tokens, replace(self.sampling, max_new_tokens=new))
-        self._under_way[request.id] = _UnfinishedText(index, prompt, tokens, [])
+        self._under_way[request.id] = _UnfinishedText(index, prompt, tokens)
         return request
 
     def _end(self, unfinished: _UnfinishedText, event: Finished) -> None:
@@ -264,7 +263,9 @@ class SampleInbox:
             tokens.pop()
         detokenizer = Detokenizer(self.tokenizer, unfinished.prompt_tokens)
         text = "".join([*map(detokenizer.add, tokens), detokenizer.rest()])
-        self._put(index, GeneratedText(prompt, text, len(tokens), ended))
+        passages = [*map(asdict, unfinished.passages)] or None
+        sample = GeneratedText(prompt, text, len(tokens), ended, passages=passages)
+        self._put(index, sample)
 
     def _fail(self, index: int, prompt: str | None, why: str) -> None:
         self._put(index, GeneratedText(prompt, "", 0, finished=False, error=why))
@@ -277,7 +278,10 @@ class SampleInbox:
 
 
 def printer(total: int) -> Callable[[GeneratedText], None]:
-    """Return a function that prints texts, with headings if there are several in total."""
+    """Return a function that prints texts, with headings if there are several in total.
+
+    After the text of a Retro, it prints the passages that the model has read.
+    """
     numbers = count(1)
 
     def write(sample: GeneratedText) -> None:
@@ -285,6 +289,12 @@ def printer(total: int) -> Callable[[GeneratedText], None]:
             print(f"----- sample {next(numbers)}")
         text = f'"error": {sample.error}' if sample.error else sample.text
         print((sample.prompt or "") + text, flush=True)
+        for passage in sample.passages or ():
+            shown = passage["text"][:_SHOWN].replace("\n", " ")
+            print(
+                f"----- chunk {passage['chunk'] + 1} read document {passage['document']} of corpus "
+                f"{passage['corpus']}: {shown}"
+            )
 
     return write
 
@@ -355,6 +365,8 @@ class SampleFile:
         fields = asdict(sample)
         if not sample.error:
             del fields["error"]
+        if sample.passages is None:
+            del fields["passages"]
         with storage_errors(self.path):
             self._file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
             self._file.flush()

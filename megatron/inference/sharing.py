@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ class GeneratedText:
         length: Number of tokens in the text.
         finished: Whether the model ended the text with its end-of-document token.
         error: Why there is no text, or "" if there is one.
+        passages: Fields of each `NeighborPassage` that a Retro read, or `None` for a GPT.
     """
 
     prompt: str | None
@@ -39,6 +41,7 @@ class GeneratedText:
     length: int
     finished: bool
     error: str = ""
+    passages: list[dict[str, Any]] | None = None
 
 
 class SharedPrompts:

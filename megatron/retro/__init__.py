@@ -9,7 +9,7 @@ similar chunks of a database. The working folder has the files of Megatron-LM 23
     index           faiss's index of the vectors, block by block
     neighbors       the chunks of a GPT's samples, and their neighbors
     dataset         samples of training, with the tokens of neighbors
-    generation      text generation: neighbors of each chunk that is complete
+    retriever       neighbors and passages for the chunks of any text
     workdir         args.json, what a folder was made from, and refusals
     estimate        disk and time, before the start
     command         the stages in order, for tools/retro/main.py

@@ -73,6 +73,7 @@ class EmbedderOptions:
         dtype: The number format, a key of `DTYPES`; `None` takes that of the checkpoint.
         masking: The masking as in Megatron-LM; `None` embeds texts as they are.
         allow_foreign: Whether files owned by other users are read.
+        flag: The flag that names a BERT's folder, for error messages.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class EmbedderOptions:
     dtype: str | None = None
     masking: Masking | None = None
     allow_foreign: bool = False
+    flag: str = "--load"
 
 
 class DecodedChunks(Sequence[str]):
@@ -381,8 +383,8 @@ def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
     """
     if options.kind == "huggingface":
         return HuggingFaceEmbedder(device, options)
-    reader = open_existing(options.load, allow_foreign=options.allow_foreign)
-    config = saved_config(reader, options.load, "bert")
+    reader = open_existing(options.load, flag=options.flag, allow_foreign=options.allow_foreign)
+    config = saved_config(reader, options.load, "bert", flag=options.flag)
     if options.dtype is not None:
         fp16, bf16 = options.dtype == "fp16", options.dtype == "bf16"
         config = replace(config, precision=replace(config.precision, fp16=fp16, bf16=bf16))

@@ -25,6 +25,7 @@ from megatron.inference.server.service import (
     TextAnswer,
     TextPiece,
     TextRequest,
+    passages_of,
     spell_prompt,
 )
 from megatron.inference.server.settings import MAX_PROMPTS
@@ -209,6 +210,8 @@ class MegatronApi:
     async def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return {text, segments, logprobs}, or for a beam search {text, segments, scores}.
 
+        A Retro's answer also has the passages that it has read, a list for each prompt.
+
         Args:
             body: The JSON object that the client sent.
 
@@ -247,6 +250,8 @@ class MegatronApi:
             spelled = await asyncio.to_thread(spell_prompt, service.tokenizer, ids)
             texts.append(service.tokenizer.detokenize(ids))
             segments.append([token.text for token in spelled])
+        if service.settings.retrieves:
+            scores["passages"] = [passages_of(answer.passages) for answer in answers.each]
         return {"text": texts, "segments": segments, **scores}
 
     def _check_length(self, prompts: Sequence[Sequence[int]], request: MegatronRequest) -> None:

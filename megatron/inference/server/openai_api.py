@@ -22,6 +22,7 @@ from megatron.inference.server.service import (
     TextAnswer,
     TextPiece,
     TextRequest,
+    passages_of,
 )
 from megatron.inference.server.settings import MAX_PROMPTS
 
@@ -270,6 +271,9 @@ class OpenAiApi:
             {"index": index, **form.choice(piece, scored, False), "finish_reason": answer.reason}
             for index, (piece, answer) in enumerate(zip(pieces, answers.each, strict=True))
         ]
+        if self.service.settings.retrieves:
+            for choice, answer in zip(choices, answers.each, strict=True):
+                choice["passages"] = passages_of(answer.passages)
         head = self._head(form.prefix, form.whole)
         return {**head, "choices": choices, "usage": _usage(answers.each, request.n)}
 
@@ -289,6 +293,8 @@ class OpenAiApi:
             logprobs = request.tops is not None and piece is not None
             part = form.choice(piece or TextPiece("", ()), logprobs, True)
             choice = {"index": index, **part, "finish_reason": end}
+            if piece is not None and piece.passages:
+                choice["passages"] = passages_of(piece.passages)
             yield {**head, "choices": [choice], **tail}
         if counts:
             yield {**head, "choices": [], "usage": _usage(answers.each, request.n)}

@@ -21,10 +21,11 @@ from megatron.config.generation import ServerConfig, server_problems
 from megatron.config.parser import Program
 from megatron.environment import module_command
 from megatron.errors import EXIT_OK, ConfigError, UserError
-from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.build import EngineOptions
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
+from megatron.inference.retrieval import KINDS, build_any_engine, check_retrieval
 from megatron.inference.server.address import take_address, url_of
 from megatron.inference.server.settings import CHUNK, LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
@@ -45,10 +46,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _serve(arguments: Sequence[str], launch: Launch) -> int:
     program = Program(name=PROGRAM, extra=(ServerConfig,), check_extra=server_problems)
-    parsed = parse_generation(arguments, launch.world_size, program)
+    parsed = parse_generation(arguments, launch.world_size, program, kinds=KINDS)
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)
     # Find mistakes before loading the model, which may take minutes.
+    embedder = server.bert_embedder_load
+    check_retrieval(parsed.config, embedder, server.cache_tokens)
     token = find_token(server)
     tokenizer_model = parsed.config.tokenizer.tokenizer_model
     template = find_template(server.chat_template, tokenizer_model)
@@ -68,8 +71,8 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     ):
         folder = parsed.config.checkpoint.load
         assert folder is not None
-        loaded = load_gpt(folder, device, layout, config=parsed.config)
-        engine = build_engine(loaded, device, options)
+        loaded = load_gpt(folder, device, layout, config=parsed.config, kinds=KINDS)
+        engine = build_any_engine(loaded, device, options, embedder=embedder)
         if connection is None:
             # Rank 0 handles the signals and ends the other ranks. If one of those ended first, the
             # rest would wait for it forever.
@@ -89,6 +92,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             chat_template=template,
             token=token,
             created=int(time.time()),
+            retrieves=parsed.config.model.architecture == "retro",
         )
         say(_panel(settings, url, engine_rows(loaded, engine, device)))
         with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megatron.inference.messages import Add, Cancel, Command, Report, Unpacker, pack
@@ -14,8 +14,10 @@ from megatron.inference.request import (
     LARGEST_SEED,
     Event,
     Finished,
+    NeighborPassage,
     Prompt,
     Request,
+    Retrieved,
     Sampling,
     Stats,
     Token,
@@ -157,10 +159,17 @@ class Spelled:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that can be shown now, with the tokens that begin before its end."""
+    """Text that can be shown now, with the tokens that begin before its end.
+
+    Attributes:
+        text: The text.
+        tokens: The tokens.
+        passages: Passages that a Retro has read since the last piece.
+    """
 
     text: str
     tokens: tuple[Spelled, ...]
+    passages: tuple[NeighborPassage, ...] = ()
 
 
 class Speller:
@@ -222,6 +231,7 @@ class TextAnswer:
     Attributes:
         request: The sequence.
         prompt: Log probabilities of the prompt, once they have arrived.
+        passages: Passages that a Retro has read so far.
         new_tokens: Number of new tokens so far, including silent ones.
         finished: The engine's last event, or `None` if a stop string ended the answer before that
             event.
@@ -243,6 +253,7 @@ class TextAnswer:
         self._waiting: list[Spelled] = []  # tokens whose text is held back
         self._stopped = False  # by a stop string
         self.prompt: Prompt | None = None
+        self.passages: list[NeighborPassage] = []
         self.new_tokens = 0
         self.finished: Finished | None = None
 
@@ -270,7 +281,7 @@ class TextAnswer:
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
         """
-        text = ""
+        text, known = "", len(self.passages)
         for event in events:
             text += self._take(event)
             if self._stopped:
@@ -281,12 +292,16 @@ class TextAnswer:
         upto = self._shown + (self.finished is not None)
         count = sum(token.offset < upto for token in self._waiting)
         tokens, self._waiting = self._waiting[:count], self._waiting[count:]
-        return TextPiece(text, tuple(tokens))
+        return TextPiece(text, tuple(tokens), tuple(self.passages[known:]))
 
     def _take(self, event: Event) -> str:
         """Return the text that an event allows to be shown."""
         if isinstance(event, Prompt):
             self.prompt = event
+            return ""
+        if isinstance(event, Retrieved):
+            # Beams that begin alike read the same passages.
+            self.passages += [each for each in event.passages if each not in self.passages]
             return ""
         if isinstance(event, Token):
             self.new_tokens += 1
@@ -307,6 +322,11 @@ class TextAnswer:
         shown = self._stops.add(text)
         self._stopped = shown.stop is not None
         return shown.text
+
+
+def passages_of(passages: Sequence[NeighborPassage]) -> list[dict[str, str | int]]:
+    """Return passages as JSON objects for a client."""
+    return [asdict(passage) for passage in passages]
 
 
 class Answers:
@@ -366,10 +386,10 @@ class Answers:
                 if index in unechoed:
                     unechoed.remove(index)
                     yield index, await asyncio.to_thread(answer.echo)
-                if piece.text or piece.tokens:
-                    if is_first:
-                        is_first = False
-                        self._observe_first(time.perf_counter() - self._started)
+                if is_first and (piece.text or piece.tokens):
+                    is_first = False
+                    self._observe_first(time.perf_counter() - self._started)
+                if piece.text or piece.tokens or piece.passages:
                     yield index, piece
                 if answer.ended:
                     del self._unfinished[name]

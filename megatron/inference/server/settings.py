@@ -55,6 +55,7 @@ class FrontSettings:
         chat_template: Text of the chat template, or `None` if the model has none.
         token: Token that clients must send. `None` admits only clients on this machine.
         created: Start time of the server in seconds since 1970.
+        retrieves: Whether the model is a Retro, whose answers come with the passages it has read.
     """
 
     model: str
@@ -66,6 +67,7 @@ class FrontSettings:
     chat_template: str | None = None
     token: str | None = field(default=None, repr=False)
     created: int = 0
+    retrieves: bool = False
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
         """Return the `top_k` and `top_p` to use for a request.

@@ -13,9 +13,11 @@ from megatron.inference.request import (
     EngineLimits,
     Event,
     Finished,
+    NeighborPassage,
     Prompt,
     Request,
     RequestError,
+    Retrieved,
     Stats,
     Token,
 )
@@ -52,6 +54,7 @@ class FakeEngine:
         self.places = places
         self.seconds = seconds
         self.fails: tuple[int, ...] | None = None
+        self.passages: tuple[NeighborPassage, ...] = ()  # read before the first two tokens
         self.seen: list[Request] = []
         self._all: dict[str, _Running] = {}
         self._new_tokens = 0
@@ -100,6 +103,9 @@ class FakeEngine:
             events.append(Prompt(request.id, scores))
         if sampling.max_new_tokens == 0:
             return [*events, self._finish(running, "length")]
+        if self.passages and len(made) < 2:  # the rest before the second
+            half = self.passages[len(made) :: 2]
+            events.append(Retrieved(request.id, half))
         token = request.prompt[len(made) % len(request.prompt)]
         made.append(token)
         self._new_tokens += 1

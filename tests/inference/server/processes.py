@@ -44,14 +44,14 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def server_process(
-    words: Sequence[str], folder: Path, **variables: str
+    words: Sequence[str], folder: Path, cwd: Path = ROOT, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and where it answers."""
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
             [*words, "--port", "0"],
-            cwd=ROOT,
+            cwd=cwd,
             env=environment(**variables),
             stdout=output,
             stderr=output,

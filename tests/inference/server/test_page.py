@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.inference.request import NeighborPassage
 from tests.inference.server.chromium import Page, chromium
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
@@ -132,6 +133,36 @@ def test_a_chat_goes_back_and_forth(page: Page, quick: Live) -> None:
     page.ask("document.getElementById('clear').click()")
     assert page.ask("document.querySelectorAll('.turn').length") == 0
     assert not page.problems
+
+
+@pytest.mark.parametrize("mode", ["complete", "chat"])
+def test_the_passages_that_a_retro_has_read_are_below_its_answer(
+    page: Page, tokenizer_folder: Path, mode: str
+) -> None:
+    engine = FakeEngine()
+    texts = ("one <b>bold</b> passage", "another\npassage")
+    engine.passages = tuple(NeighborPassage(i, 0, 283 + i, text) for i, text in enumerate(texts))
+    settings = make_settings(tokenizer_folder, engine, chat_template=CHAT, retrieves=True)
+    with running(engine, settings) as live:
+        _open(page, live, **DESKTOP)
+        page.ask(f"document.querySelector('[value={mode}]').click()")
+        assert page.ask("document.getElementById('passages').hidden")
+        for _ in range(2):  # the second answer's take the place of the first's
+            page.ask("document.getElementById('input').focus()")
+            page.write(TEXT)
+            page.press("Enter", ctrl=True)
+            _done(page)
+            assert page.ask(_text("#passages summary")) == "The model has read 2 passages"
+            quotes = (
+                "[...document.querySelectorAll('#passages blockquote')].map(e => e.textContent)"
+            )
+            assert page.ask(quotes) == list(texts)
+            source = page.ask(_text("#passages li:last-child b"))
+            assert source == "For chunk 2, from document 284 of corpus 0"
+            assert "passage" not in page.ask(_text("#output"))
+        page.ask("document.getElementById('clear').click()")
+        assert page.ask("document.getElementById('passages').hidden")
+        assert not page.problems
 
 
 def test_escape_stops_and_frees_the_engine(page: Page, tokenizer_folder: Path) -> None:

@@ -85,9 +85,11 @@ async function* serverEvents(response) {
   }
 }
 
-// The content of a streamed chunk: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish}.
+// The content of a streamed chunk: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish,
+// passages: [{chunk, corpus, document, text}]}.
 function readChunk({ choices: [choice] }) {
   const scores = choice.logprobs;
+  const passages = choice.passages ?? []; // only of a model that retrieves
   const finish = choice.finish_reason;
   if (choice.delta) {
     const tokens = (scores?.content ?? []).map((each) => ({
@@ -95,14 +97,14 @@ function readChunk({ choices: [choice] }) {
       logprob: each.logprob,
       top: each.top_logprobs.map((other) => [other.token, other.logprob]),
     }));
-    return { text: choice.delta.content ?? "", tokens, finish };
+    return { text: choice.delta.content ?? "", tokens, finish, passages };
   }
   const tokens = (scores?.tokens ?? []).map((text, i) => ({
     text,
     logprob: scores.token_logprobs[i],
     top: Object.entries(scores.top_logprobs[i] ?? {}),
   }));
-  return { text: choice.text, tokens, finish };
+  return { text: choice.text, tokens, finish, passages };
 }
 
 async function* generate(signal) {
@@ -193,6 +195,7 @@ function clear() {
   state.answer = null;
   $("output").replaceChildren();
   $("output-help").hidden = true;
+  showPassages([]);
   hideTip();
   say("");
   showButtons();
@@ -230,6 +233,23 @@ function beginAnswer() {
   state.answer = answer;
 }
 
+// Show the passages that the model has read for the last answer.
+function showPassages(passages) {
+  $("passages").hidden = !passages.length;
+  const count = passages.length === 1 ? "1 passage" : `${passages.length} passages`;
+  $("passages").querySelector("summary").textContent = `The model has read ${count}`;
+  const items = passages.map(({ chunk, corpus, document: number, text }) => {
+    const item = document.createElement("li");
+    const source = document.createElement("b");
+    source.textContent = `For chunk ${chunk + 1}, from document ${number} of corpus ${corpus}`;
+    const quote = document.createElement("blockquote");
+    quote.textContent = text;
+    item.append(source, quote);
+    return item;
+  });
+  $("passages").querySelector("ol").replaceChildren(...items);
+}
+
 // Add a span for each token, or a single one for all tokens of a character.
 function append({ text, tokens }) {
   const box = $("output");
@@ -256,6 +276,8 @@ async function answer() {
   state.running = controller;
   beginAnswer();
   const mine = state.answer;
+  const passages = [];
+  showPassages(passages);
   showButtons();
   say("Waiting for the first token…");
   let end = "stopped";
@@ -263,6 +285,10 @@ async function answer() {
     for await (const chunk of generate(controller.signal)) {
       if (state.answer !== mine) return;
       if (chunk.text) append(chunk);
+      if (chunk.passages.length) {
+        passages.push(...chunk.passages);
+        showPassages(passages);
+      }
       clock.first ||= chunk.tokens.length ? performance.now() : 0;
       clock.tokens += chunk.tokens.length;
       if (chunk.finish) end = chunk.finish === "length" ? "token limit reached" : "complete";

@@ -1,0 +1,241 @@
+"""Text generation with retrieval, against brute force and a single forward pass."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config.generation import SamplesConfig
+from megatron.config.parser import Program
+from megatron.device import Device
+from megatron.errors import ConfigError
+from megatron.extras import packages_of
+from megatron.inference import retrieval, samples
+from megatron.inference.build import EngineOptions
+from megatron.inference.load import load_gpt, parse_generation
+from megatron.inference.request import Prompt, Request, Retrieved, Sampling
+from megatron.inference.retrieval import build_any_engine, check_retrieval
+from megatron.parallel.layout import Layout
+from megatron.retro.database import ChunkDatabase
+from megatron.retro.dataset import NeighborTexts
+from megatron.retro.embedding import DecodedChunks, EmbedderOptions, build_embedder
+from megatron.retro.neighbors import QueryOptions, Searcher
+from megatron.retro.retriever import Retriever
+from tests.inference.toy import drain, end_of, tokens_of
+from tests.retro.recorded import CHUNK, Recorded
+
+CPU = Device.cpu()
+WORDS = "--load retro_fp32/ckpt --retro-workdir retro_fp32/workdir".split()
+OPTIONS = EngineOptions(max_sequences=4)
+INDEXED = 200  # chunks in the index of the test, the first of the database
+
+
+@pytest.fixture
+def folder(golden, tmp_path, monkeypatch):
+    for name in ("data", "retro_fp32"):
+        (tmp_path / name).symlink_to(golden / name)
+    monkeypatch.chdir(tmp_path)
+    return golden
+
+
+def load(words=WORDS):
+    program = Program(name="test", extra=(SamplesConfig,))
+    config = parse_generation(words, 1, program, kinds=("gpt", "retro")).config
+    return load_gpt("retro_fp32/ckpt", CPU, Layout.single(), config=config, kinds=("retro",))
+
+
+@torch.no_grad()
+def test_greedy_text_is_the_argmax_of_full_passes_with_neighbors_by_brute_force(
+    folder, monkeypatch
+):
+    with packages_of("retro"):
+        import faiss
+    recorded, loaded = Recorded(folder), load()
+    tokenizer = loaded.tokenizer
+    database = ChunkDatabase(recorded.workdir, CHUNK, tokenizer.eod)
+    load_from, vocabulary = str(folder / "bert_fp32/ckpt"), recorded.bert_tokenizer
+    bert = EmbedderOptions("megatron", load_from, vocabulary, max_length=128)
+    embedder = build_embedder(bert, CPU)
+    vectors = embedder.embed(DecodedChunks(database.tokens(np.arange(INDEXED)), tokenizer))
+    index = faiss.IndexFlatL2(vectors.shape[1])
+    index.add(vectors)
+    texts = NeighborTexts(database, 2)
+    searcher = Searcher(index, database, QueryOptions(queried=2))
+    retriever = Retriever(searcher, embedder, texts, tokenizer)
+    monkeypatch.setattr(retrieval, "open_retriever", lambda *_: retriever)
+    engine = build_any_engine(loaded, CPU, OPTIONS)
+    read = []
+    passed = loaded.model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[1]))
+    # From the middle of the second chunk into the third and the fourth.
+    prompt = tuple(database.tokens(np.arange(300, 302)).ravel()[:100].tolist())
+    written = drain(engine, [Request("1", prompt, Sampling(max_new_tokens=95, seed=7))])["1"]
+    passed.remove()
+    again = drain(engine, [Request("2", prompt, Sampling(max_new_tokens=95, temperature=0))])["2"]
+    for events, temperature in ((written, 1.0), (again, 0.0)):
+        text = np.array([*prompt, *tokens_of(events)])
+        assert len(text) == 195
+        chunks = text[: 3 * CHUNK].reshape(3, CHUNK)
+        queries = embedder.embed(DecodedChunks(chunks, tokenizer))
+        distances = ((queries[:, None] - vectors[None]) ** 2).sum(2)
+        nearest = distances.argsort(axis=1, kind="stable")[:, :2]
+        passages = [
+            each for event in events if isinstance(event, Retrieved) for each in event.passages
+        ]
+        assert [each.chunk for each in passages] == [0, 0, 1, 1, 2, 2]
+        found = texts.tokens(nearest).reshape(6, -1)
+        assert [each.text for each in passages] == [*DecodedChunks(found, tokenizer)]
+        documents = [[each.corpus, each.document] for each in passages]
+        assert documents == database.documents(nearest.ravel()).tolist()
+        if temperature:
+            for place, neighbors in enumerate(read):
+                complete = (100 + place) // CHUNK
+                assert neighbors.shape[1] == -(-(100 + place) // CHUNK)
+                expected = texts.tokens(nearest[:complete])
+                np.testing.assert_array_equal(neighbors[0, :complete], expected)
+            continue
+        # One pass over the whole text: causal, so each place sees what it saw when it was last.
+        filled = np.append(text, np.full(4 * CHUNK - len(text), tokenizer.eod))
+        rows = np.concatenate((nearest, nearest[:1]))
+        tokens = torch.from_numpy(texts.tokens(rows)[None])
+        logits = loaded.model(torch.from_numpy(filled[None]), tokens)[0, :, : tokenizer.vocab_size]
+        assert logits[99:194].argmax(1).tolist() == text[100:].tolist()
+
+
+def test_the_command_prints_the_text_and_the_passages(folder, capsys):
+    prompt = "the quick brown fox jumps over " * 20
+    bert = ["--bert-embedder-load", str(folder / "bert_fp32/ckpt")]
+    words = [*WORDS, *bert, "--prompt", prompt, "--greedy", "--out-seq-length", "3"]
+    assert samples.main("megatron generate", words) == 0
+    shown, *passages = capsys.readouterr().out.split("----- ")
+    assert shown.startswith(prompt)
+    assert len(shown) > len(prompt) + 1
+    assert [line.split(" read")[0] for line in passages] == [
+        f"chunk {i}" for i in (1, 1, 2, 2, 3, 3)
+    ]
+
+
+def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pass(folder):
+    loaded = load()
+    bert, vocab = str(folder / "bert_fp32/ckpt"), loaded.tokenizer.vocab_size
+    engine = build_any_engine(loaded, CPU, OPTIONS, embedder=bert)
+    texts = engine.executor.retriever._texts
+    prompts = [tuple(np.arange(7, 7 + size).tolist()) for size in (1, 63, 64, 129, 130)]
+    drawn = Sampling(max_new_tokens=3, seed=3, logprobs=True)
+    requests = [Request(str(i), prompt, drawn) for i, prompt in enumerate(prompts)]
+    together = drain(engine, requests)
+    for request in requests:
+        alone = drain(engine, [request])[request.id]
+        assert alone == together[request.id]
+        passages = sum(len(each.passages) for each in alone if isinstance(each, Retrieved))
+        assert passages == (len(request.prompt) + 2) // CHUNK * 2
+        assert end_of(alone).cached_tokens == 0
+    scored = Sampling(max_new_tokens=1, temperature=0, logprobs=True, prompt_logprobs=True)
+    events = drain(engine, [Request("s", prompts[3], scored)])["s"]
+    (found,) = (event.logprobs for event in events if isinstance(event, Prompt))
+    filled = np.full((1, 3 * CHUNK), loaded.tokenizer.eod)
+    filled[0, :129] = prompts[3]
+    rows = engine.executor.retriever.find(filled.reshape(3, CHUNK))
+    neighbors = torch.from_numpy(texts.tokens(rows)[None])
+    with torch.no_grad():
+        logits = loaded.model(torch.from_numpy(filled), neighbors)[0, :128, :vocab].float()
+    places = torch.arange(128), torch.tensor(prompts[3][1:])
+    expected = logits.log_softmax(1)[places].tolist()
+    assert found == pytest.approx(expected, abs=1e-5)
+    # A search among beams that share the prompt finds a text at least as likely as the greedy one.
+    greedy = drain(engine, [Request("g", prompts[3], scored)])["g"]
+    search = Sampling(max_new_tokens=2, beam_width=3)
+    beams = end_of(drain(engine, [Request("b", prompts[3], search)])["b"]).beams
+    assert len(beams) == 3
+    assert beams[0].score >= beams[1].score >= beams[2].score
+    assert tokens_of(greedy)[0] in {beam.tokens[0] for beam in beams}
+
+
+def test_a_file_of_samples_has_the_passages(folder, tmp_path):
+    prompts = ["the quick brown fox jumps over " * 10, "short"]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    bert = ["--bert-embedder-load", str(folder / "bert_fp32/ckpt")]
+    words = [*WORDS, *bert, "--sample-input-file", "prompts", "--out-seq-length", "2"]
+    assert samples.main("megatron generate", words) == 0
+    lines = [json.loads(line) for line in (tmp_path / "prompts.out").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    assert {passage["chunk"] for passage in lines[0]["passages"]} == {0}
+    assert "passages" not in lines[1]
+    settings = json.loads((tmp_path / "prompts.out.settings.json").read_text())
+    assert settings["--retro-workdir"] == str(folder.resolve() / "retro_fp32/workdir")
+
+
+def other_workdir(folder, **changes):
+    """A working folder like the recorded one, with other arguments."""
+    made = Path("workdir")
+    made.mkdir()
+    for entry in (folder / "retro_fp32/workdir").iterdir():
+        if entry.name != "args.json":
+            (made / entry.name).symlink_to(entry)
+    told = json.loads((folder / "retro_fp32/workdir/args.json").read_text())
+    (made / "args.json").write_text(json.dumps({**told, **changes}))
+    return made
+
+
+OTHER = ("--retro-workdir", "workdir")
+REFUSALS = {
+    "no folder": (WORDS[:2], {}, "--retro-workdir is required"),
+    # Checkpoints of this package know the length; those of Megatron-LM do not.
+    "other chunks": (
+        [*WORDS[:2], *OTHER, "--retro-chunk-length", "64"],
+        {"retro_gpt_chunk_length": 32},
+        "--retro-chunk-length 64: --retro-workdir workdir was made with --retro-chunk-length 32",
+    ),
+    "other tokenizer": (
+        [*WORDS[:2], *OTHER],
+        {"retro_made_from": {"gpt_tokenizer": "another"}},
+        "--retro-workdir workdir was made with another tokenizer",
+    ),
+    "moved network": (WORDS, {}, "--bert-embedder-load bert_ckpt: there is no checkpoint"),
+    "no network": (
+        [*WORDS[:2], *OTHER],
+        {"bert_embedder_load": None, "load": None},
+        "give --bert-embedder-load FOLDER",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(folder, capsys, case):
+    words, changes, message = REFUSALS[case]
+    if changes:
+        other_workdir(folder, **changes)
+    assert samples.main("megatron generate", [*words, "--prompt", "x"]) != 0
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_index_that_is_missing_is_named(folder, capsys):
+    made = other_workdir(folder)
+    (made / "index").unlink()
+    bert = ["--bert-embedder-load", str(folder / "bert_fp32/ckpt")]
+    words = [*WORDS[:2], *OTHER, *bert, "--prompt", "x"]
+    assert samples.main("megatron generate", words) != 0
+    assert "workdir/index/" in capsys.readouterr().err
+
+
+def test_a_prompt_that_fills_the_window_is_an_error(folder, capsys):
+    bert = ["--bert-embedder-load", str(folder / "bert_fp32/ckpt")]
+    words = [*WORDS, *bert, "--prompt", "the quick brown fox " * 100]
+    assert samples.main("megatron generate", words) != 0
+    assert "tokens, and the model's 256 positions leave no room" in capsys.readouterr().out
+
+
+def test_flags_of_the_other_kind_of_model_are_refused(folder):
+    retro = load().config
+    check_retrieval(retro, "bert", None)
+    with pytest.raises(ConfigError, match="--cache-tokens 100: a Retro has no KV cache"):
+        check_retrieval(retro, None, 100)
+    split = replace(retro, parallel=replace(retro.parallel, tensor_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="not on 2: drop --tensor-model-parallel-size"):
+        check_retrieval(split, None, None)
+    gpt = replace(retro, model=replace(retro.model, architecture="gpt"))
+    check_retrieval(gpt, None, 100)
+    with pytest.raises(ConfigError, match="--bert-embedder-load bert is for a Retro"):
+        check_retrieval(gpt, "bert", None)
