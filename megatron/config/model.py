@@ -238,12 +238,6 @@ class ModelConfig(ModelOptions):
         return self.num_layers + self.decoder_layers
 
     @property
-    def chunk_length(self) -> int:
-        """Number of tokens in a chunk of a Retro."""
-        assert self.retro_chunk_length is not None, "a rule requires it of a Retro"
-        return self.retro_chunk_length
-
-    @property
     def neighbor_length(self) -> int:
         """Number of tokens in a neighbor of a Retro's chunk."""
         return self.chunk_length * self.retro_num_retrieved_chunks

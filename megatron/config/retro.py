@@ -51,6 +51,12 @@ class RetroOptions:
     retro_num_retrieved_chunks: int = flag(2, unit="chunks", at_least=1, only_for=_RETRO)
     retro_chunk_length: int | None = flag(None, unit="tokens", at_least=1, only_for=_RETRO)
 
+    @property
+    def chunk_length(self) -> int:
+        """Number of tokens in a chunk."""
+        assert self.retro_chunk_length is not None, "a rule requires it of a Retro"
+        return self.retro_chunk_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetroDataOptions:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
-from megatron.config.model import ModelConfig
+from megatron.config.retro import RetroOptions
 from megatron.data.datasets import (
     DataRequest,
     Datasets,
@@ -229,13 +229,13 @@ class RetroDataset:
 
 
 def build_retro_datasets(
-    request: DataRequest, model: ModelConfig, tokenizer: Tokenizer, *, batch_size: int
+    request: DataRequest, model: RetroOptions, tokenizer: Tokenizer, *, batch_size: int
 ) -> Datasets:
     """Build the datasets of --retro-workdir. Every process calls this function.
 
     Args:
         request: The data that the run needs. The seed is that of the working folder.
-        model: The resolved network flags.
+        model: The flags of the network, with the length of a chunk.
         tokenizer: The tokenizer that made the tokens.
         batch_size: The samples of an iteration, for --retro-cyclic-train-iters.
 

@@ -7,7 +7,8 @@ r"""Show a dataset: its documents, the samples that a model sees, and statistics
 The data is named as in a run: by the flags for data and tokenizers of pretrain_gpt.py,
 pretrain_bert.py or pretrain_t5.py. A sample is printed as the run would read it, one line for each
 token: what the model reads, what it must predict, whether that counts in the loss, and to which
-document it belongs.
+document it belongs. With --retro-workdir, the samples of a Retro are printed chunk by chunk, each
+with its neighbors.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _IDS = ("text", "text_enc", "text_dec", "labels")  # arrays of a sample that hol
 _BAR = 40  # characters of a histogram's longest bar
 _FREQUENT = 10
 _SHOWN = 400  # characters of a document
+_RETRIEVED = "chunks in a neighbor"
 _COUNTED = 10_000_000  # tokens among which the most frequent ones are counted
 
 
@@ -44,7 +46,11 @@ class Table(NamedTuple):
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("show_data.py", __doc__)
-    parser.add_argument("--kind", choices=("gpt", "bert", "t5"), default="gpt", help="The model.")
+    parser.add_argument(
+        "--kind",
+        choices=("gpt", "bert", "t5", "retro"),
+        help="The model (default: gpt, or retro with --retro-workdir).",
+    )
     parser.add_argument(
         "--show", nargs="+", choices=_PARTS, default=list(_PARTS), help="What to show."
     )
@@ -56,8 +62,12 @@ def build_parser() -> ToolParser:
         type=int,
         help="Number of training samples of the run, such as --train-iters times the global batch "
         "size. The order of samples depends on it if the run reads its data more than once, or "
-        "blends datasets (default: as many as are shown).",
+        "blends datasets (default: as many as are shown, or as --retro-workdir was made for).",
     )
+    for name, what in (("neighbors", "neighbors of each chunk"), ("retrieved-chunks", _RETRIEVED)):
+        parser.add_argument(
+            f"--retro-num-{name}", type=int, default=2, help=f"Number of {what} (default: 2)."
+        )
     parser.add_argument("--html", help="Write a page to this file instead of the terminal.")
     add_flags(parser, DataOptions)
     add_flags(parser, TokenizerConfig)
@@ -71,6 +81,14 @@ def run(options: argparse.Namespace) -> None:
         UserError: The data cannot be read, or the flags do not name any.
     """
     given = vars(options)
+    folder = given.get("retro_workdir")
+    options.kind = options.kind or ("gpt" if folder is None else "retro")
+    if (options.kind == "retro") != (folder is not None):
+        raise ConfigError(
+            f"--kind {options.kind}: give --retro-workdir with --kind retro, and only with it"
+        )
+    if folder is not None:
+        given |= _of_workdir(given)
     if "seq_length" not in given or ("decoder_seq_length" not in given and options.kind == "t5"):
         missing = "--decoder-seq-length" if "seq_length" in given else "--seq-length"
         raise ConfigError(f"{missing} is required: give the run's own")
@@ -92,7 +110,9 @@ def run(options: argparse.Namespace) -> None:
     for part in _PARTS:
         if part in options.show:
             tables += (
-                _samples(options, data, flags, tokenizer)
+                _retro_samples(options, data, tokenizer)
+                if part == "samples" and options.kind == "retro"
+                else _samples(options, data, flags, tokenizer)
                 if part == "samples"
                 else _corpora(options, data, flags, tokenizer, part)
             )
@@ -293,6 +313,69 @@ def _samples(
             ]
             notes = [f"{name} {int(part[0])}" for name, part in single.items()]
             yield Table(f"sample {number}", notes, ("place", *shown), rows)
+
+
+def _of_workdir(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what --retro-workdir decides, by the names of flags."""
+    from megatron.config.data_files import read_retro_workdir
+    from megatron.config.run import Findings, RunOptions
+
+    for name in ("retro_num_neighbors", "retro_num_retrieved_chunks"):
+        if given[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
+    found = Findings()
+    taken = read_retro_workdir(RunOptions(data=from_given(DataOptions, given)), found)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return {path.partition(".")[2]: value for path, value in taken.items()}
+
+
+def _retro_samples(
+    options: argparse.Namespace, data: DataConfig, tokenizer: Any
+) -> Iterator[Table]:
+    """Yield the chunks of training samples, each with its neighbors."""
+    from megatron.config.retro import RetroOptions, read_arguments
+    from megatron.data.datasets import DataRequest
+    from megatron.retro.database import read_corpora
+    from megatron.retro.dataset import RetroDataset, build_retro_datasets
+
+    assert data.retro_workdir is not None, "a Retro's samples are those of a folder"
+    told = read_arguments(data.retro_workdir)
+    counts = ("train_samples", "train_iters", "global_batch_size")
+    made_for, updates, batch = (n if type(n := told.get(name)) is int else 0 for name in counts)
+    samples = options.train_samples or made_for or updates * batch
+    if samples <= 0:
+        raise ConfigError(
+            f"--train-samples is required: {data.retro_workdir} does not say for how many samples "
+            "it was made"
+        )
+    model = from_given(RetroOptions, vars(options))
+    request = DataRequest(data, options.seed, (samples, 0, 0))
+    dataset = build_retro_datasets(request, model, tokenizer, batch_size=1).train
+    assert isinstance(dataset, RetroDataset), "training samples are asked for"
+    names = [corpus.name for corpus in read_corpora(Path(data.retro_workdir))]
+    database, length = dataset.texts.database, model.chunk_length
+
+    def shown(ids: Any) -> str:
+        words = ids.tolist()
+        while words and words[-1] == tokenizer.eod:
+            words.pop()  # fills up short chunks
+        return repr(tokenizer.detokenize(words))
+
+    for number in range(options.first, min(options.first + options.count, samples)):
+        sample: Any = dataset[number]
+        first = number * dataset.per_sample
+        found = dataset.table.rows(first, first + dataset.per_sample)
+        for chunk, rows in enumerate(found):
+            notes = [shown(sample["text"][chunk * length : (chunk + 1) * length])]
+            for i, row in enumerate(rows.tolist()):
+                if row < 0:
+                    notes.append(f"neighbor {i + 1}: none")
+                    continue
+                corpus, document = database.documents([row])[0].tolist()
+                text = shown(sample["neighbors"][chunk, i])
+                notes.append(f"neighbor {i + 1}, document {document} of {names[corpus]}: {text}")
+            yield Table(f"sample {number}, chunk {chunk}", notes)
 
 
 def _dataset(kind: str, request: Any, flags: TokenizerConfig, tokenizer: Any) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
+import shutil
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -12,10 +15,12 @@ from megatron.config.data import DataConfig
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, UserError
+from megatron.retro.database import ChunkDatabase
 from megatron.tools import show_data
 from tests.data.corpus import write_sentences, write_vocabulary
 from tests.data.tfrecords import example, write
+from tests.training.test_retro import toy_workdir
 
 
 @pytest.fixture
@@ -166,3 +171,57 @@ def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
 def test_mistakes_are_told(words, told, vocabulary, capsys):
     with pytest.raises(ConfigError, match=told):
         shown(capsys, *words, *vocabulary)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working folder of the toy Retro: samples of 4 chunks of 4 tokens, 6 updates of 4."""
+    return Path(toy_workdir(tmp_path_factory.mktemp("retro")))
+
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+
+
+def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, capsys):
+    folder = shutil.copytree(workdir, tmp_path / "work")
+    (path,) = folder.glob("query/train_*/*.hdf5")
+    with h5py.File(path, "r+") as file:
+        file["neighbors"][1] = [3, -1, 0, 0]
+    words = ["--retro-workdir", str(folder), *NULL, "--show", "samples", "--count", "1"]
+    with pytest.raises(ConfigError, match="--train-samples is required: .* does not say"):
+        shown(capsys, *words)
+    text = shown(capsys, *words, "--train-samples", "24")
+    assert text.count("sample 0, chunk ") == 4
+    assert text.count("neighbor 1, document ") == 4
+    told = json.loads((folder / "args.json").read_text())
+    told |= {"train_iters": 6, "global_batch_size": 4}
+    (folder / "args.json").write_text(json.dumps(told))
+    assert shown(capsys, *words) == text
+    chunk = text.split("\n\n")[1].splitlines()
+    assert [len(chunk), len(chunk[1].split()), chunk[3]] == [4, 4, "neighbor 2: none"]
+    database = ChunkDatabase(folder, 4, 100)
+    (document,) = database.documents([3])[:, 1].tolist()
+    expected = " ".join(map(str, database.tokens([3, 4]).ravel().tolist()))
+    expected = expected.removesuffix(" 100 100")  # fills up the short chunk
+    assert chunk[2] == f"neighbor 1, document {document} of corpus: {expected!r}"
+    all_parts = shown(capsys, *words[:-4], "--count", "1")
+    assert "60 documents, 60 sequences" in all_parts
+    assert all_parts.endswith(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kind", "gpt"], "--kind gpt: give --retro-workdir with --kind retro, and only with it"),
+        (["--seq-length", "8"], "--seq-length 8: --retro-workdir .* was made with --seq-length 16"),
+        (["--retro-num-neighbors", "9"], "holds 4 neighbors of each chunk, but"),
+        (["--retro-num-retrieved-chunks", "0"], "--retro-num-retrieved-chunks 0: must be at least"),
+        (["--train-samples", "2000"], "no neighbors for the .* samples of the train split"),
+    ],
+)
+def test_a_retro_s_flags_fit_its_folder(workdir, capsys, words, message):
+    base = ["--retro-workdir", str(workdir), *NULL, "--show", "samples", "--train-samples", "24"]
+    with pytest.raises(UserError, match=message):
+        shown(capsys, *base, *words)
+    with pytest.raises(ConfigError, match="--kind retro: give --retro-workdir"):
+        shown(capsys, "--kind", "retro", "--seq-length", "8", *NULL)
