@@ -28,12 +28,22 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import build_gpt_datasets, context_part, make_batch, make_loss_mask
+from megatron.data.logits import with_logits
 from megatron.data.sample import SEGMENT_ENDS
+from megatron.finetuning.distillation import (
+    LOSS_NAMES,
+    Distillation,
+    GPTInputs,
+    GPTTeacher,
+    knowledge_of,
+    student_losses,
+)
 from megatron.kernels.attention import Segments
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.parallel.build import BuildContext
+from megatron.parallel.distillation import VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -46,10 +56,11 @@ class GPTRecipe:
     program = "pretrain_gpt.py"
     architecture = "gpt"
     head = LANGUAGE_MODEL_HEAD
+    teacher: GPTTeacher | None = None  # loaded before training, if --teacher-load names one
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log name of the only loss."""
-        return ("lm loss",)
+        """Return the log names of the cross entropy and, with a teacher, of the divergence."""
+        return LOSS_NAMES if config.distillation.is_on else LOSS_NAMES[:1]
 
     def build_part(
         self,
@@ -69,7 +80,7 @@ class GPTRecipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         """Build samples of a stream of documents. Collective."""
-        return build_gpt_datasets(
+        splits = build_gpt_datasets(
             DataRequest(
                 config.data,
                 config.training.seed,
@@ -82,10 +93,29 @@ class GPTRecipe:
             vocab_size=tokenizer.vocab_size,
             tokenizer=(config.tokenizer, tokenizer),
         )
+        if config.distillation.logits_load_dir is None or splits.train is None:
+            return splits
+        return splits._replace(train=with_logits(splits.train, config, tokenizer))
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label that counts, of a micro-batch of whole sequences."""
         return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
+
+    def inputs(
+        self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
+    ) -> GPTInputs:
+        """Return what a GPT reads of a micro-batch on this context rank."""
+        whole = make_batch(
+            batch,
+            eod=tokenizer.eod,
+            reset_position_ids=config.data.reset_position_ids,
+            eod_mask_loss=config.data.eod_mask_loss,
+        )
+        mine = context_part(whole, layout.context)
+        ends = batch.get(SEGMENT_ENDS)
+        documents = None if ends is None else Segments.of(ends, whole.tokens)
+        counted = whole.loss_mask.sum().clamp(min=1)  # without any, the loss is 0 instead of nan
+        return GPTInputs(mine, documents, counted)
 
     def forward(
         self,
@@ -97,31 +127,30 @@ class GPTRecipe:
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model; at its end return the loss."""
-        whole = make_batch(
-            batch,
-            eod=tokenizer.eod,
-            reset_position_ids=config.data.reset_position_ids,
-            eod_mask_loss=config.data.eod_mask_loss,
-        )
-        mine = context_part(whole, layout.context)
-        ends = batch.get(SEGMENT_ENDS)
-        documents = None if ends is None else Segments.of(ends, whole.tokens)
+        mine, documents, counted = inputs = self.inputs(batch, config, tokenizer, layout)
+        knowledge = None
+        if config.distillation.is_on:
+            knowledge = knowledge_of(self.teacher, inputs, batch, layout.context)
         result = part(
             mine.tokens,
             mine.position_ids,
-            mine.labels,
+            mine.labels if knowledge is None else None,  # without labels, it returns logits
             documents,
             hidden,
             loss_mask=mine.loss_mask,
         )
         if not part.part.head:
             return result
-        counted = whole.loss_mask.sum().clamp(min=1)  # without any, the loss is 0 instead of nan
+        losses = {"lm loss": result}
+        if knowledge is not None:
+            vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
+            losses = student_losses(result, mine, knowledge, vocabulary, config.distillation)
         # Times the number of context ranks, so that the mean over them is the mean over all tokens.
-        return {"lm loss": layout.context.size * result / counted}
+        return {name: layout.context.size * loss / counted for name, loss in losses.items()}
 
 
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    sys.exit(main(GPTRecipe()))
+    recipe = GPTRecipe()
+    sys.exit(main(recipe, extras=Distillation(recipe)))

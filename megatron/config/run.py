@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
+from megatron.config.distillation import DistillationConfig
 from megatron.config.fields import Field, fields_of
 from megatron.config.logging import LoggingConfig, ProfilingConfig
 from megatron.config.model import ModelConfig, ModelOptions
@@ -42,6 +43,7 @@ class RunOptions:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -14,6 +14,7 @@
     conversations, conversation_records   finetuning's examples: conversations and preferences
     mock                                generated tokens for all of them
     tfrecord                            ready-made samples of the original BERT
+    logits                              files of a teacher's most likely tokens of every sample
     npy                                 token ids in numpy's files, which are converted
     sample, loader                      the form of a sample, the order of samples, batches
 

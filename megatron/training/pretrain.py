@@ -15,9 +15,11 @@ from megatron.config import RunConfig
 from megatron.config.parser import Program, parse_config
 from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
+from megatron.device import Device
 from megatron.durable import replace_file, writing_to
 from megatron.errors import EXIT_OK, StorageError, shortage_errors
 from megatron.models.plans import model_plan
+from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary
@@ -40,6 +42,13 @@ _LESS_MEMORY = (
 
 class Extras:
     """Steps that a kind of training adds to pretraining. Collective: all ranks call all of them."""
+
+    def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
+        """Do other work instead of training, if the flags ask for it, and return whether they do.
+
+        Nothing is built yet.
+        """
+        return False
 
     def begin(self, run: Run) -> None:
         """Run once, after the run is built and its checkpoint is loaded."""
@@ -127,6 +136,8 @@ def pretrain(
         lost_workers(),
         ExitStack() as stack,
     ):
+        if extras.replace_training(config, device, layout):
+            return EXIT_OK
         if config.checkpoint.save is not None and layout.world.rank == 0:
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):

@@ -358,7 +358,11 @@ def pack_losses(
     numbers = len(names) + run.config.training.calculate_per_token_loss
     packed = torch.zeros(numbers + len(flags), device=run.device.torch_device)
     if passes is not None and passes.losses and layout.tensor.is_first:
-        columns = [torch.stack(passes.losses[name]).float() for name in names]
+        nothing = torch.zeros(len(passes.sample_ids), device=packed.device)
+        columns = [
+            torch.stack(passes.losses[name]).float() if name in passes.losses else nothing
+            for name in names
+        ]
         weights = passes.weights
         if weights is not None:
             columns = [*(column * weights for column in columns), weights]

@@ -1,0 +1,396 @@
+"""Files of a teacher's most likely tokens, for every training sample.
+
+A folder holds `logits.json`, which says what the logits were computed from and how, and one
+safetensors file for each `samples_per_file` samples, in the order of training. They do not depend
+on the layout of the processes that write or read them. With n samples of s tokens, and m entries
+in all:
+
+    ids     [m]         uint16, or int32 for vocabularies above 65536   most likely next tokens
+    values  [m]         fp16, bf16 or fp32   their log-probabilities
+    counts  [n, s]      int32                how many of the entries each position has
+    starts  [n + 1]     int64                the first entry of each sample, and m
+    rest    [n, s]      fp32                 the log-probability of all other tokens together
+    tokens  [n]         int64                a digest of each sample's tokens
+
+A file gets its name when it is complete, so a run that was interrupted goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.config import RunConfig
+from megatron.data.sample import Sample, SampleDataset
+from megatron.data.text_stream import TextDataset, text_members
+from megatron.durable import replace_file, storage_errors
+from megatron.errors import DataError, warn
+from megatron.tokenizer.base import Tokenizer
+
+# Parts of a sample that has a teacher's logits: ids [s, k], values [s, k] and rest [s].
+TOP_IDS, TOP_VALUES, TOP_REST = "top_ids", "top_values", "top_rest"
+HEADER = "logits.json"
+FORMAT = "megatron-top-logits-1"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_ENTRIES_PER_FILE = 2**24  # about 100 MB
+_UINT16_IDS = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsHeader:
+    """What a folder of logits was computed from, and how. It is the content of `logits.json`.
+
+    Attributes:
+        seed: --seed, which determines the order of samples.
+        seq_length: The number of tokens of a sample, s.
+        tokenizer: The tokenizer's fingerprint.
+        vocab_size: The number of its entries.
+        separates_documents: Whether tokens attend only within their document, and whether positions
+            are counted from 0 in each.
+        temperature: The number by which logits were divided.
+        top_k: The number of entries of a position, at most.
+        top_p: The probability after which entries are left out, or `None`.
+        top_p_min_k: The number of entries that stay whatever `top_p` says.
+        dtype: The number format of the log-probabilities.
+        samples: The number of samples.
+        samples_per_file: The number of samples in every file but the last.
+        teacher: The teacher's checkpoint.
+        format: The version of the format.
+    """
+
+    seed: int
+    seq_length: int
+    tokenizer: str
+    vocab_size: int
+    separates_documents: list[bool]
+    temperature: float
+    top_k: int
+    top_p: float | None
+    top_p_min_k: int
+    dtype: str
+    samples: int
+    samples_per_file: int
+    teacher: str
+    format: str = FORMAT
+
+    def files(self) -> list[range]:
+        """Return the samples of each file."""
+        starts = range(0, self.samples, self.samples_per_file)
+        return [range(i, min(i + self.samples_per_file, self.samples)) for i in starts]
+
+    def path(self, folder: Path, sample: int) -> Path:
+        """Return the path of the file that holds a sample."""
+        first = sample - sample % self.samples_per_file
+        return folder / f"logits-{first:012d}.safetensors"
+
+
+_FLAGS_OF_SAMPLES = {  # how messages call the fields of `settings_of_samples`
+    "seed": "--seed",
+    "seq_length": "--seq-length",
+    "tokenizer": "the tokenizer",
+    "vocab_size": "the tokenizer's size",
+    "separates_documents": "--reset-attention-mask and --reset-position-ids",
+    "temperature": "--kd-temperature",
+}
+
+
+def settings_of_samples(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fields of a header in which the run that writes and the one that reads agree."""
+    data = config.data
+    return {
+        "seed": config.training.seed,
+        "seq_length": data.seq_length,
+        "tokenizer": tokenizer.fingerprint(),
+        "vocab_size": tokenizer.vocab_size,
+        "separates_documents": [data.reset_attention_mask, data.reset_position_ids],
+        "temperature": config.distillation.kd_temperature,
+    }
+
+
+def new_header(
+    config: RunConfig, tokenizer: Tokenizer, *, samples: int, teacher: str
+) -> LogitsHeader:
+    """Return the header of the folder that a run writes.
+
+    Args:
+        config: The run's configuration.
+        tokenizer: The run's tokenizer.
+        samples: The number of training samples.
+        teacher: The teacher's checkpoint.
+    """
+    asked, settings = config.distillation, settings_of_samples(config, tokenizer)
+    assert asked.logits_save_top_k is not None, "a rule asks for it"
+    top_k = min(asked.logits_save_top_k, tokenizer.vocab_size)
+    return LogitsHeader(
+        **settings,
+        top_k=top_k,
+        top_p=asked.logits_save_top_p,
+        top_p_min_k=asked.logits_save_top_p_min_k,
+        dtype=asked.logits_save_dtype,
+        samples=samples,
+        samples_per_file=max(1, min(256, _ENTRIES_PER_FILE // (config.data.seq_length * top_k))),
+        teacher=teacher,
+    )
+
+
+def read_header(folder: Path, flag: str) -> LogitsHeader:
+    """Return what a folder of logits says about itself.
+
+    Raises:
+        DataError: It is no such folder. The message names the flag, the file and the remedy.
+    """
+    path = folder / HEADER
+    if not path.is_file():
+        if next(folder.glob("cp*_dp*__*.tar"), None) is not None:
+            raise DataError(
+                f"{flag} {folder}: holds Megatron Core's tar files, which follow the order of "
+                "Core's own processes: write them again with --logits-save-dir"
+            )
+        raise DataError(
+            f"{flag} {folder}: there is no {HEADER}: give a folder that --logits-save-dir wrote"
+        )
+    remedy = "delete the folder and write it again with --logits-save-dir"
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"the format is not {FORMAT}")
+        header = LogitsHeader(**values)
+        numbers = (header.seq_length, header.samples, header.samples_per_file, header.top_k)
+        if any(type(one) is not int or one < 1 for one in numbers) or header.dtype not in DTYPES:
+            raise ValueError("a value of the wrong kind")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}): {remedy}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
+    return header
+
+
+def begin_folder(folder: Path, header: LogitsHeader) -> None:
+    """Write the header of a folder, or check that it is the same as the one that is there.
+
+    Raises:
+        DataError: The folder holds logits of something else.
+        StorageError: The header cannot be written.
+    """
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / HEADER).exists():
+            text = json.dumps(asdict(header), indent=2) + "\n"
+            replace_file(folder / HEADER, text.encode())
+            return
+    there = read_header(folder, "--logits-save-dir")
+    differing = [
+        f"{entry.name} {getattr(there, entry.name)} (here {getattr(header, entry.name)})"
+        for entry in fields(header)
+        if getattr(there, entry.name) != getattr(header, entry.name)
+    ]
+    if differing:
+        raise DataError(
+            f"--logits-save-dir {folder}: holds other logits, with {', '.join(differing)}: give "
+            "the same flags to go on with them, or another folder"
+        )
+
+
+def write_file(
+    path: Path, header: LogitsHeader, samples: Sequence[Mapping[str, Tensor]], digests: list[int]
+) -> None:
+    """Write the logits of consecutive samples to a file.
+
+    Args:
+        path: The file.
+        header: The folder's header.
+        samples: The parts `TOP_IDS` [s, k] (-1 for no entry), `TOP_VALUES` [s, k] and `TOP_REST`
+            [s] of each sample, on the CPU.
+        digests: The `digest_of_tokens` of each sample.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    from safetensors.torch import save  # only distillation needs it
+
+    kept = [sample[TOP_IDS] >= 0 for sample in samples]
+    ids = torch.cat([one[TOP_IDS][mask] for one, mask in zip(samples, kept, strict=True)])
+    values = torch.cat([one[TOP_VALUES][mask] for one, mask in zip(samples, kept, strict=True)])
+    sizes = torch.tensor([0, *(int(mask.sum()) for mask in kept)])
+    narrow = torch.uint16 if header.vocab_size <= _UINT16_IDS else torch.int32
+    tensors = {
+        "ids": ids.to(torch.int32).to(narrow),
+        "values": values.to(DTYPES[header.dtype]),
+        "counts": torch.stack([mask.sum(1) for mask in kept]).to(torch.int32),
+        "starts": sizes.cumsum(0),
+        "rest": torch.stack([sample[TOP_REST] for sample in samples]).float(),
+        "tokens": torch.tensor(digests, dtype=torch.int64),
+    }
+    with storage_errors(path):
+        replace_file(path, save(tensors))
+
+
+def digest_of_tokens(sample: Sample) -> int:
+    """Return a digest of a sample's tokens in 64 bits."""
+    text = np.ascontiguousarray(sample["text"], dtype="<i8").tobytes()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@dataclass(eq=False)
+class TeacherLogitsDataset:
+    """A dataset whose samples have a teacher's logits beside their tokens.
+
+    Attributes:
+        dataset: The samples.
+        folder: The folder of logits.
+        header: Its header.
+        ignores_errors: Whether a sample whose logits cannot be read has none, which is reported
+            once.
+    """
+
+    dataset: SampleDataset
+    folder: Path
+    header: LogitsHeader
+    ignores_errors: bool = False
+    _open: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _has_warned: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i` with `TOP_IDS`, `TOP_VALUES` and `TOP_REST`.
+
+        Raises:
+            DataError: Its logits are missing, damaged, or those of other tokens.
+        """
+        sample: Sample = self.dataset[i]
+        try:
+            return {**sample, **self._logits(i, digest_of_tokens(sample))}
+        except DataError as error:
+            if not self.ignores_errors:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"{error} (--logits-load-ignore-errors: the sample's tokens count alone)")
+            # Nothing is known: any token has the probability 1 to be among "the rest".
+            return {**sample, **self._padded(np.zeros(self.header.seq_length, np.int32))}
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return the datasets that read text: see `text_stream.ReadsText`."""
+        return text_members(self.dataset, samples)
+
+    def _logits(self, i: int, digest: int) -> dict[str, NDArray[Any]]:
+        if i >= self.header.samples:
+            raise DataError(
+                f"--logits-load-dir {self.folder}: has the logits of {self.header.samples} "
+                f"samples, and sample {i} is asked for: train on fewer, or write more"
+            )
+        path, at = self.header.path(self.folder, i), i % self.header.samples_per_file
+        remedy = "delete it and write it again with --logits-save-dir"
+        try:
+            file = self._file(path)
+            if int(file.get_slice("tokens")[at : at + 1]) != digest:
+                raise DataError(
+                    f"--logits-load-dir {self.folder}: sample {i} has other tokens than the one "
+                    "whose logits were written: give the same data, --split, --seed and number of "
+                    "training samples, or write the logits again"
+                )
+            start, end = file.get_slice("starts")[at : at + 2].tolist()
+            counts = file.get_slice("counts")[at].numpy()
+            ids = file.get_slice("ids")[start:end].to(torch.int32).numpy()
+            values = file.get_slice("values")[start:end].float().numpy()
+            rest = file.get_slice("rest")[at].numpy()
+            if len(counts) != self.header.seq_length or len(rest) != len(counts):
+                raise ValueError(f"{len(counts)} tokens, expected {self.header.seq_length}")
+            if counts.min() < 0 or counts.sum() != len(ids):
+                raise ValueError("the numbers of entries do not add up")
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.header.vocab_size:
+                raise ValueError("an id outside the vocabulary")
+            return self._padded(counts, ids, values, rest)
+        except FileNotFoundError:
+            raise DataError(
+                f"{path} is missing: run the command with --logits-save-dir again, which goes on "
+                "where it ended"
+            ) from None
+        except DataError:
+            raise
+        except Exception as error:  # safetensors has errors of its own
+            raise DataError(f"{path} is damaged ({error}): {remedy}") from error
+
+    def _padded(
+        self,
+        counts: NDArray[np.int32],
+        ids: NDArray[np.int32] | None = None,
+        values: NDArray[np.float32] | None = None,
+        rest: NDArray[np.float32] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        width = min(self.header.top_k, self.header.vocab_size)
+        taken = np.arange(width) < counts[:, None]
+        all_ids = np.full(taken.shape, -1, np.int32)
+        all_values = np.full(taken.shape, -np.inf, np.float32)
+        if ids is not None and values is not None:
+            all_ids[taken], all_values[taken] = ids, values
+        none = np.zeros(len(counts), np.float32)
+        return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: none if rest is None else rest}
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            from safetensors import safe_open
+
+            if not path.is_file():
+                raise FileNotFoundError(path)
+            self._open.clear()  # samples are read in order
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+
+def with_logits(
+    dataset: SampleDataset, config: RunConfig, tokenizer: Tokenizer
+) -> TeacherLogitsDataset:
+    """Return a dataset with the logits of --logits-load-dir, which must be those of its samples.
+
+    Args:
+        dataset: The training samples.
+        config: The run's configuration.
+        tokenizer: The run's tokenizer.
+
+    Raises:
+        DataError: The folder is missing, damaged, incomplete or made from other data.
+    """
+    asked = config.distillation
+    assert asked.logits_load_dir is not None
+    folder = Path(asked.logits_load_dir)
+    header = read_header(folder, "--logits-load-dir")
+    differing = [
+        f"{_FLAGS_OF_SAMPLES[name]} was {getattr(header, name)} and is {value}"
+        for name, value in settings_of_samples(config, tokenizer).items()
+        if getattr(header, name) != value
+    ]
+    if differing:
+        raise DataError(
+            f"--logits-load-dir {folder}: written for other samples: {'; '.join(differing)}: use "
+            "the settings of the run that wrote it, or write the logits again"
+        )
+    missing = list(missing_files(folder, header))
+    if missing and not asked.logits_load_ignore_errors:
+        raise DataError(
+            f"--logits-load-dir {folder}: {len(missing)} of {len(header.files())} files are "
+            "missing: run the command with --logits-save-dir again, which goes on where it ended"
+        )
+    result = TeacherLogitsDataset(dataset, folder, header, asked.logits_load_ignore_errors)
+    _ = result[0]  # fail now if these are other samples
+    return result
+
+
+def missing_files(folder: Path, header: LogitsHeader) -> Iterator[range]:
+    """Yield the samples of each file that is not written yet."""
+    for samples in header.files():
+        if not header.path(folder, samples.start).exists():
+            yield samples

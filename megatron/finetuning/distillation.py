@@ -1,0 +1,187 @@
+"""Distillation: a GPT learns from a teacher's distribution of every token.
+
+The teacher is a second model on the same processes, or its most likely tokens are read beside each
+sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A * divergence, with A given
+by --kd-loss-alpha.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.command import say
+from megatron.config import RunConfig
+from megatron.config.distillation import DistillationConfig
+from megatron.data.gpt import TokenBatch
+from megatron.data.logits import TOP_IDS, TOP_REST, TOP_VALUES
+from megatron.device import Device
+from megatron.kernels.attention import Segments
+from megatron.models.gpt import GPTModel
+from megatron.parallel.context.split import split_sequence
+from megatron.parallel.distillation import TopLogProbs, VocabularyPart, distillation_losses
+from megatron.parallel.layout import Axis, Layout
+from megatron.tokenizer import Tokenizer
+from megatron.training.pretrain import Extras
+from megatron.training.recipe import Batch, Recipe
+from megatron.training.run import Run
+
+# The names in the log: the cross entropy of the data, and the divergence from the teacher.
+LOSS_NAMES = ("lm loss", "logits distillation loss")
+
+
+class GPTInputs(NamedTuple):
+    """What a GPT reads of a micro-batch on this context rank.
+
+    Attributes:
+        mine: This rank's tokens, labels, loss mask and positions.
+        documents: The documents of the batch, if they are kept apart.
+        counted: The number of labels that count in the whole micro-batch, at least 1.
+    """
+
+    mine: TokenBatch
+    documents: Segments | None
+    counted: Tensor
+
+
+class GPTTeacher(NamedTuple):
+    """A trained model in evaluation mode, split over the same processes as its student.
+
+    Attributes:
+        model: The model, without gradients.
+        name: The checkpoint, for messages.
+        description: Its size, for messages.
+    """
+
+    model: GPTModel
+    name: str
+    description: str
+
+    @torch.no_grad()
+    def logits(self, inputs: GPTInputs) -> Tensor:
+        """Return the logits of this context rank's tokens, [b, s, v/t]."""
+        mine = inputs.mine
+        result: Tensor = self.model(mine.tokens, mine.position_ids, None, inputs.documents)
+        return result
+
+
+class LearningRecipe(Recipe, Protocol):
+    """A recipe for a GPT that can learn from a teacher."""
+
+    teacher: GPTTeacher | None
+    """The teacher on the same processes, or `None`."""
+
+    def inputs(
+        self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
+    ) -> GPTInputs:
+        """Return what a GPT reads of a micro-batch on this context rank."""
+
+
+class Distillation(Extras):
+    """The steps that distillation adds to training.
+
+    Args:
+        recipe: The recipe, which gets the teacher.
+    """
+
+    def __init__(self, recipe: LearningRecipe) -> None:
+        """Keep the recipe."""
+        self._recipe = recipe
+
+    def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
+        """Write a teacher's logits instead of training, if --logits-save-dir asks for it."""
+        if config.distillation.logits_save_dir is None:
+            return False
+        from megatron.finetuning.teacher import save_logits  # few runs load a second model
+
+        save_logits(config, self._recipe, device, layout)
+        return True
+
+    def begin(self, run: Run) -> None:
+        """Load the teacher that --teacher-load names. Collective."""
+        folder = run.config.distillation.teacher_load
+        if folder is None:
+            return
+        from megatron.finetuning.teacher import load_teacher  # few runs load a second model
+
+        self._recipe.teacher = load_teacher(
+            folder, run.config, run.tokenizer, run.device, run.layout
+        )
+        if run.layout.world.rank == 0:
+            say(f"  teacher: {self._recipe.teacher.name}, {self._recipe.teacher.description}")
+
+
+def knowledge_of(
+    teacher: GPTTeacher | None, inputs: GPTInputs, batch: Batch, context: Axis
+) -> Tensor | TopLogProbs | None:
+    """Return what is known of the teacher's distributions of a micro-batch.
+
+    Args:
+        teacher: The teacher on the same processes, or `None`.
+        inputs: This context rank's tokens.
+        batch: The micro-batch, which may hold the teacher's top k.
+        context: The context axis.
+
+    Returns:
+        The teacher's logits [b, s, v/t], or its top k for [b, s] tokens, or `None`: held-out
+        samples have no files of logits.
+    """
+    if teacher is not None:
+        return teacher.logits(inputs)
+    if TOP_IDS not in batch:
+        return None
+    parts = (batch[name] for name in (TOP_IDS, TOP_VALUES, TOP_REST))
+    return TopLogProbs(*(split_sequence(part, context, dim=1) for part in parts))
+
+
+def student_losses(
+    logits: Tensor,
+    batch: TokenBatch,
+    knowledge: Tensor | TopLogProbs,
+    vocabulary: VocabularyPart,
+    options: DistillationConfig,
+) -> dict[str, Tensor]:
+    """Return the sums of both losses over the labels that count, by log name.
+
+    Their values are as they are, for the log. Their gradients are weighted: those of their sum are
+    the gradients of (1 - A) * cross entropy + A * divergence. A token of which no entry is known,
+    because its logits could not be read, has the whole cross entropy and no divergence.
+
+    Args:
+        logits: The student's logits [b, s, v/t]. Their gradient overwrites them.
+        batch: This context rank's labels and loss mask.
+        knowledge: What is known of the teacher's distributions.
+        vocabulary: The part of the vocabulary on this tensor rank.
+        options: The weights and the temperature.
+    """
+
+    def by_position(x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+    weight: Tensor | float = options.kd_loss_alpha
+    if isinstance(knowledge, TopLogProbs):
+        weight = weight * (knowledge.ids >= 0).any(-1)
+        knowledge = TopLogProbs(*map(by_position, knowledge))
+    else:
+        knowledge = by_position(knowledge)
+    losses = distillation_losses(
+        by_position(logits),
+        by_position(batch.labels),
+        knowledge,
+        vocabulary,
+        temperature=options.kd_temperature,
+        reuse_logits=True,
+    )
+    cross_entropy, divergence = map(by_position, losses)
+    return {
+        LOSS_NAMES[0]: _weighted_sum(cross_entropy, batch.loss_mask, 1 - weight),
+        LOSS_NAMES[1]: _weighted_sum(divergence, batch.loss_mask, weight),
+    }
+
+
+def _weighted_sum(losses: Tensor, mask: Tensor, weight: Tensor | float) -> Tensor:
+    """Return the sum of losses * mask, with the gradient of the sum of losses * mask * weight."""
+    differentiated = (losses * mask * weight).sum()
+    return (losses * mask).sum().detach() + (differentiated - differentiated.detach())

@@ -1,0 +1,256 @@
+"""The teacher: loading it on the processes of a run, and writing its logits to files."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.entries import model_state
+from megatron.checkpoint.reader import PaddedReader, Reader, restore
+from megatron.command import say
+from megatron.config import RunConfig, rules_model, rules_parallel
+from megatron.config.checks import find_problems
+from megatron.config.data import TokenizerConfig
+from megatron.data.loader import build_loader
+from megatron.data.logits import (
+    TOP_IDS,
+    TOP_REST,
+    TOP_VALUES,
+    LogitsHeader,
+    begin_folder,
+    digest_of_tokens,
+    missing_files,
+    new_header,
+    write_file,
+)
+from megatron.data.sample import SampleDataset
+from megatron.device import Device
+from megatron.errors import CheckpointError, ConfigError
+from megatron.finetuning.distillation import GPTTeacher, LearningRecipe
+from megatron.inference.load import open_existing, saved_config
+from megatron.models.build import build_model, run_context
+from megatron.models.gpt import GPTModel
+from megatron.parallel.collectives import broadcast
+from megatron.parallel.distillation import VocabularyPart, top_log_probs
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.build import padded_vocab_size
+from megatron.training.batches import BatchPlan, samples_needed
+from megatron.training.recipe import Batch
+from megatron.training.run import Progress
+
+_SAY_EVERY = 60.0  # seconds between lines about the progress of writing
+
+
+def load_teacher(
+    folder: str,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    device: Device,
+    layout: Layout,
+    *,
+    flag: str = "--teacher-load",
+) -> GPTTeacher:
+    """Load a GPT beside the run's own, split over tensor and context ranks in the same way.
+
+    The network is that of the checkpoint. Number format and attention kernels are those of the run,
+    without FP8. Each process holds its whole tensor shard, even if the run shards its weights over
+    replicas. Collective.
+
+    Args:
+        folder: Folder of the teacher's checkpoints, of any format that is read.
+        config: The run's configuration.
+        tokenizer: The run's tokenizer, which must be the teacher's.
+        device: The device on which this process computes.
+        layout: The grid of processes as this process sees it.
+        flag: The flag that names the folder, for messages.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it holds another kind of network or a network
+            with another tokenizer.
+        ConfigError: The network cannot be split over the processes.
+    """
+    options = config.checkpoint
+    reader = open_existing(
+        folder,
+        flag=flag,
+        step=options.ckpt_step if flag == "--load" else None,
+        layout=layout,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
+    saved = saved_config(reader, folder, "gpt", flag=flag)
+    _check_tokenizer(reader, saved.tokenizer, tokenizer, f"{flag} {folder}")
+    ours = config.model
+    theirs = replace(
+        config,
+        model=replace(
+            saved.model,
+            use_flash_attn=ours.use_flash_attn,
+            masked_softmax_fusion=ours.masked_softmax_fusion,
+        ),
+        precision=config.precision.without_fp8(),
+        parallel=replace(config.parallel, zero_stage=0),
+        training=replace(config.training, recompute_granularity=None),
+    )
+    rules = (rules_parallel.layout, rules_parallel.tensor_parallel, rules_model.positions)
+    problems = find_problems(theirs, layout.world.size, rules=rules)
+    if problems:
+        remedy = "change the layout or length of this run, or take another teacher"
+        found = (line.rpartition(": ")[0] for line in problems)  # without the student's remedy
+        raise ConfigError(
+            [
+                f"{flag} {folder}: the teacher does not fit this run: {one}: {remedy}"
+                for one in found
+            ]
+        )
+    rows = padded_vocab_size(
+        tokenizer.vocab_size, ours.make_vocab_size_divisible_by, layout.tensor.size
+    )
+    padded = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
+    model = build_model(GPTModel, theirs, run_context(theirs, layout, device), rows)
+    restore(padded, model_state([model]), prefixes=("model.",), cast=True)
+    kind = str(config.precision.weight_dtype).removeprefix("torch.")
+    size = f"{saved.model.num_layers} layers, hidden size {saved.model.hidden_size}, {kind}"
+    model.requires_grad_(False).eval()
+    return GPTTeacher(model, f"{folder}, iteration {reader.iteration}", size)
+
+
+def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, shown: str) -> None:
+    """Refuse a teacher with another tokenizer.
+
+    Checkpoints that this package trained have a fingerprint. Of others, the entries are compared,
+    if the checkpoint names its tokenizer at all.
+
+    Raises:
+        CheckpointError: The tokenizers differ.
+    """
+    remedy = (
+        "a student learns the distribution of the same tokens: give the teacher's tokenizer, or "
+        "another teacher"
+    )
+    fingerprint = reader.meta.get("tokenizer")
+    if fingerprint is not None:
+        if fingerprint != ours.fingerprint():
+            raise CheckpointError(
+                f"{shown}: the teacher has another tokenizer (fingerprint {fingerprint}, here "
+                f"{ours.fingerprint()}): {remedy}"
+            )
+    elif theirs.tokenizer_type is not None:
+        other = build_tokenizer(theirs)
+        if other.fingerprint() != ours.fingerprint() and other.vocab != ours.vocab:
+            raise CheckpointError(f"{shown}: the teacher has another tokenizer: {remedy}")
+
+
+def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layout: Layout) -> None:
+    """Write a teacher's most likely tokens of every training sample to --logits-save-dir.
+
+    Each data-parallel process computes whole files; those that exist are left as they are.
+    Collective.
+
+    Args:
+        config: The run's configuration, with the data of the run that will learn.
+        recipe: The recipe, which builds the samples.
+        device: The device on which this process computes.
+        layout: The grid of processes as this process sees it.
+
+    Raises:
+        DataError: The folder holds other logits.
+        StorageError: A file cannot be written.
+        CheckpointError: There is no such teacher.
+    """
+    asked = config.distillation
+    assert asked.logits_save_dir is not None
+    folder = Path(asked.logits_save_dir)
+    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
+    tokenizer = build_tokenizer(config.tokenizer)
+    source, flag = asked.teacher_load, "--teacher-load"
+    if source is None:
+        source, flag = config.checkpoint.load, "--load"
+    assert source is not None, "a rule asks for it"
+    teacher = load_teacher(source, config, tokenizer, device, layout, flag=flag)
+    batches = BatchPlan.from_config(config, layout.data.size)
+    iterations = batches.iterations_of(config.training, Progress())
+    counts = samples_needed(config, iterations, Progress())
+    dataset = recipe.build_datasets(config, tokenizer, counts, layout)[0]
+    if dataset is None:
+        raise ConfigError(f"--split {config.data.split}: the training split is empty")
+    # In another order than that of the samples, a run reads all of them.
+    samples = len(dataset) if config.data.dataloader_type == "cyclic" else counts[0]
+    header = new_header(config, tokenizer, samples=samples, teacher=teacher.name)
+    begin_folder(folder, header)  # on every process: all of them write the same
+    if layout.world.rank == 0:
+        say(f"teacher: {teacher.name}, {teacher.description}")
+    _write_missing(folder, header, dataset, _Writer(config, recipe, tokenizer, teacher, layout))
+    layout.wait_for_all()
+    if layout.world.rank == 0:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        say(f"the logits of {samples:,} samples are in {folder} ({size / 1e9:.3g} GB)")
+
+
+class _Writer(NamedTuple):
+    """What computes the logits of a micro-batch."""
+
+    config: RunConfig
+    recipe: LearningRecipe
+    tokenizer: Tokenizer
+    teacher: GPTTeacher
+    layout: Layout
+
+    def top(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """Return the top k of each sample of a micro-batch, on the CPU. Collective over tensor."""
+        asked = self.config.distillation
+        assert asked.logits_save_top_k is not None
+        inputs = self.recipe.inputs(batch, self.config, self.tokenizer, self.layout)
+        logits = self.teacher.logits(inputs)  # [b, s, v/t]
+        top = top_log_probs(
+            logits.flatten(0, 1),
+            VocabularyPart(self.layout.tensor, self.tokenizer.vocab_size),
+            k=asked.logits_save_top_k,
+            p=asked.logits_save_top_p,
+            min_k=asked.logits_save_top_p_min_k,
+            temperature=asked.kd_temperature,
+        )
+        whole = [part.unflatten(0, logits.shape[:2]).cpu() for part in top]
+        names = (TOP_IDS, TOP_VALUES, TOP_REST)
+        return [dict(zip(names, parts, strict=True)) for parts in zip(*whole, strict=True)]
+
+
+def _write_missing(
+    folder: Path, header: LogitsHeader, dataset: SampleDataset, writer: _Writer
+) -> None:
+    """Write this data-parallel process's share of the files that are not there yet. Collective."""
+    layout, config, device = writer.layout, writer.config, next(writer.teacher.model.parameters())
+    files = header.files()
+    here = {samples.start for samples in missing_files(folder, header)}
+    # All go by what the first process sees, because those of a tensor group work together.
+    is_missing = torch.tensor([samples.start in here for samples in files], device=device.device)
+    broadcast(is_missing, layout.world)
+    missing = [one for one, lacks in zip(files, is_missing.tolist(), strict=True) if lacks]
+    mine = missing[layout.data.rank :: layout.data.size]
+    each = config.training.micro_batch_size
+    micro_batches = [list(one[i : i + each]) for one in mine for i in range(0, len(one), each)]
+    batches = build_loader(
+        dataset,
+        micro_batches,
+        num_workers=config.data.num_workers,
+        seed=config.training.seed,
+        pin_memory=device.is_cuda,
+    )
+    said = time.monotonic()
+    for number, samples in enumerate(mine):
+        tops: list[dict[str, Tensor]] = []
+        digests: list[int] = []
+        while len(tops) < len(samples):
+            batch = next(batches)
+            digests += [digest_of_tokens({"text": row.numpy()}) for row in batch["text"]]
+            tops += writer.top({name: x.to(device.device) for name, x in batch.items()})
+        if layout.tensor.is_first:
+            write_file(header.path(folder, samples.start), header, tops, digests)
+        if layout.world.rank == 0 and time.monotonic() - said > _SAY_EVERY:
+            said = time.monotonic()
+            say(f"  {number + 1} of this process's {len(mine)} files are written")

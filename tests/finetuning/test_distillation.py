@@ -1,0 +1,328 @@
+"""Distillation on one process and in layouts, from a teacher and from its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from megatron.config.distillation import DistillationConfig
+from megatron.config.parser import parse_config
+from megatron.config.run import RunConfig
+from megatron.data import logits as files
+from megatron.data.gpt import TokenBatch
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_losses
+from megatron.parallel.distillation import TopLogProbs, VocabularyPart
+from megatron.parallel.layout import Layout
+from megatron.training.build import build_run
+from megatron.training.evaluation import evaluate
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.run import Run
+from pretrain_gpt import GPTRecipe
+from tests.config.command import problems
+from tests.distributed import run_distributed, toy_device
+from tests.training.toy import TOY, Recorder, train_toy
+
+_TEACHER = "--num-layers 3 --hidden-size 48 --train-iters 30 --save-interval 30".split()
+_PLAIN = "--hidden-dropout 0 --attention-dropout 0".split()
+_SIZES = {"--tensor-model-parallel-size": "tensor", "--context-parallel-size": "context"}
+
+
+def parsed(layout: Layout, words: Sequence[str]) -> RunConfig:
+    words = [*TOY, *_PLAIN, "--no-exit-signal-handler", "--train-iters", "6", *words]
+    return parse_config(words, world_size=layout.world.size, architecture="gpt").config
+
+
+def begin(layout: Layout, words: Sequence[str]) -> Run:
+    recipe = GPTRecipe()
+    run = build_run(parsed(layout, words), recipe, toy_device(layout.world.rank), layout)
+    Distillation(recipe).begin(run)
+    return run
+
+
+def distill(layout: Layout, words: Sequence[str]) -> list[list[float]]:
+    """Train a student, and return both losses of every iteration and the gradients' norms."""
+    run, recorder = begin(layout, words), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    return [recorder.values(name) for name in ("lm loss", LOSS_NAMES[1], "grad-norm")]
+
+
+def save(layout: Layout, words: Sequence[str]) -> None:
+    config, recipe = parsed(layout, words), GPTRecipe()
+    device = toy_device(layout.world.rank)
+    assert Distillation(recipe).replace_training(config, device, layout)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("teacher"))
+    train_toy(Layout.single(), [*_TEACHER, "--save", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("logits"))
+    options = "--logits-save-top-k 9 --logits-save-top-p 0.9 --logits-save-dtype fp32".split()
+    save(Layout.single(), ["--teacher-load", teacher, "--logits-save-dir", folder, *options])
+    return folder
+
+
+def _both(layout: Layout, teacher: str, saved: str, words: list[str]) -> list[list[list[float]]]:
+    common = ["--kd-loss-alpha", "0.7", *words]
+    from_model = distill(layout, ["--teacher-load", teacher, "--kd-temperature", "2", *common])
+    return [from_model, distill(layout, ["--logits-load-dir", saved, *common])]
+
+
+@pytest.fixture(scope="module")
+def alone(teacher: str, saved: str) -> list[list[list[float]]]:
+    return _both(Layout.single(), teacher, saved, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2",
+        "--zero-stage 3",
+    ],
+)
+def test_layouts_learn_as_one_process(
+    words: str, teacher: str, saved: str, alone: list[list[list[float]]]
+) -> None:
+    flags = words.split()
+    sizes = {_SIZES[flags[0]]: 2} if flags[0] in _SIZES else {}
+    results = run_distributed(2, _both, teacher, saved, flags, **sizes)
+    for ours, expected in zip(results[-1], alone, strict=True):
+        for values, wanted in zip(ours, expected, strict=True):
+            assert len(values) == 6
+            assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_a_student_learns_towards_its_teacher(teacher: str) -> None:
+    words = ["--teacher-load", teacher, "--train-iters", "40", "--lr-warmup-fraction", "0.05"]
+    _, divergence, _ = distill(Layout.single(), words)
+    assert divergence[-1] < 0.4 * divergence[0]
+
+
+def test_a_student_that_is_its_teacher_has_no_gradient(teacher: str) -> None:
+    """It is built and loaded exactly as the model of a run is."""
+    words = [*_TEACHER[:4], "--load", teacher, "--finetune", "--teacher-load", teacher]
+    lm_loss, divergence, norm = distill(Layout.single(), [*words, "--train-iters", "1"])
+    assert abs(divergence[0]) < 1e-6
+    assert norm[0] < 1e-5 < lm_loss[0]
+
+
+def test_files_of_the_whole_vocabulary_teach_as_the_model_does(
+    teacher: str, tmp_path: Path
+) -> None:
+    words = ["--kd-loss-alpha", "0.5", "--kd-temperature", "1.5", "--seed", "5"]
+    options = "--logits-save-top-k 1000 --logits-save-dtype fp32".split()
+    folder = str(tmp_path)
+    save(
+        Layout.single(), ["--teacher-load", teacher, "--logits-save-dir", folder, *options, *words]
+    )
+    live = distill(Layout.single(), ["--teacher-load", teacher, *words])
+    read = distill(Layout.single(), ["--logits-load-dir", folder, "--num-workers", "1", *words])
+    for ours, wanted in zip(read, live, strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+
+
+def _folder(path: Path) -> dict[str, torch.Tensor]:
+    tensors = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+    return {f"{number} {name}": t for number, one in enumerate(tensors) for name, t in one.items()}
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {}])
+def test_layouts_write_the_same_files(
+    sizes: dict[str, int], teacher: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = f"--logits-save-top-k 9 --logits-save-top-p 0.9 --teacher-load {teacher}".split()
+    monkeypatch.setattr(files, "_ENTRIES_PER_FILE", 16 * 9 * 7)  # 7 of 24 samples in a file
+    places = [tmp_path / "one", tmp_path / "two"]
+    save(Layout.single(), [*options, "--logits-save-dir", str(places[0])])
+    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"] if sizes else []
+    run_distributed(2, save, [*options, *flags, "--logits-save-dir", str(places[1])], **sizes)
+    one, two = map(_folder, places)
+    assert len(one) == 4 * 6
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=2e-3, atol=1e-6)  # values are fp16
+    whole = load_file(Path(saved) / "logits-000000000000.safetensors")
+    torch.testing.assert_close(torch.cat([two[f"{n} ids"] for n in range(4)]), whole["ids"])
+
+
+def test_writing_goes_on_where_it_ended(
+    teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_ENTRIES_PER_FILE", 16 * 3 * 10)
+    words = ["--load", teacher, "--logits-save-dir", str(tmp_path), "--logits-save-top-k", "3"]
+    save(Layout.single(), words)
+    before = _folder(tmp_path)
+    lost = tmp_path / "logits-000000000010.safetensors"
+    kept = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+    assert len(kept) == 3
+    lost.unlink()
+    with pytest.raises(DataError, match=r"1 of 3 files are missing: run .* again"):
+        begin(Layout.single(), ["--logits-load-dir", str(tmp_path)])
+    save(Layout.single(), words)
+    for name, tensor in _folder(tmp_path).items():
+        assert torch.equal(tensor, before[name])
+    assert all(file.stat().st_mtime_ns == kept[file] for file in kept if file != lost)
+    with pytest.raises(DataError, match=r"holds other logits, with top_k 3 \(here 4\)"):
+        save(Layout.single(), [*words[:-1], "4"])
+
+
+def test_held_out_samples_have_no_files(saved: str) -> None:
+    run = begin(Layout.single(), ["--logits-load-dir", saved])
+    assert run.datasets[1] is not None
+    losses = evaluate(run, run.datasets[1], skip=0)
+    assert losses is not None
+    assert list(losses) == ["lm loss"]
+
+
+def test_the_teacher_is_no_part_of_the_run(teacher: str) -> None:
+    run = begin(Layout.single(), ["--teacher-load", teacher])
+    plain = begin(Layout.single(), [])
+    assert [name for name, _ in run.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    known = run.recipe.teacher  # type: ignore[attr-defined]
+    assert not known.model.training
+    assert not any(parameter.requires_grad for parameter in known.model.parameters())
+
+
+@pytest.mark.parametrize("source", ["model", "files"])
+def test_losses_are_weighted_sums_over_the_labels_that_count(source: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    student, theirs = torch.randn(2, 2, 4, 11, generator=generator).double().float()
+    labels = torch.randint(11, (2, 4), generator=generator)
+    mask = (torch.rand(2, 4, generator=generator) < 0.6).float()
+    batch = TokenBatch(labels, labels, mask, labels)
+    log_probs = theirs.log_softmax(-1)
+    known = torch.ones(2, 4, dtype=torch.bool)
+    knowledge: torch.Tensor | TopLogProbs = theirs
+    if source == "files":
+        known[0] = False  # as if they could not be read
+        ids = torch.arange(11).expand(2, 4, 11).where(known[..., None], -1)
+        values = log_probs.where(known[..., None], -torch.inf)
+        knowledge = TopLogProbs(ids, values, torch.where(known, -torch.inf, 0.0))
+    logits = student.clone().requires_grad_()
+    options = DistillationConfig(teacher_load="t", kd_loss_alpha=0.3)
+    vocabulary = VocabularyPart(Layout.single().tensor, 11)
+    result = student_losses(logits * 1, batch, knowledge, vocabulary, options)
+    torch.stack(list(result.values())).sum().backward()
+
+    whole = student.clone().requires_grad_()
+    ours = whole.log_softmax(-1)
+    ce = F.nll_loss(ours.flatten(0, 1), labels.flatten(), reduction="none").view(2, 4)
+    kl = F.kl_div(ours, log_probs, log_target=True, reduction="none").sum(-1) * known
+    (mask * ((1 - 0.3 * known) * ce + 0.3 * known * kl)).sum().backward()
+    values = [result[name].detach() for name in LOSS_NAMES]
+    torch.testing.assert_close(values, [(mask * ce).sum().detach(), (mask * kl).sum().detach()])
+    torch.testing.assert_close(logits.grad, whole.grad)
+
+
+def _spoil(folder: Path, saved: str, change: str) -> None:
+    """Copy a folder of logits with something wrong in it."""
+    header = json.loads((Path(saved) / files.HEADER).read_text())
+    data = (Path(saved) / "logits-000000000000.safetensors").read_bytes()
+    if change == "cut":
+        data = data[:-100]
+    elif change == "seed":
+        header["seed"] = 7
+    elif change == "format":
+        header["format"] = "another"
+    elif change == "ids":
+        header["vocab_size"] = 101
+        tensors = load_file(Path(saved) / "logits-000000000000.safetensors")
+        from safetensors.torch import save as to_bytes
+
+        tensors["ids"] = torch.full_like(tensors["ids"].int(), 5000).to(torch.uint16)
+        data = to_bytes(tensors)
+    (folder / files.HEADER).write_text(json.dumps(header))
+    (folder / "logits-000000000000.safetensors").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ("", "--seed 7", "--seed was 1234 and is 7: use the settings"),
+        ("", "--seq-length 8", "--seq-length was 16 and is 8"),
+        ("", "--kd-temperature 2", "--kd-temperature was 1.0 and is 2.0"),
+        ("", "--vocab-size 90", "the tokenizer was NullTokenizer:.* and is NullTokenizer:"),
+        ("", "--reset-position-ids", r"--reset-attention-mask .* was \[False, False\] and is"),
+        ("seed", "--seed 7", "sample 0 has other tokens .* number of training samples"),
+        ("cut", "", r"logits-000000000000.safetensors is damaged \(.*: delete it and write it"),
+        ("ids", "", r"damaged \(an id outside the vocabulary\)"),
+        ("format", "", r"logits.json is damaged \(the format is not megatron-top-logits-1\)"),
+    ],
+)
+def test_other_samples_and_damaged_files_are_refused(
+    change: str, words: str, message: str, saved: str, tmp_path: Path
+) -> None:
+    _spoil(tmp_path, saved, change)
+    with pytest.raises(DataError, match=message):
+        begin(Layout.single(), ["--logits-load-dir", str(tmp_path), *words.split()])
+
+
+def test_what_cannot_be_read_may_be_left_out(
+    saved: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _spoil(tmp_path, saved, "cut")
+    words = ["--logits-load-dir", str(tmp_path), "--logits-load-ignore-errors"]
+    lm_loss, divergence, _ = distill(Layout.single(), words)
+    plain = train_toy(Layout.single(), _PLAIN)[0].values("lm loss")
+    assert divergence == [0.0] * 6
+    assert lm_loss == pytest.approx(plain, rel=1e-6)
+    assert capfd.readouterr().err.count("the sample's tokens count alone") == 1
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    words = ["--logits-load-dir", str(tmp_path)]
+    with pytest.raises(DataError, match=r"there is no logits.json: give a folder"):
+        begin(Layout.single(), words)
+    (tmp_path / "cp0_dp0__100.tar").touch()
+    with pytest.raises(DataError, match="Megatron Core's tar files"):
+        begin(Layout.single(), words)
+
+
+def test_other_teachers_are_refused(teacher: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--teacher-load .*: there is no checkpoint"):
+        begin(Layout.single(), ["--teacher-load", str(tmp_path)])
+    with pytest.raises(CheckpointError, match=r"--teacher-load .*another tokenizer .*the same"):
+        begin(Layout.single(), ["--teacher-load", teacher, "--vocab-size", "90"])
+    longer = "--seq-length 32 --max-position-embeddings 32".split()
+    with pytest.raises(ConfigError, match="teacher does not fit this run: --max-pos"):
+        begin(Layout.single(), ["--teacher-load", teacher, *longer])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--teacher-load t --logits-load-dir d", "learns from files, learns from a model, or"),
+        ("--logits-save-dir s --logits-load-dir d --load t", "cannot be combined with --logits-s"),
+        ("--logits-save-dir s --teacher-load t", "requires --logits-save-top-k: add it"),
+        ("--logits-save-dir s --logits-save-top-k 5", "requires a teacher: name its checkpoint"),
+        ("--teacher-load t --kd-loss-alpha 1.5", "--kd-loss-alpha 1.5: must be at most 1"),
+        ("--teacher-load t --kd-temperature 0", "--kd-temperature 0.0: must be above 0"),
+        ("--teacher-load t --cuda-graph-impl local", "a teacher's passes are not recorded"),
+        (
+            "--teacher-load t --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+            "holds",
+        ),
+        ("--kd", "use --teacher-load DIR"),
+        ("--kd-beta-ce 2", "use --kd-loss-alpha A"),
+        ("--mos", "staged distillation of mixtures is not supported"),
+        ("--logits-load-msc-prefetch-depth 3", "not from object storage"),
+    ],
+)
+def test_flags_that_contradict_each_other(words: str, message: str) -> None:
+    assert any(message in line for line in problems(words)), problems(words)
