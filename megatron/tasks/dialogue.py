@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -20,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron import __version__
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.command import say
 from megatron.config import ParsedRun, Program, parse_config
 from megatron.config.run import RunOptions, with_values
 from megatron.config.tasks import DialogueConfig, TaskConfig
+from megatron.data.json_lines import read_objects
 from megatron.data.preprocess import installed_punkt
 from megatron.data.text_input import load_line
 from megatron.device import Device
 from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import EXIT_OK, ConfigError, DataError, UserError
 from megatron.inference.load import load_gpt
+from megatron.inference.samples import DrawSettings, SampleFile
+from megatron.inference.sharing import GeneratedText
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
@@ -83,9 +88,14 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         with processes(parsed.config, launch) as (device, layout):
             prompt(parsed, device, layout)
     elif launch.rank == 0 and task == "MSDP-PROMPT":
-        path = _begin_output(options, own)
-        ask = partial(ask_server, own.megatron_api_url, own.out_seq_length)
-        _write_lines(path, [ask(one) for one in read_prompts(own)])
+        _begin_output(options, own)
+        prompts, url = read_prompts(own), own.megatron_api_url or ""
+        with closing(_open_part(own)) as part:
+            part.rest(prompts)  # for mistakes
+            part.keep_settings({"--out-seq-length": own.out_seq_length})
+            for one in prompts[part.done :]:
+                _write(part, one, ask_server(url, own.out_seq_length, one))
+        _write_lines(own)
     elif launch.rank == 0:
         measure(options, own)
     return EXIT_OK
@@ -155,34 +165,54 @@ def _flag(name: str) -> str:
 
 def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
     """Load the model, and write a line for each dialogue. Collective."""
-    options, own = parsed.extra
+    _, own = parsed.extra
+    if layout.world.rank == 0:
+        with closing(_open_part(own)) as part:  # before the model, for mistakes
+            _prompt(parsed, device, layout, part)
+        _write_lines(own)
+    else:
+        _prompt(parsed, device, layout, None)
+
+
+def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile | None) -> None:
+    """Continue the prompts that have no line yet in `part`, which the first process has."""
+    _, own = parsed.extra
     prompts = read_prompts(own)
+    if part is not None:
+        part.rest(prompts)  # for mistakes, before the model
     config = parsed.config
     folder = config.checkpoint.load
     assert folder is not None
     loaded = load_gpt(folder, device, layout, config=config)
     say_start("MSDP-PROMPT", loaded, device, f"{own.sample_input_file}: {len(prompts):,} dialogues")
+    if part is not None:
+        model = str(Path(folder).resolve())
+        settings: DrawSettings = {"--load": model, "iteration": loaded.iteration}
+        settings["--out-seq-length"] = own.out_seq_length
+        settings["--seq-length"] = config.data.seq_length
+        part.keep_settings(settings)
+    left = prompts[JsonExchange(layout.world).gather(part.done if part else 0)[0] :]
     requests = [
         TextToWrite(loaded.tokenizer.tokenize_open(one), own.out_seq_length, until=("\n",))
-        for one in prompts
+        for one in left
     ]
     room = config.data.seq_length - min(own.out_seq_length, config.data.seq_length - 1)
     cut = sum(len(request.prompt) > room for request in requests)
     if cut and layout.world.rank == 0:
         say(
-            f"WARNING: {cut:,} of {len(prompts):,} prompts lose their beginning: a window of "
+            f"WARNING: {cut:,} of {len(left):,} prompts lose their beginning: a window of "
             f"{config.data.seq_length} has no room for them and {own.out_seq_length} tokens: give "
             "fewer examples"
         )
     generator = Generator(loaded, device)
     progress = TaskProgress(shown=layout.world.rank == 0, log_interval=1)
-    lines: list[str] = []
     step = _AT_A_TIME * layout.data.size
     for first in range(0, len(requests), step):
-        lines += map(_line, generator.generate(requests[first : first + step]))
+        texts = generator.generate(requests[first : first + step])
+        if part is not None:
+            for one, text in zip(left[first : first + step], texts, strict=True):
+                _write(part, one, _line(text))
         progress(first // step + 1, -(-len(requests) // step))
-    if layout.world.rank == 0:
-        _write_lines(_output_path(own), lines)
 
 
 def _line(text: str) -> str:
@@ -194,19 +224,44 @@ def _output_path(own: DialogueConfig) -> Path:
     return Path(own.sample_output_file or f"{own.sample_input_file}.out")
 
 
-def _begin_output(options: TaskConfig, own: DialogueConfig) -> Path:
-    """Check that the prompts can be read and the output can be written. Return its path."""
+def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
+    """Check that the prompts can be read and the output can be written."""
     path = _output_path(own)
     expect_no_file("--sample-output-file", [path], overwrite=options.overwrite)
     if not path.parent.is_dir():
         raise ConfigError(f"--sample-output-file {path}: there is no such folder: create it")
     read_prompts(own)
-    return path
 
 
-def _write_lines(path: Path, lines: Sequence[str]) -> None:
+def _open_part(own: DialogueConfig) -> SampleFile:
+    """Return the file of the lines so far, with their prompts. An interrupted run leaves it."""
+    path = _output_path(own)
+    part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
+    if part.done:
+        say(f"{part.path}: {part.done:,} lines exist, the rest follow")
+    return part
+
+
+def _write(part: SampleFile, prompt: str, line: str) -> None:
+    part.write(GeneratedText(prompt, line, len(line.split()), finished=True))
+
+
+def _write_lines(own: DialogueConfig) -> None:
+    """Write the output, and remove the file of `_open_part`.
+
+    Raises:
+        DataError: Its lines have been changed.
+    """
+    path = _output_path(own)
+    part = path.with_name(f"{path.name}.part.jsonl")
+    lines = [line.fields.get("text") for line in read_objects(part, "--sample-output-file")]
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str):
+            raise DataError(f"{part}: line {number} has no text: remove the file, and start again")
     with writing_to("--sample-output-file", path):
         replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+        part.unlink()
+        part.with_name(f"{part.name}.settings.json").unlink(missing_ok=True)
     say(f"{len(lines):,} lines written to {path}")
 
 

@@ -11,7 +11,7 @@ import torch
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 from megatron.device import Device
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.errors import ConfigError, DataError, StorageError, UserError
 from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
@@ -126,6 +126,11 @@ def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatc
     assert "WARNING" not in capsys.readouterr().out
     run_distributed(2, _prompt_numbers, [*words, str(files / "two.txt")])
     assert (files / "two.txt").read_text() == (files / "one.txt").read_text()
+    # A part of the lines, as an interrupted run leaves it, is kept.
+    line = {"prompt": _NUMBERS[0], "text": "kept", "length": 1, "finished": True}
+    (files / "rest.txt.part.jsonl").write_text(f"{json.dumps(line)}\n")
+    run_distributed(2, _prompt_numbers, [*words, str(files / "rest.txt")])
+    assert (files / "rest.txt").read_text().splitlines() == ["kept", *expected[1:]]
     monkeypatch.setattr(dialogue, "read_prompts", _numbers_only([" ".join("1" * 14)]))
     _prompt(Layout.single(), [*words, str(files / "long.txt")])
     assert "WARNING: 1 of 1 prompts lose their beginning" in capsys.readouterr().out
@@ -164,6 +169,43 @@ def test_a_server_writes_without_a_model(files, api):
     assert dialogue.run("MSDP-PROMPT", words, Launch()) == 0
     assert (files / "input.txt.out").read_text() == "so 100\n" * 3
     with pytest.raises(ConfigError, match="already exists"):
+        dialogue.run("MSDP-PROMPT", words, Launch())
+
+
+def test_an_interrupted_server_s_work_is_continued(files, monkeypatch):
+    words = _words(files, "knowledge", "knowledge.json", "--api-prompt", "--megatron-api-url", "x")
+    asked = []
+
+    def ask(url, length, text):
+        if len(asked) == 2:
+            asked.append("the end")
+            raise UserError("it went away")
+        asked.append(text)
+        return f"line {len(asked)}"
+
+    monkeypatch.setattr(dialogue, "ask_server", ask)
+    with pytest.raises(UserError, match="it went away"):
+        dialogue.run("MSDP-PROMPT", words, Launch())
+    assert not (files / "input.txt.out").exists()
+    part = files / "input.txt.out.part.jsonl"
+    part.write_bytes(part.read_bytes() + b'{"prompt": "a line that is cut o')
+    with pytest.raises(StorageError, match="--out-seq-length is 5 now and was 100"):
+        dialogue.run("MSDP-PROMPT", [*words, "--out-seq-length", "5"], Launch())
+    dialogue.run("MSDP-PROMPT", words, Launch())
+    assert asked[3:] == ["a b \nc \n( 5 6 ) 1 2 =>"]
+    assert (files / "input.txt.out").read_text() == "line 1\nline 2\nline 4\n"
+    assert not list(files.glob("*.part*"))
+
+
+def test_lines_of_other_dialogues_are_not_continued(files, api):
+    words = _words(files, "knowledge", "knowledge.json", "--api-prompt", "--megatron-api-url", api)
+    part = files / "input.txt.out.part.jsonl"
+    part.write_text('{"prompt": "another", "text": "x", "length": 1, "finished": true}\n')
+    with pytest.raises(StorageError, match=r"part\.jsonl: line 1 is for another prompt"):
+        dialogue.run("MSDP-PROMPT", words, Launch())
+    prompt = json.dumps(_prompts(*_words(files, "knowledge", "knowledge.json"))[0])
+    part.write_text(f'{{"prompt": {prompt}, "text": 5, "length": 1, "finished": true}}\n')
+    with pytest.raises(DataError, match=r"part\.jsonl: line 1 has no text: remove the file"):
         dialogue.run("MSDP-PROMPT", words, Launch())
 
 
