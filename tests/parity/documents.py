@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.passes import Passes
 from megatron.training.recipe import Batch
 from pretrain_gpt import GPTRecipe
-from tests.parity.layouts import Curves, LayoutCase, train_curves
+from tests.parity.layouts import Curves, train_curves
 from tests.training.toy import RECIPES, build_toy
 
 # Mock tokens count up modulo 7, and 6 ends a document: three or four of them share a sequence.
@@ -49,19 +48,17 @@ class OneByOne(GPTRecipe):
         length, losses = text.shape[1] - 1, []
         for start, end in pairwise(dict.fromkeys(ends)):  # without empty documents
             row, first = divmod(start, length)
-            words: dict[str, Any] = {"eod": tokenizer.eod}
-            words["eod_mask_loss"] = config.data.eod_mask_loss
-            one = make_batch(text[row : row + 1, first : first + end - start + 1], **words)
+            alone = {"text": text[row : row + 1, first : first + end - start + 1]}
+            one = make_batch(alone, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
             losses.append(part(one.tokens, one.position_ids, one.labels, loss_mask=one.loss_mask))
         return {"lm loss": torch.stack(losses).sum() / (text.shape[0] * length)}
 
 
 @cache
-def one_by_one(network: str, iterations: int) -> Curves:
-    """The training that every layout of this network must equal: the documents one at a time."""
+def one_by_one(words: tuple[str, ...]) -> Curves:
+    """The training on one process that layouts must equal: the documents one at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RECIPES, "gpt", OneByOne())
-        words = LayoutCase(1, network=network).words(iterations)
         return train_curves(Layout.single(), words)
 
 

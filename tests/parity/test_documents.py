@@ -1,4 +1,10 @@
-"""Packed documents train as separate documents do, in every layout."""
+"""Packed documents train as separate documents do, in every layout.
+
+Routers' losses are means over all tokens of a sequence or micro-batch, whatever documents these
+belong to. They differ from those of separate documents by definition, as they differ between two
+sizes of micro-batch. So mixtures are compared with separate documents without such losses, and with
+packed documents on one process with them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +25,10 @@ from tests.parity.layouts import (
     largest_difference,
     train_curves,
 )
+from tests.parity.mixtures import IN_FP32, SOFTMAX, MixtureCase, differences
 
 ITERATIONS = 2
+_DROPLESS = "--moe-router-topk 2 --moe-shared-expert-intermediate-size 16"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform"
 # The table has learned positions, except in two layouts.
 _ROTARY = (
@@ -39,7 +47,7 @@ CASES = (*LAYOUTS, *(replace(case, network=ROPE) for case in _ROTARY))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")
 def test_packed_documents_equal_separate_ones(case: LayoutCase) -> None:
     case = replace(case, network=f"{case.network} {DOCUMENTS}")
-    expected = one_by_one(case.network, ITERATIONS)
+    expected = one_by_one(tuple(LayoutCase(1, network=case.network).words(ITERATIONS)))
     words = case.words(ITERATIONS)
     # PyTorch's wrapper asks gloo for what shared memory does not have.
     run = run_distributed if "--DDP-impl torch" in case.flags else run_sharing_memory
@@ -50,11 +58,10 @@ def test_packed_documents_equal_separate_ones(case: LayoutCase) -> None:
 
 def test_separate_documents_are_not_one_sequence() -> None:
     """The comparison would see a document that attends to another."""
-    words = LayoutCase(1, network=DOCUMENTS.replace("--reset-attention-mask ", "")).words(
-        ITERATIONS
-    )
+    words = LayoutCase(1, network=DOCUMENTS).words(ITERATIONS)
+    expected = one_by_one(tuple(words))
+    words.remove("--reset-attention-mask")
     together = train_curves(Layout.single(), words)
-    expected = one_by_one(DOCUMENTS, ITERATIONS)
     assert largest_difference(together.losses, expected.losses) > 10 * LOSS_TOLERANCE
     assert largest_difference(together.norms, expected.norms) > 10 * NORM_TOLERANCE
 
@@ -66,3 +73,33 @@ def test_every_gradient_is_that_of_separate_documents(network: str) -> None:
     assert packed.keys() == separate.keys()
     for name, theirs in separate.items():
         torch.testing.assert_close(packed[name], theirs, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in IN_FP32 if case.network == SOFTMAX], ids=lambda case: case.name
+)
+def test_packed_documents_of_a_mixture_equal_separate_ones(case: MixtureCase) -> None:
+    case = replace(case, network=f"{_DROPLESS} {DOCUMENTS}", iterations=ITERATIONS)
+    alone = MixtureCase(1, network=case.network, iterations=ITERATIONS)
+    expected = one_by_one(tuple(alone.words))
+    for got in run_sharing_memory(case.processes, train_curves, case.words, **case.sizes):
+        assert largest_difference(got.losses, expected.losses) <= LOSS_TOLERANCE
+        assert largest_difference(got.norms, expected.norms) <= NORM_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MixtureCase(2, context=2, expert=2),
+        MixtureCase(2, context=2, expert=2, flags="--cp-comm-type a2a"),
+        MixtureCase(4, tensor=2, expert=2, flags="--sequence-parallel"),
+        MixtureCase(4, context=2, pipeline=2, expert=2),
+    ],
+    ids=lambda case: case.name,
+)
+def test_routers_losses_of_packed_documents_equal_the_single_process(case: MixtureCase) -> None:
+    found = differences(replace(case, network=f"{SOFTMAX} {DOCUMENTS}", iterations=ITERATIONS))
+    assert {"lm loss", "norm"} < found.keys()
+    assert max(found.values()) <= NORM_TOLERANCE
+    assert found["lm loss"] <= LOSS_TOLERANCE
