@@ -36,7 +36,7 @@ from megatron.data.conversation_records import (
 )
 from megatron.data.preprocess import LESS_MEMORY, choose_workers, map_in_order
 from megatron.data.text_input import BadLine, TextBlock, find_inputs, read_blocks
-from megatron.errors import DataError, shortage_errors, warn
+from megatron.errors import ConfigError, DataError, shortage_errors, warn
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat_template import (
     TRAINING_DATE,
@@ -138,6 +138,10 @@ class ConversationEncoder:
         ends = self.tokenizer.special_ids("eos") or self.tokenizer.special_ids("eod")
         self._end = next(iter(ends), None)
         self._is_limited = False
+        if options.preferences and options.truncation == "split":
+            raise ConfigError(
+                "--truncation split would tear preferences apart: use keep-start, keep-end or drop"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the options, from which another process builds the encoder."""
@@ -192,6 +196,9 @@ class ConversationEncoder:
         record = parse_record(line)
         examples = read_examples(record, preferences=self.options.preferences)
         encoded = [self._encode(example) for example in examples]
+        if self.options.preferences:  # both answers follow the same tokens
+            first = min(len(trained) - int(trained.sum()) for _, trained in encoded)
+            encoded = [(tokens, np.arange(len(tokens)) >= first) for tokens, _ in encoded]
         fitted: list[Encoded] = []
         told: Counter[str] = Counter(records=1)
         for tokens, trained in encoded:
@@ -218,7 +225,12 @@ class ConversationEncoder:
             assert self.options.template is not None
             chat = for_template(example, knows_developers="developer" in self.options.template)
             text, spans = trained_text(self._template, chat, last_only=self.options.last_turn_only)
-            tokens, trained = encode(self.tokenizer, text, spans)
+            if example.prompt is None:
+                tokens, trained = encode(self.tokenizer, text, spans)
+            else:
+                ((start, _),) = spans
+                tokenize = self.tokenizer.tokenize_spelled
+                tokens, trained = _completed(tokenize(text[:start]), tokenize(text))
         if self.options.train_on_inputs:
             trained = np.ones(len(tokens), np.bool_)
         if len(tokens) and (tokens.max() >= self.tokenizer.vocab_size or tokens.min() < 0):
@@ -231,22 +243,12 @@ class ConversationEncoder:
         return tokens, trained
 
     def _encode_plain(self, plain: Plain) -> Encoded:
-        """Return the ids of a text and the end-of-text token; trained is what follows the prompt.
-
-        The completion begins with the first token that the prompt alone does not have.
-        """
+        """Return the ids of a text and of its end; trained is what follows the prompt."""
         tokens = list(self.tokenizer.tokenize(plain.prompt + plain.completion))
         if self._end is not None and (not tokens or tokens[-1] != self._end):
             tokens.append(self._end)
-        first = 0
-        if plain.prompt:
-            prompt = self.tokenizer.tokenize(plain.prompt)
-            pairs = enumerate(zip(prompt, tokens, strict=False))
-            shorter = min(len(prompt), len(tokens))
-            first = next((at for at, (one, other) in pairs if one != other), shorter)
-        trained = np.ones(len(tokens), np.bool_)
-        trained[:first] = False
-        return np.array(tokens, np.int32), trained
+        prompt = self.tokenizer.tokenize(plain.prompt) if plain.prompt else ()
+        return _completed(prompt, tokens)
 
     def _fit(
         self, tokens: NDArray[np.int32], trained: NDArray[np.bool_], counts: Counter[str]
@@ -271,6 +273,18 @@ class ConversationEncoder:
         # The last token of a part begins the next one, whose first label would be lost otherwise.
         starts = range(0, len(tokens) - 1, most - 1)
         return [(tokens[at : at + most], trained[at : at + most]) for at in starts]
+
+
+def _completed(prompt: Sequence[int], tokens: Sequence[int]) -> Encoded:
+    """Return the ids of a prompt with its completion, and which of them are the completion's.
+
+    A model that reads the ids of the prompt goes on with the first token that differs from them.
+    This need not be the first after the prompt, because tokens may reach across its end.
+    """
+    pairs = enumerate(zip(prompt, tokens, strict=False))
+    shorter = min(len(prompt), len(tokens))
+    first = next((at for at, (one, other) in pairs if one != other), shorter)
+    return np.array(tokens, np.int32), np.arange(len(tokens)) >= first
 
 
 def _packed(

@@ -54,7 +54,7 @@ def _load(
 
 def _trained(encoder: ConversationEncoder, examples: TokenizedExamples) -> list[str]:
     found = [examples[index] for index in range(len(examples))]
-    return [encoder.tokenizer.detokenize(ids[on]) for ids, on in found]
+    return [encoder.tokenizer.detokenize(ids[on].tolist()) for ids, on in found]
 
 
 @pytest.mark.parametrize(
