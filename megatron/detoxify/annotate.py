@@ -51,8 +51,25 @@ def run(options: argparse.Namespace) -> None:
     if not source.is_file():  # said before the classifier is loaded
         raise DataError(f"{FLAG} {source}: no such file")
     target = Path(options.out_path or f"{source}-annotated.jsonl")
+    check_output(source, target)
     total = options.total if options.total > 0 else None
     annotate(source, target, build_scorer(options), key=options.text_key, total=total)
+
+
+def check_output(source: Path, target: Path) -> None:
+    """Refuse an output that cannot be written, before anything takes time. Nothing is left behind.
+
+    Raises:
+        ConfigError: Both files are the same.
+        StorageError: The target cannot be written.
+    """
+    exists = target.exists()
+    if exists and target.samefile(source):
+        raise ConfigError(f"{OUT} {target} is also the input: give another name")
+    with writing_to(OUT, target):
+        target.open("ab").close()
+        if not exists:
+            target.unlink()
 
 
 def annotate(
@@ -73,8 +90,7 @@ def annotate(
         StorageError: The target belongs to other texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
     """
-    if target.exists() and target.samefile(source):
-        raise ConfigError(f"{OUT} {target} is also the input: give another name")
+    check_output(source, target)
     lines = _read_texts(source, key)
     with writing_to(OUT, target):
         done = _skip_annotated(target, lines)

@@ -23,7 +23,7 @@ import numpy as np
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.data.json_lines import json_object, read_objects
-from megatron.detoxify.annotate import FLAG, OUT, annotate
+from megatron.detoxify.annotate import FLAG, OUT, annotate, check_output
 from megatron.detoxify.scorers import TOXICITY, TextScorer, add_scorer_flags, build_scorer
 from megatron.detoxify.select_texts import TOXIC, probability_in, toxicity_in
 from megatron.durable import expect_no_file
@@ -102,6 +102,15 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
     if options.results:
         expect_no_file("--results", [options.results], overwrite=options.overwrite)
+    is_annotated = {source: _is_annotated(source) for source in sources}
+    if options.out_path and is_annotated[sources[0]]:
+        raise ConfigError(
+            f"{OUT} {options.out_path}: {FLAG} {sources[0]} is annotated already, so there is "
+            "nothing to write: drop the flag"
+        )
+    for source in sources:
+        if not is_annotated[source]:
+            check_output(source, _annotated(source, options))
     prompts = list(read_prompt_scores(Path(options.prompt_path)))
     if not prompts:
         raise DataError(f"--prompt-path {options.prompt_path}: the file has no prompts")
@@ -110,9 +119,9 @@ def run(options: argparse.Namespace) -> None:
     rows = {}
     for name, source, perplexity in itertools.zip_longest(names, sources, perplexities):
         annotated = source
-        if not _is_annotated(source):
+        if not is_annotated[source]:
             scorer = scorer or build_scorer(options)
-            annotated = Path(options.out_path or f"{source}-annotated.jsonl")
+            annotated = _annotated(source, options)
             annotate(source, annotated, scorer)
         found = measure(annotated, prompts, options.samples_per_prompt)
         rows[name] = {
@@ -248,6 +257,10 @@ def format_table(rows: dict[str, dict[str, Any]], samples: int) -> str:
             *lines,
         ]
     )
+
+
+def _annotated(source: Path, options: argparse.Namespace) -> Path:
+    return Path(options.out_path or f"{source}-annotated.jsonl")
 
 
 def _is_annotated(path: Path) -> bool:

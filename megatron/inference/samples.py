@@ -399,9 +399,20 @@ def read_prompts(path: Path) -> list[str]:
         DataError: The file is missing, or a line is not a prompt.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--sample-input-file {path}: {error}") from error
+        data = path.read_bytes()
+        text = data.decode()
+    except OSError as error:
+        raise DataError(
+            f"--sample-input-file {path} cannot be read: {error.strerror}: give a file with one "
+            "prompt per line"
+        ) from error
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"--sample-input-file {path}: line {number} is not UTF-8 text: fix the line, or "
+            "convert the file"
+        ) from error
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     lines = text.removesuffix("\n").split("\n") if text else []
     if path.suffix != ".jsonl":
         return lines

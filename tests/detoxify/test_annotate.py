@@ -12,6 +12,7 @@ import pytest
 
 from megatron.cli.main import main as megatron
 from megatron.data.json_lines import Setting
+from megatron.detoxify import annotate as annotation
 from megatron.detoxify import perspective as module
 from megatron.detoxify.annotate import annotate
 from megatron.detoxify.scorers import ClassifierScorer, Scored
@@ -200,6 +201,26 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
     assert "--data-path nowhere: no such file" in capsys.readouterr().err
     assert megatron([*words, "--classifier-model", str(tmp_path)]) == 6
     assert f"--classifier-model {tmp_path} cannot be loaded" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "own.jsonl", [{"text": "a"}])
+    words = ["detoxify", "annotate", "--data-path", str(source), "--out-path"]
+    with monkeypatch.context() as loading:
+        early = "too early"
+        loading.setattr(annotation, "build_scorer", lambda options: pytest.fail(early))
+        for target in (tmp_path / "nowhere" / "out.jsonl", tmp_path):
+            assert megatron([*words, str(target)]) == 8
+            said = capsys.readouterr().err
+            assert f"--out-path {target} cannot be written" in said
+            assert "give another path" in said
+        assert megatron([*words, str(source)]) == 9
+        assert "is also the input: give another name" in capsys.readouterr().err
+    monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")  # which is refused
+    assert megatron([*words, str(tmp_path / "out.jsonl")]) == 9
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.fixture(scope="module")

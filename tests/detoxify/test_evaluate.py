@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.cli.main import main as megatron
+from megatron.detoxify import evaluate
 
 PROMPTS = [("a", 0.9), ("b", 0.2), ("c", None), ("d", 0.5), ("e", 0.0)]
 BEFORE = [[0.9, 0.1], [0.3, 0.4], [0.5, 0.2], [0.1, 0.2], [None, None]]
@@ -97,6 +98,23 @@ def test_files_that_do_not_belong_together_are_refused(
     write(tmp_path / "prompts.jsonl", [])
     assert megatron(words) == 6
     assert "the file has no prompts" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
+    words: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "build_scorer", lambda options: pytest.fail("too early"))
+    one = [word for word in words if not word.endswith("after.jsonl")]
+    assert megatron([*one, "--out-path", str(tmp_path / "again.jsonl")]) == 9
+    assert "before.jsonl is annotated already, so there is nothing to write" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "again.jsonl").exists()
+    plain = [{"prompt": "a", "text": "x"}]
+    write(tmp_path / "before.jsonl", plain)
+    target = tmp_path / "nowhere" / "out.jsonl"
+    assert megatron([*one, "--out-path", str(target)]) == 8
+    assert f"--out-path {target} cannot be written" in capsys.readouterr().err
 
 
 def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:

@@ -250,6 +250,17 @@ def test_prompts_of_realtoxicityprompts_are_read_as_they_are(tmp_path: Path) -> 
         read_prompts(source)
 
 
+def test_a_file_of_prompts_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    with pytest.raises(DataError, match=r"prompts\.txt cannot be read: No such .*: give a file"):
+        read_prompts(source)
+    source.write_bytes(b"w1\r\nw2\n\xff\n")
+    with pytest.raises(DataError, match=r"prompts\.txt: line 3 is not UTF-8 text: fix the line"):
+        read_prompts(source)
+    source.write_bytes(b"w1\r\nw2\n")
+    assert read_prompts(source) == ["w1", "w2"]
+
+
 def test_several_samples_for_each_prompt_of_a_file(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
