@@ -28,7 +28,7 @@ PRECISIONS = {
     "fp8": ("--bf16", "--fp8-format", "hybrid"),
     "fp8-delayed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
 }
-_DOCUMENT_TOKENS = 1000  # mean length
+DOCUMENT_TOKENS = 1000  # mean length
 _CORPUS_SEED = 1234
 
 
@@ -168,17 +168,30 @@ def tokens_of_step(config: RunConfig) -> int:
     return config.training.global_batch_size * config.data.seq_length
 
 
-def corpus_prefix(folder: Path, workload: Workload) -> Path:
-    """Return the prefix of a workload's corpus, generating the corpus if it does not exist."""
+def corpus_prefix(
+    folder: Path, workload: Workload, *, document_tokens: int = DOCUMENT_TOKENS
+) -> Path:
+    """Return the prefix of a workload's corpus, generating the corpus if it does not exist.
+
+    Args:
+        folder: The folder for corpora.
+        workload: The workload, whose corpus has a size.
+        document_tokens: The mean length of a document.
+    """
     from megatron.data.indexed import idx_path
 
-    prefix = folder / f"zipf_{workload.vocabulary}_{workload.corpus_tokens}"
+    name = f"zipf_{workload.vocabulary}_{workload.corpus_tokens}"
+    if document_tokens != DOCUMENT_TOKENS:
+        name += f"_by_{document_tokens}"
+    prefix = folder / name
     if not idx_path(prefix).is_file():
-        write_corpus(prefix, workload.vocabulary, workload.corpus_tokens)
+        write_corpus(prefix, workload.vocabulary, workload.corpus_tokens, document_tokens)
     return prefix
 
 
-def write_corpus(prefix: Path, vocabulary: int, tokens: int) -> None:
+def write_corpus(
+    prefix: Path, vocabulary: int, tokens: int, document_tokens: int = DOCUMENT_TOKENS
+) -> None:
     """Write documents of random ids. Like words, their frequencies fall as 1 / rank (Zipf).
 
     The last id ends every document. Ranks are shuffled over ids, so frequent ids are spread over
@@ -193,7 +206,7 @@ def write_corpus(prefix: Path, vocabulary: int, tokens: int) -> None:
     # The logarithm of a Zipf rank is uniform.
     ranks = np.floor(np.exp(random.random(tokens) * np.log(words + 1))).astype(np.int64) - 1
     ids = random.permutation(words)[np.clip(ranks, 0, words - 1)]
-    count = max(1, tokens // _DOCUMENT_TOKENS)
+    count = max(1, tokens // document_tokens)
     ends = np.unique([*random.integers(1, tokens, count - 1), tokens])
     ids[ends - 1] = words
     lengths = np.diff(ends, prepend=0)

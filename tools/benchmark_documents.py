@@ -1,0 +1,131 @@
+r"""Measure training on packed documents that are kept apart, beside whole sequences.
+
+    python tools/benchmark_documents.py --workload S
+    python tools/benchmark_documents.py --workload L -- --num-layers 16
+    python tools/benchmark_documents.py --workload L --gpus 2 \
+        -- --context-parallel-size 2 --use-distributed-optimizer --num-layers 16
+
+Both ways train on the same corpus of documents of a mean length, packed into long sequences. One
+lets each token attend to its whole sequence, the other keeps documents apart
+(`--reset-attention-mask --reset-position-ids`), which needs fewer products. The two alternate.
+Words after -- go to pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError
+from tools.bench.launch import entry_command, measure, run_process
+from tools.bench.workloads import (
+    PRECISIONS,
+    WORKLOADS,
+    corpus_prefix,
+    read_flags,
+    tokens_of_step,
+    training_flags,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+_WAYS = {
+    "whole sequences": (),
+    "documents apart": ("--reset-attention-mask", "--reset-position-ids"),
+}
+
+
+def build_parser() -> ToolParser:
+    """Return the parser of the command line up to `--`."""
+    parser = ToolParser("benchmark_documents.py", __doc__)
+    add = parser.add_argument
+    add("--workload", choices=WORKLOADS, default="S", help="Default: S.")
+    add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
+    add("--gpus", type=int, default=1, help="Number of GPUs, one process each (default: 1).")
+    add("--seq-length", type=int, default=8192, help="Tokens in a sequence (default: 8192).")
+    add("--document-tokens", type=int, default=500, help="Mean document length (default: 500).")
+    add("--iterations", type=int, default=20, help="Timed iterations per run (default: 20).")
+    add("--warmup", type=int, default=5, help="Iterations before them (default: 5).")
+    add("--repeat", type=int, default=3, help="Number of runs of each way (default: 3).")
+    add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
+    add("--output", type=Path, default=Path("runs/documents"), help="Default: runs/documents.")
+    add("further", nargs="*", metavar="-- FLAG", help="Further flags of pretrain_gpt.py.")
+    return parser
+
+
+def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
+    """Return the flags of both ways: as many tokens in a micro-batch as the workload has."""
+    workload, length = WORKLOADS[options.workload], options.seq_length
+    flags = training_flags(workload, options.precision, options.gpus, corpus, [])
+    shorter = read_flags(flags, options.gpus)
+    micro = max(1, shorter.training.micro_batch_size * shorter.data.seq_length // length)
+    step = max(micro * options.gpus, tokens_of_step(shorter) // length)
+    sizes = f"--seq-length {length} --max-position-embeddings {length}"
+    sizes += f" --micro-batch-size {micro} --global-batch-size {step}"
+    return [*flags, *sizes.split(), *options.further]
+
+
+def run(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Measure both ways, print a line for each run, and return tokens/s per GPU by way.
+
+    Raises:
+        ConfigError: A number is below 1, or a flag is wrong.
+    """
+    names = ("gpus", "seq_length", "document_tokens", "iterations", "warmup", "repeat")
+    for name in names:
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name)}: give at least 1")
+    read_flags(_flags(options, Path("none")), options.gpus)  # mistakes come before the corpus
+    folder = options.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = corpus_prefix(
+        folder, WORKLOADS[options.workload], document_tokens=options.document_tokens
+    )
+    flags = _flags(options, corpus)
+    tokens = tokens_of_step(read_flags(flags, options.gpus)) / options.gpus
+    last = options.warmup + options.iterations
+    flags += ["--train-iters", str(last), "--log-interval", "1"]
+    rates: dict[str, list[float]] = {way: [] for way in _WAYS}
+    for number in range(1, options.repeat + 1):  # alternating, so both see the same machine
+        for way, further in _WAYS.items():
+            log = folder / f"{options.workload}-{way.replace(' ', '-')}-{number}.txt"
+            command = entry_command(ROOT, options.gpus, [*flags, *further])
+            lines = run_process(command, root=ROOT, log=log, timeout=options.timeout)
+            found = measure(lines, warmup=options.warmup, last=last)
+            rates[way].append(tokens / found.median)
+            print(
+                f"{options.workload} run {number}, {way}: {rates[way][-1]:,.0f} tokens/s per GPU, "
+                f"{1e3 * found.median:.1f} ms per update, "
+                f"{found.peak_allocated / 2**30:.1f} GiB allocated",
+                flush=True,
+            )
+    whole, apart = (statistics.median(rates[way]) for way in _WAYS)
+    print(
+        f"{options.workload}: documents apart train at {apart / whole:.3f} times the tokens/s of "
+        f"whole sequences (medians of {options.repeat}: {apart:,.0f} and {whole:,.0f})"
+    )
+    return rates
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    options = build_parser().read(words)
+
+    def work() -> int:
+        run(options)
+        return 0
+
+    return run_command(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
