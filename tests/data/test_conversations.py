@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from megatron.data.conversations import (
     TokenizedExamples,
     load_examples,
 )
+from megatron.errors import ConfigError, DataError
 from tests.inference.server.live import write_tokenizer
+from tests.inference.server.test_texts import HOSTILE_TEMPLATES
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
@@ -98,3 +102,289 @@ def test_ids_come_from_the_cache_until_something_changes(
         assert not np.array_equal(other.tokens, first.tokens) or other.trained.all()
     longer = _load(tmp_path, _encoder(folder), [*records, *records])
     assert len(longer) == 2
+
+
+PREFERENCE = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
+
+
+def _said(*messages: Any, **others: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **others}
+
+
+# Malformed records, and what the message names: what is wrong, and the remedy.
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "not JSON": (b'{"messages": [', "broken JSON", "line 2|character"),
+    "not UTF-8": (b'{"text": "\xff"}', "bad UTF-8", "byte 10"),
+    "half a surrogate": (b'{"text": "\\ud800"}', "surrogate", "string"),
+    "not an object": (b"[1]", "a list", "write one record"),
+    "a key twice": (b'{"text": "a", "text": "b"}', "'text' occurs twice", "remove one"),
+    "a nested key twice": (
+        b'{"messages": [{"role": "user", "role": "user", "content": "a"}]}',
+        "'role' occurs twice",
+        "remove one",
+    ),
+    "no known format": ({"question": "a"}, "keys: 'question'", "messages"),
+    "preferences for imitation": (PREFERENCE, "preference record", "give other data"),
+    "messages not a list": ({"messages": "Hello"}, "'messages' is a string", "write one"),
+    "no messages": ({"messages": []}, "empty list", "add messages"),
+    "a message not an object": (_said("Hello"), "message 1 is a string", "write role"),
+    "no role": (_said({"content": "a"}), "no 'role'", "give one of"),
+    "ShareGPT's names": (_said({"from": "human", "value": "a"}), "no 'role'", "'conversations'"),
+    "unknown role": (_said({"role": "robot", "content": "a"}), "unknown role 'robot'", "system"),
+    "no content": (_said(USER, {"role": "assistant"}), "no 'content'", "write its text"),
+    "content not text": (_said(USER, {**ANSWER, "content": 1}), "'content' is a number", "write"),
+    "an image": (
+        _said({"role": "user", "content": [{"type": "image_url"}]}, ANSWER),
+        "'image_url'",
+        "only text",
+    ),
+    "an empty turn": (_said(USER, {**ANSWER, "content": " \n"}), "empty", "remove the turn"),
+    "no turn of the assistant": (_said(USER), "no turn of the assistant", "add an answer"),
+    "the assistant first": (_said(ANSWER, USER), "roles out of order", "alternate"),
+    "the user twice": (_said(USER, USER, ANSWER), "message 2: roles out of order", "alternate"),
+    "the system late": (
+        _said(USER, {"role": "system", "content": "a"}, ANSWER),
+        "'system' after 'user'",
+        "begin with",
+    ),
+    "a tool that was not called": (
+        _said(USER, ANSWER, {"role": "tool", "content": "1"}),
+        "'tool' after 'assistant'",
+        "follows an assistant's tool_calls",
+    ),
+    "a call by the user": (_said({**USER, "tool_calls": []}, ANSWER), "only the assistant", "role"),
+    "calls not a list": (_said(USER, {**ANSWER, "tool_calls": "f"}), "not a list", "write a list"),
+    "a call without a name": (_said(USER, {**ANSWER, "tool_calls": [{}]}), "no 'name'", "name the"),
+    "broken arguments": (
+        _said(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, USER),
+        "'arguments' of 'f': broken JSON",
+        "write JSON",
+    ),
+    "tools not objects": (_said(USER, ANSWER, tools=["f"]), "'tools' is not", "write a list"),
+    "tools in broken JSON": (_said(USER, ANSWER, tools="["), "'tools': broken JSON", "write JSON"),
+    "variables not an object": (
+        _said(USER, ANSWER, chat_template_kwargs=[1]),
+        "'chat_template_kwargs' is a list",
+        "expected an object",
+    ),
+    "another weight": (_said(USER, {**ANSWER, "weight": 2}), "'weight' is 2", "0 or 1"),
+    "train not a boolean": (_said(USER, {**ANSWER, "train": 1}), "'train' is 1", "true or false"),
+    "nothing has weight": (_said(USER, {**ANSWER, "weight": 0}), "weight 0", "train one"),
+    "an unknown speaker": (
+        {"conversations": [{"from": "alien", "value": "a"}]},
+        "unknown 'from' 'alien'",
+        "human",
+    ),
+    "a speaker without words": ({"conversations": [{"from": "human"}]}, "no 'value'", "write both"),
+    "conversations not a list": ({"conversations": {}}, "not a list of turns", "from"),
+    "a string and messages": (
+        {"prompt": "Hello", "completion": [ANSWER]},
+        "some are lists of messages",
+        "write one kind",
+    ),
+    "a completion by the user": (
+        {"prompt": [USER], "completion": [USER]},
+        "does not begin with the assistant",
+        "move the other turns",
+    ),
+    "an empty completion": ({"prompt": "a", "completion": ""}, "'completion' is empty", "remove"),
+    "text not a string": ({"text": 1}, "'text' is a number", "write a string"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_malformed_records_are_refused_with_file_line_and_remedy(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    record, problem, remedy = REFUSED[name]
+    with pytest.raises(DataError) as caught:
+        _load(tmp_path, _encoder(folder), [_said(USER, ANSWER), record], workers=1)
+    said = str(caught.value)
+    assert said.startswith(f"--data-path {tmp_path / 'chats.jsonl'}:2: ")
+    assert problem in said
+    assert re.search(remedy, said)
+    assert "--skip-bad-lines" in said
+    assert "\n" not in said
+
+
+def test_malformed_records_are_left_out_if_wanted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [record for record, _, _ in REFUSED.values()]
+    encoder = _encoder(folder)
+    found = _load(tmp_path, encoder, [_said(USER, ANSWER), *records], skip_bad_lines=True)
+    assert len(found) == 1
+    assert f"{len(REFUSED)} bad lines left out" in found.summary()
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 3
+    assert ":2: " in warnings[0]
+    assert "only counted" in warnings[2]
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (_said(USER, ANSWER), 'needs "chosen" and "rejected"'),
+        ({"chosen": "Yes", "rejected": "Yes"}, "are the same"),
+        ({"chosen": "Yes", "rejected": [ANSWER]}, "two kinds"),
+        ({**PREFERENCE, "rejected": "No."}, "some are lists"),
+        ({**PREFERENCE, "rejected": [USER]}, "'rejected' does not begin with the assistant"),
+        ({**PREFERENCE, "rejected": [{**ANSWER, "weight": 0}]}, "weight 0|'messages' only"),
+    ],
+)
+def test_malformed_preferences_are_refused(
+    record: dict[str, Any], problem: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=rf"chats.jsonl:1: .*({problem})"):
+        _load(tmp_path, _encoder(folder, preferences=True), [record])
+
+
+def test_a_preference_is_two_examples_with_one_prompt(folder: Path, tmp_path: Path) -> None:
+    encoder = _encoder(folder, preferences=True)
+    implicit = {key: [USER, *PREFERENCE[key]] for key in ("chosen", "rejected")}
+    strings = {"chosen": "One two three", "rejected": "One two four"}
+    found = _load(tmp_path, encoder, [PREFERENCE, implicit, strings])
+    answers = ["Hi there.<|endoftext|>", "No.<|endoftext|>"]
+    ends = [" three<|endoftext|>", " four<|endoftext|>"]
+    assert _trained(encoder, found) == [*answers, *answers, *ends]
+    for pair in range(3):
+        chosen, rejected = found[2 * pair], found[2 * pair + 1]
+        assert np.array_equal(chosen[0][~chosen[1]], rejected[0][~rejected[1]])
+    with pytest.raises(ConfigError, match="tear preferences apart"):
+        _encoder(folder, preferences=True, truncation="split")
+
+
+def test_turns_without_weight_are_context_only(folder: Path, tmp_path: Path) -> None:
+    turns = [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "content": "Two"}]
+    marked = CHATML.replace(
+        "{{ m.content }}<|endoftext|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|endoftext|>"
+        "{% endgeneration %}{% else %}{{ m.content }}<|endoftext|>{% endif %}",
+    )
+    for template in (CHATML, marked):
+        encoder = _encoder(folder, template)
+        assert _trained(encoder, _load(tmp_path, encoder, [_said(*turns)])) == ["Two<|endoftext|>"]
+        turns[1].pop("weight", None)
+        turns[1]["train"] = False
+        assert _trained(encoder, _load(tmp_path, encoder, [_said(*turns)])) == ["Two<|endoftext|>"]
+        turns[1]["train"] = True
+        last = _encoder(folder, template, last_turn_only=True)
+        assert _trained(last, _load(tmp_path, last, [_said(*turns)])) == ["Two<|endoftext|>"]
+        turns[1]["weight"] = 0
+        every = _encoder(folder, template, train_on_inputs=True)
+        assert _load(tmp_path, every, [_said(*turns)]).trained.all()
+
+
+def test_tools_and_other_inputs_reach_the_template(folder: Path, tmp_path: Path) -> None:
+    template = (
+        "{{ tools[0].function.name }} {{ style }} {{ strftime_now('%d %b %Y') }}\n"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.arguments.x }}{% else %}{{ m.content }}{% endif %}"
+        "<|endoftext|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    observed = {"role": "tool", "content": "42"}
+    developer = {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}
+    record = _said(developer, USER, CALL, observed, ANSWER, chat_template_kwargs={"style": "S"})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    sharegpt = {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "Hello"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "42"},
+            {"from": "gpt", "value": "Hi there."},
+        ],
+        "chat_template_kwargs": {"style": "S"},
+    }
+    encoder = _encoder(folder, template)
+    found = _load(
+        tmp_path, encoder, [{**record, "tools": tools}, {**sharegpt, "tools": json.dumps(tools)}]
+    )
+    for ids, trained in (found[0], found[1]):
+        assert encoder.tokenizer.detokenize(ids.tolist()) == (
+            "f S 26 Jul 2024\n<|system|>Be brief.<|endoftext|><|user|>Hello<|endoftext|>"
+            "<|assistant|>1<|endoftext|><|tool|>42<|endoftext|><|assistant|>Hi there.<|endoftext|>"
+        )
+        said = encoder.tokenizer.detokenize(ids[trained].tolist())
+        assert said == "1<|endoftext|>Hi there.<|endoftext|>"
+
+
+def test_long_examples_are_told_dropped_cut_or_split(folder: Path, tmp_path: Path) -> None:
+    long = {"prompt": "one two three", "completion": " four five six seven eight nine ten."}
+    whole = _load(tmp_path, _encoder(folder), [long])
+    ids, trained = whole[0]
+    most = len(ids) - 3
+
+    def load(way: str, most: int = most, records: tuple[Any, ...] = (long,)) -> TokenizedExamples:
+        return _load(tmp_path, _encoder(folder, max_length=most, truncation=way), list(records))
+
+    with pytest.raises(DataError, match=rf":1: .*{len(ids)} tokens.*--seq-length.*--truncation"):
+        load("error")
+    start, end = load("keep-start"), load("keep-end")
+    assert np.array_equal(start[0][0], ids[:most])
+    assert np.array_equal(start[0][1], trained[:most])
+    assert np.array_equal(end[0][0], ids[-most:])
+    assert "1 cut to --seq-length" in start.summary()
+    dropped = load("drop", records=(long, {"text": "a"}))
+    assert len(dropped) == 1
+    assert "1 longer than --seq-length dropped" in dropped.summary()
+    parts = load("split", most=4, records=({"text": "one two three four five six seven"},))
+    uncut = load("error", most=64, records=({"text": "one two three four five six seven"},))
+    pieces = [parts[index][0][index > 0 :] for index in range(len(parts))]
+    assert parts.lengths.max() <= 4
+    assert np.array_equal(np.concatenate(pieces), uncut[0][0])  # each label is in one part
+    first = int(np.argmax(trained))
+    with pytest.raises(DataError, match="1 without a trained token dropped: no example is left"):
+        load("keep-start", most=first)
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
+def test_a_hostile_template_is_stopped(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.conversations._RENDER_SECONDS", 0.5)
+    with pytest.raises(DataError, match="chats.jsonl:1: .*(chat template|no example is left)"):
+        _load(tmp_path, _encoder(folder, HOSTILE_TEMPLATES[name]), [_said(USER, ANSWER)])
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "messages need a chat template.*--chat-template"),
+        ("{{ raise_exception('no tools') }}", "refuses the messages: no tools"),
+        ("{{ messages | length }} {{ messages }}", "in another way when more follows.*generation"),
+        ("{% generation %}{% endgeneration %}a", "without a trained token dropped"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused(
+    template: str | None, problem: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        _load(tmp_path, _encoder(folder, template), [_said(USER, ANSWER, USER, ANSWER)])
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    numbers = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)
+    encoder = ConversationEncoder(ConversationOptions(numbers, None, 64))
+    with pytest.raises(DataError, match=r":1: token id 12 is outside the vocabulary \(0 to 10\)"):
+        _load(tmp_path, encoder, [{"prompt": "1 2", "completion": " 12"}])
+
+
+def test_files_that_hold_no_conversations_are_named(folder: Path, tmp_path: Path) -> None:
+    cache = IndexCache(())
+    for name, problem in (("a.txt", "JSON lines"), ("b.jsonl", "empty"), ("c.jsonl", "no such")):
+        if not name.startswith("c"):
+            (tmp_path / name).write_text("text" if name == "a.txt" else "")
+        with pytest.raises(DataError, match=f"--data-path .*{name}: .*{problem}"):
+            load_examples(str(tmp_path / name), _encoder(folder), cache)
+
+
+def test_packed_files_and_folders_are_read_in_order(folder: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        line = json.dumps(_said(USER, {**ANSWER, "content": f"Answer {number}"})).encode() + b"\n"
+        with gzip.open(tmp_path / f"part{number}.jsonl.gz", "wb") as file:
+            file.write(line * 2)
+    encoder = _encoder(folder)
+    found = load_examples(str(tmp_path), encoder, IndexCache(()), workers=2)
+    assert [text[7] for text in _trained(encoder, found)] == list("001122")
