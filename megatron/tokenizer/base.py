@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -124,7 +125,7 @@ class Tokenizer(ABC):
         """
         raise ConfigError(
             f"--tokenizer-type {self.kind} does not tell where in a text its tokens lie, which "
-            "conversations need: use HuggingFaceTokenizer"
+            "conversations need: use HuggingFaceTokenizer, GPT2BPETokenizer or TikTokenizer"
         )
 
     def text_growth(self) -> int:
@@ -169,3 +170,41 @@ class Tokenizer(ABC):
                 f"{self._where_named}"
             )
         return self._special_ids[name]
+
+
+class ByteTokenizer(Tokenizer):
+    """A tokenizer whose ids stand for the bytes of a text, none of which are lost."""
+
+    @abstractmethod
+    def bytes_of(self, index: int) -> bytes:
+        """Return the bytes that an id stands for."""
+
+    @property
+    @abstractmethod
+    def special_texts(self) -> Mapping[str, int]:
+        """The special tokens as a text may spell them, and their ids."""
+
+    @cached_property
+    def _spelling(self) -> re.Pattern[str]:
+        longest_first = sorted(self.special_texts, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def tokenize_spelled(self, text: str) -> list[int]:
+        """Return the ids of a text in which special tokens are spelled out."""
+        ids: list[int] = []
+        # With one group, split() returns text and special tokens alternately.
+        for number, part in enumerate(self._spelling.split(text)):
+            ids += [self.special_texts[part]] if number % 2 else self.tokenize(part)
+        return ids
+
+    def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
+        """Return the ids of `tokenize_spelled`, and the characters that each stands for."""
+        import numpy as np
+
+        ids = self.tokenize_spelled(text)
+        lengths = np.array([len(self.bytes_of(index)) for index in ids], np.int64)
+        ends = np.cumsum(lengths)
+        data = np.frombuffer(text.encode(), np.uint8)
+        # The number of characters that begin before each byte; others continue a character.
+        begun = np.concatenate([[0], np.cumsum(data & 0xC0 != 0x80)])
+        return ids, np.stack([begun[ends - lengths + 1] - 1, begun[ends]], 1)

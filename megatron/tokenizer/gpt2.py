@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
-from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.base import ByteTokenizer
 from megatron.tokenizer.fast_bpe import Encoder, build_encoder, byte_of_character, compiled_encoder
 from megatron.tokenizer.files import VocabularyFile, digest
 from megatron.tokenizer.library import Library
@@ -20,11 +20,11 @@ _END = "<|endoftext|>"
 _UNKNOWN = "\ufffd".encode()
 
 
-class GPT2Tokenizer(Tokenizer):
+class GPT2Tokenizer(ByteTokenizer):
     """GPT2BPETokenizer: `--vocab-file` (json) and `--merge-file`.
 
-    Special tokens in the text are ordinary text: `<|endoftext|>` inside a document is split like
-    any other word.
+    Special tokens in a document are ordinary text: `<|endoftext|>` inside it is split like any
+    other word. In a text whose special tokens are spelled out, such as a conversation, it is one.
 
     Raises:
         DataError: A file is missing, damaged, or does not fit the other.
@@ -75,6 +75,15 @@ class GPT2Tokenizer(Tokenizer):
         """Return the text of ids; padding ids outside the vocabulary become U+FFFD."""
         of_entry = self._bytes_of_entry
         return b"".join([of_entry.get(int(i), _UNKNOWN) for i in ids]).decode("utf-8", "replace")
+
+    def bytes_of(self, index: int) -> bytes:
+        """Return the bytes that an id stands for."""
+        return self._bytes_of_entry[index]
+
+    @property
+    def special_texts(self) -> Mapping[str, int]:
+        """The end of a document, and its id."""
+        return {_END: self.eod}
 
     @cached_property
     def _bytes_of_entry(self) -> dict[int, bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.base import ByteTokenizer
 from megatron.tokenizer.fast_bpe import GPT2_SPLIT
 from megatron.tokenizer.files import VocabularyFile, digest
 from megatron.tokenizer.library import Library
@@ -45,7 +45,7 @@ _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 _Definition = tuple[dict[bytes, int], dict[str, int], str, int]
 
 
-class TikTokenizer(Tokenizer):
+class TikTokenizer(ByteTokenizer):
     """TikTokenizer: `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json.
 
     In a rank file, the ranks are the ids. r50k_base and cl100k_base are recognized by name. Any
@@ -92,6 +92,16 @@ class TikTokenizer(Tokenizer):
         """Return the ids of one text; special tokens in it are ordinary text."""
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
+
+    def bytes_of(self, index: int) -> bytes:
+        """Return the bytes that an id stands for."""
+        piece: bytes = self._encoding.decode_single_token_bytes(index)
+        return piece
+
+    @property
+    def special_texts(self) -> Mapping[str, int]:
+        """The special tokens and their ids."""
+        return self._special_tokens
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; unused ids are left out."""

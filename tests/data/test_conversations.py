@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import re
@@ -362,6 +363,29 @@ def test_a_template_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=problem):
         _load(tmp_path, _encoder(folder, template), [_said(USER, ANSWER, USER, ANSWER)])
+
+
+def test_tokenizers_of_bytes_mask_as_those_with_offsets(folder: Path, tmp_path: Path) -> None:
+    """`<|endoftext|>` is one token in each, and letters of several tokens are kept whole."""
+    text = {"role": "assistant", "content": "naïve 東京 🙂\n\n"}
+    words = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    ranks = tmp_path / "bytes.tiktoken"
+    ranks.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    template = CHATML.replace("<|{{ m.role }}|>", "{{ m.role }}").replace(
+        "<|assistant|>", "assistant"
+    )
+    found = []
+    for tokenizer in (
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
+        TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **words),
+        TokenizerConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(ranks)),
+    ):
+        encoder = ConversationEncoder(ConversationOptions(tokenizer, template, 256))
+        examples = _load(tmp_path, encoder, [_said(USER, text, USER, text)])
+        assert _trained(encoder, examples) == [f"{text['content']}<|endoftext|>" * 2]
+        found.append(examples[0])
+    assert np.array_equal(found[0][0], found[1][0])
+    assert np.array_equal(found[0][1], found[1][1])
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
