@@ -287,6 +287,7 @@ class Preprocessing:
                 dtype="bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32",
                 masking=masking if self._compatible else None,
                 allow_foreign=config.checkpoint.allow_foreign_checkpoints,
+                flag="--bert-embedder-load" if embedding.bert_embedder_load else "--load",
             ),
             self._device,
         )

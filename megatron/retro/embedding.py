@@ -73,7 +73,8 @@ class EmbedderOptions:
         dtype: The number format, a key of `DTYPES`; `None` takes that of the checkpoint.
         masking: The masking as in Megatron-LM; `None` embeds texts as they are.
         allow_foreign: Whether files owned by other users are read.
-        flag: The flag that names a BERT's folder, for error messages.
+        flag: The flag that names the network, for error messages.
+        length_flag: The flag of `max_length`, for error messages.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class EmbedderOptions:
     masking: Masking | None = None
     allow_foreign: bool = False
     flag: str = "--load"
+    length_flag: str = "--retro-bert-max-chunk-length"
 
 
 class DecodedChunks(Sequence[str]):
@@ -261,7 +263,7 @@ class MegatronEmbedder(Embedder):
         positions = model.plan.positions
         if not _ENDS < options.max_length <= positions:
             raise ConfigError(
-                f"--retro-bert-max-chunk-length {options.max_length}: the BERT in {options.load} "
+                f"{options.length_flag} {options.max_length}: the BERT in {options.load} "
                 f"has {positions} positions: give {_ENDS + 1} to {positions}"
             )
         self.width, self.max_length = model.plan.hidden, options.max_length
@@ -334,14 +336,14 @@ class HuggingFaceEmbedder(Embedder):
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(
-                f"--bert-embedder-load {options.load}: not a model that transformers can load "
+                f"{options.flag} {options.load}: not a model that transformers can load "
                 f"({error}): give a folder with config.json, model.safetensors and tokenizer.json, "
                 "or a model's name"
             ) from error
         positions = getattr(model.config, "max_position_embeddings", options.max_length)
         if not _ENDS < options.max_length <= positions:
             raise ConfigError(
-                f"--retro-bert-max-chunk-length {options.max_length}: {options.load} has "
+                f"{options.length_flag} {options.max_length}: {options.load} has "
                 f"{positions} positions: give {_ENDS + 1} to {positions}"
             )
         self.max_length = options.max_length
@@ -353,7 +355,7 @@ class HuggingFaceEmbedder(Embedder):
             ((_, vectors),) = self._launch(_Rows(np.zeros(1, np.int64), self._tokenize(["a"], 0)))
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"--bert-embedder-load {options.load}: a {type(model).__name__} does not encode "
+                f"{options.flag} {options.load}: a {type(model).__name__} does not encode "
                 f"texts by itself ({error}): give an encoder, such as a BERT or a sentence encoder"
             ) from error
         self.width = vectors.shape[1]

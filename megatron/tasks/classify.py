@@ -73,10 +73,15 @@ GLUE = {
 }
 
 
-def read_glue(task: str, path: str) -> list[Example]:
+def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]:
     """Return the examples of a file. A header line is skipped.
 
     Broken lines are left out with a warning if they are at most 1% of the good lines.
+
+    Args:
+        task: The task.
+        path: The file.
+        flag: The flag that names it, for error messages.
 
     Raises:
         DataError: A line does not have the columns or labels of the task. The message names it.
@@ -84,7 +89,7 @@ def read_glue(task: str, path: str) -> list[Example]:
     target, columns = GLUE[task]
     examples: list[Example] = []
     wrong: list[str] = []
-    for index, (number, line) in enumerate(_lines(path)):
+    for index, (number, line) in enumerate(_lines(path, flag)):
         cells = line.rstrip("\r").split("\t")
         problem = _problem(cells, target, columns)
         if problem is None:
@@ -105,9 +110,9 @@ def read_glue(task: str, path: str) -> list[Example]:
     return examples
 
 
-def _lines(path: str) -> list[tuple[int, str]]:
+def _lines(path: str, flag: str) -> list[tuple[int, str]]:
     """Return the lines that are not blank, each with its line number, counted from 1."""
-    lines = enumerate(read_text(path).split("\n"), start=1)
+    lines = enumerate(read_text(path, flag).split("\n"), start=1)
     return [(number, line) for number, line in lines if line.strip()]
 
 
@@ -141,10 +146,14 @@ def _lies_in(text: str, span: tuple[int, int]) -> bool:
         return False
 
 
-def read_race(folder: str) -> list[Example]:
+def read_race(folder: str, flag: str = "--valid-data") -> list[Example]:
     """Return the questions in a folder's `*.txt` files, subfolders included.
 
     Each question has four choices. A choice replaces the question's `_`, or follows the question.
+
+    Args:
+        folder: The folder.
+        flag: The flag that names it, for error messages.
 
     Raises:
         DataError: A line is not an article in RACE's format. The message names it.
@@ -153,7 +162,7 @@ def read_race(folder: str) -> list[Example]:
     examples = [
         example
         for file in files
-        for number, line in _lines(str(file))
+        for number, line in _lines(str(file), flag)
         for example in _questions(line, f"{file}, line {number}")
     ]
     if not examples:

@@ -279,11 +279,11 @@ def read_prompts(own: DialogueConfig) -> list[str]:
         write = partial(_knowledge_prompt, examples, own.prompt_file)
         columns = 2
     else:
-        lines = _lines(own.prompt_file)[: own.num_prompt_examples]
+        lines = _lines("--prompt-file", own.prompt_file)[: own.num_prompt_examples]
         write = partial(_response_prompt, _joined(lines), word_splitter())
         columns = 3
     prompts = []
-    for number, line in enumerate(_lines(own.sample_input_file), 1):
+    for number, line in enumerate(_lines("--sample-input-file", own.sample_input_file), 1):
         where = f"--sample-input-file {own.sample_input_file}, line {number}"
         cells = line.strip().split("\t")
         if len(cells) < columns:
@@ -295,9 +295,9 @@ def read_prompts(own: DialogueConfig) -> list[str]:
     return prompts
 
 
-def _lines(path: str) -> list[str]:
+def _lines(flag: str, path: str) -> list[str]:
     """Return the lines of a file as Python's own reader divides them, without their ends."""
-    text = read_text(path)
+    text = read_text(path, flag)
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -308,7 +308,7 @@ def _joined(examples: Sequence[str]) -> str:
 def _examples_by_key(path: str) -> dict[str, str]:
     """Return the examples by "TOPIC LAST_TURN". For a key that occurs twice, the first count."""
     found: dict[str, str] = {}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_lines("--prompt-file", path), 1):
         where = f"--prompt-file {path}, line {number}"
         try:
             entry = load_line(line.encode())
@@ -316,7 +316,9 @@ def _examples_by_key(path: str) -> dict[str, str]:
             raise DataError(f"{where}: not JSON: {error}: fix the line") from None
         key, examples = next(iter(entry.items())) if entry and isinstance(entry, dict) else ("", 0)
         if not isinstance(examples, list) or not all(isinstance(one, str) for one in examples):
-            raise DataError(f'{where}: not of the form {{"TOPIC LAST_TURN": ["example", ...]}}')
+            raise DataError(
+                f'{where}: not of the form {{"TOPIC LAST_TURN": ["example", ...]}}: fix the line'
+            )
         found.setdefault(key, _joined(examples))
     return found
 
@@ -408,8 +410,10 @@ def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
     assert own.guess_file is not None
     assert own.answer_file is not None
     check_results(options, [own.guess_file, own.answer_file])
-    guesses = [line.strip().replace("<|endoftext|>", "") for line in _lines(own.guess_file)]
-    answers = [line.strip() for line in _lines(own.answer_file)]
+    guesses = [
+        line.strip().replace("<|endoftext|>", "") for line in _lines("--guess-file", own.guess_file)
+    ]
+    answers = [line.strip() for line in _lines("--answer-file", own.answer_file)]
     if len(guesses) != len(answers):
         raise DataError(
             f"--guess-file {own.guess_file} has {len(guesses):,} lines and --answer-file "

@@ -132,7 +132,7 @@ def prepare(
     options, own = parsed.extra
     target, read = find_target(task)
     paths = own.train_data or () if own.epochs else ()
-    train = [example for path in paths for example in read(path)]
+    train = [example for path in paths for example in read(path, flag="--train-data")]
     valid = {path: read(path) for path in options.valid_data or ()}
     config, used = with_length(parsed.config, own, len(train), world_size)
     recipe = FinetuneRecipe(
@@ -218,7 +218,7 @@ def _reads(given: Mapping[str, Any]) -> set[str] | None:
     return set(flatten(RunOptions())) - vain
 
 
-def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
+def find_target(task: str) -> tuple[Target, Callable[..., list[Example]]]:
     """Return the task's target, and the function that reads one of its files."""
     return (RACE, read_race) if task == "RACE" else (GLUE[task][0], partial(read_glue, task))
 

@@ -61,7 +61,7 @@ def prepare_wikitext(
     Each line ending counts as a word, as in published perplexities.
     """
     path = paths[0]
-    raw = read_text(path)
+    raw = read_text(path, "--valid-data")
     name = detokenizer_for(path, options.detokenizer)
     tokens = np.array(tokenizer.tokenize_open(DETOKENIZERS[name](raw)))
     words = count_words(raw)

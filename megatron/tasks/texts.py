@@ -31,8 +31,12 @@ def find_mistakes(options: TaskConfig) -> Iterator[str]:
         yield "--overwrite without --results: there is no file to replace: drop it"
 
 
-def read_text(path: str) -> str:
+def read_text(path: str, flag: str) -> str:
     """Return the text of a UTF-8 file.
+
+    Args:
+        path: The file.
+        flag: The flag that names it, for error messages.
 
     Raises:
         DataError: The file cannot be read, or is not UTF-8.
@@ -40,10 +44,10 @@ def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}: give a text file") from error
+        raise DataError(f"{flag} {path}: {error.strerror}: give a text file") from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: cannot be read as UTF-8 text: {error}: convert the file"
+            f"{flag} {path}: cannot be read as UTF-8 text: {error}: convert the file"
         ) from error
 
 

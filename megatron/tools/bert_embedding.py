@@ -157,6 +157,7 @@ def _embedder_options(options: argparse.Namespace) -> EmbedderOptions:
         dtype=options.dtype,
         masking=Masking(options.seed, options.mask_prob) if options.retro_compatible else None,
         allow_foreign=options.allow_foreign_checkpoints,
+        length_flag="--max-length",
     )
 
 

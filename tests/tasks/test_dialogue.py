@@ -91,6 +91,16 @@ def test_broken_files_are_told_by_line(files, name, text, said):
         _prompts(*_words(files, "knowledge", "knowledge.json"))
 
 
+def test_a_file_that_is_not_text_is_named_with_its_flag(files):
+    for name, flag in (("input.txt", "--sample-input-file"), ("knowledge.json", "--prompt-file")):
+        before = (files / name).read_bytes()
+        (files / name).write_bytes(b"\xff")
+        said = rf"{flag} .*{name}: cannot be read as UTF-8 text.*: convert the file"
+        with pytest.raises(DataError, match=said):
+            _prompts(*_words(files, "knowledge", "knowledge.json"))
+        (files / name).write_bytes(before)
+
+
 def _prompt(layout, words):
     parsed = dialogue.parse("MSDP-PROMPT", words, layout.world.size)
     dialogue.prompt(parsed, Device.cpu(), layout)

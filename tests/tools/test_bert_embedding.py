@@ -108,6 +108,10 @@ def test_bad_texts(words: list[str], tmp_path: Path, text: str, message: str):
 def test_bad_flags(words: list[str]):
     with pytest.raises(ConfigError, match="--block-size 0: give at least 1"):
         run([*words, "--block-size", "0"])
+    with pytest.raises(ConfigError, match="--max-length 2: the BERT in .* positions: give 3 to"):
+        run([*words, "--max-length", "2"])
+    with pytest.raises(ConfigError, match="--load no-model: not a model that transformers can"):
+        run([*words, "--bert-embedder-type", "huggingface", "--load", "no-model"])
     with pytest.raises(ConfigError, match="--mask-prob 7.0: give a number from 0 to 1"):
         run([*words, "--mask-prob", "7"])
     without = words[: words.index("--vocab-file")] + words[words.index("--vocab-file") + 2 :]
