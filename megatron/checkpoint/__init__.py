@@ -20,6 +20,7 @@ The native format, safetensors and JSON:
 Reading:
     reader         the interface `Reader` of all formats; the native one; `restore`
     meta           the types of the data that a run stores besides its tensors
+    merged         a checkpoint with adapters, read as one without
     loading        open the newest sound checkpoint of a folder, whatever its format
     compatibility  whether a checkpoint fits the run's network and optimizer
     inspection     describe and compare checkpoints

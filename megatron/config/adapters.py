@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from megatron.config.fields import Need, flag
 
+if TYPE_CHECKING:
+    from megatron.config.model import ModelConfig
+
 _GPT = ("gpt",)
+_BASE = Need(
+    lambda run: run.model.lora_rank is not None and run.checkpoint.finetune,
+    "--lora-rank, --load and --finetune",
+)
 _ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "--lora-rank")
 
 
@@ -26,6 +35,8 @@ class AdapterOptions:
         lora_target_modules: Patterns of the names of linear layers that get adapters, such as
             `q_proj`, `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and
             MLPs.
+        load_adapter: Folder of an adapter that PEFT wrote, or `--saver peft`: where the adapters
+            start. --load names the model that it was trained for.
         use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).
         use_dora: Train the length of each row of an adapted weight apart from its direction (DoRA).
     """
@@ -37,6 +48,7 @@ class AdapterOptions:
         0.0, unit="0 to 1", at_least=0, below=1, needs=_ADAPTERS, only_for=_GPT
     )
     lora_target_modules: tuple[str, ...] | None = flag(None, needs=_ADAPTERS, only_for=_GPT)
+    load_adapter: str | None = flag(None, requires=_BASE, only_for=_GPT)
     use_rslora: bool = flag(False, names="--use-rslora", needs=_ADAPTERS, only_for=_GPT)
     use_dora: bool = flag(False, names="--use-dora", needs=_ADAPTERS, only_for=_GPT)
 
@@ -50,10 +62,28 @@ class AdapterOptions:
 
 # Settings of adapters, which a network without adapters lacks.
 ADAPTER_FIELDS = frozenset(
-    entry.name for entry in fields(AdapterOptions) if entry.name not in ("freeze", "lora_dropout")
+    entry.name
+    for entry in fields(AdapterOptions)
+    if entry.name not in ("freeze", "lora_dropout", "load_adapter")
 )
 
 
 def is_of_adapter(name: str) -> bool:
     """Return whether a network without adapters lacks the parameter of this name."""
     return ".adapter." in name
+
+
+def plain_network(model: ModelConfig) -> ModelConfig:
+    """Return the network without adapters."""
+    return replace(model, **{name: getattr(AdapterOptions, name) for name in ADAPTER_FIELDS})
+
+
+def lora_flags(
+    *, rank: object, alpha: object, targets: Sequence[str] | None, is_rslora: bool, is_dora: bool
+) -> str:
+    """Return the flags that give a network such adapters, for messages."""
+    words = [f"--lora-rank {rank} --lora-alpha {alpha}"]
+    words += ["--use-rslora"] if is_rslora else []
+    words += ["--use-dora"] if is_dora else []
+    words += ["--lora-target-modules " + " ".join(targets)] if targets else []
+    return " ".join(words)

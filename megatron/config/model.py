@@ -288,6 +288,7 @@ _NOT_OF_THE_NETWORK = {
     # The weights that are trained.
     "freeze",
     "lora_dropout",
+    "load_adapter",
     # What a trained Retro may be given, or trained with, anew.
     "retro_add_retriever",
     "retro_freeze_gpt",

@@ -17,6 +17,7 @@ from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
+from megatron.checkpoint.merged import without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import PanelRow
 from megatron.config import ParsedRun, parse_config, rules_data, rules_model, rules_parallel
@@ -35,6 +36,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.engine import BatchEngine
 from megatron.kernels.row_product import GRANULE, choose_row_product
+from megatron.models.adapters import adapted_layers
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.models.retro import RetroModel
@@ -118,6 +120,8 @@ def load_gpt(
     reader = open_existing(
         folder, step=options.ckpt_step, layout=layout, allow_foreign=allow_foreign
     )
+    if config is None or config.model.lora_rank is None:
+        reader = without_adapters(reader, adapted_layers)
     saved = saved_config(reader, folder, *kinds)
     if config is None:
         config = _over(saved, layout)

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.parallel.adapter import WHOLE, Adapter, AdapterPlan
+from megatron.models.gpt import GPTModel
+from megatron.models.plans import model_plan
+from megatron.parallel.adapter import WHOLE, Adapter, AdapterPlan, projections_of
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Layout
 
 ALL = "all-linear"  # PEFT's word for every layer
 # Other names of our layers and projections, beside their last words.
@@ -40,17 +44,14 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
             yield name, module
 
 
-def projections_of(linear: Linear) -> tuple[str, ...]:
-    """Return the names of a layer's projections."""
-    return (WHOLE,) if linear.projections is None else linear.projections.names
-
-
 def names_of(layer: str, projection: str) -> list[str]:
     """Return all names of a projection, those of the layer that holds it included."""
     within, site = layer.rsplit(".", 2)[0], ".".join(layer.rsplit(".", 2)[1:])
     others = (*_OTHER_NAMES.get(site, ()), *_OTHER_NAMES.get(f"{site}.{projection}", ()))
-    between = site.partition(".")[0]
-    return [layer, f"{layer}.{projection}", *(f"{within}.{between}.{name}" for name in others)]
+    modules = {"attention": ("attention", "self_attn", "self_attention")}
+    between = modules.get(site.partition(".")[0], (site.partition(".")[0],))
+    also = [f"{within}.{module}.{name}" for module in between for name in others]
+    return [layer, f"{layer}.{projection}", *also]
 
 
 def target_names(projections: Iterable[tuple[str, str]]) -> list[str]:
@@ -75,7 +76,8 @@ def is_target(layer: str, projection: str, pattern: str) -> bool:
     names = names_of(layer, projection)
     forms = (pattern, f"*.{pattern}", f"{pattern}.*")
     return pattern == ALL or any(
-        fnmatchcase(f"model.{name}", form) or fnmatchcase(name, form)
+        fnmatchcase(prefix + name, form)
+        for prefix in ("", "model.", "decoder.")
         for name in names
         for form in forms
     )
@@ -108,3 +110,16 @@ def start_adapters(models: Iterable[nn.Module]) -> None:
         for _, linear in linear_layers(model):
             if linear.adapter is not None and linear.adapter.plan.is_dora:
                 linear.adapter.start(linear.weight)
+
+
+def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear]:
+    """Return the linear layers of a whole GPT that have adapters, by name and without memory.
+
+    Args:
+        config: The network.
+        vocabulary: Rows of the word embedding.
+    """
+    context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
+    model = GPTModel(model_plan(config, vocabulary), context)
+    add_adapters(model, config, context)
+    return {name: layer for name, layer in linear_layers(model) if layer.adapter is not None}

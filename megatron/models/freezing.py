@@ -13,7 +13,8 @@ from megatron.config.adapters import is_of_adapter
 from megatron.config.model import ModelConfig
 from megatron.config.retro import is_of_retrieval
 from megatron.errors import ConfigError
-from megatron.models.adapters import is_target, linear_layers, projections_of, target_names
+from megatron.models.adapters import is_target, linear_layers, target_names
+from megatron.parallel.adapter import projections_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 

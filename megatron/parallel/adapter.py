@@ -112,7 +112,7 @@ class Adapter(nn.ModuleDict):
         site: str,
     ) -> None:
         """Allocate the factors of the projections."""
-        held = linear.projections or Projections((WHOLE,), (linear.out_features,))
+        held = _projections(linear)
         super().__init__(
             {
                 name: Factors(linear, width, plan, context)
@@ -168,6 +168,20 @@ class Adapter(nn.ModuleDict):
             if name in self:
                 self._factors(name).magnitude.copy_(part.flatten())  # type: ignore[union-attr]
 
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return, in fp32, the weight that gives the same outputs without an adapter.
+
+        Args:
+            weight: The frozen weight.
+        """
+        a, b = self._joined()
+        matrix = weight.float().flatten(0, -2) + self.plan.scale * (b.float() @ a.float())
+        if self.plan.is_dora:
+            lengths = self._lengths(weight, a, b)
+            matrix *= (self._magnitudes(lengths) / lengths)[:, None]
+        return matrix.view(weight.shape)
+
     def _factors(self, name: str) -> Factors:
         factors = self[name]
         assert isinstance(factors, Factors)
@@ -222,6 +236,15 @@ class Adapter(nn.ModuleDict):
     def _over_inputs(self, x: Tensor) -> Tensor:
         """Sum over the ranks that hold the other input features."""
         return all_reduce(x, self.layout.tensor) if self.split == "row" else x
+
+
+def projections_of(linear: Linear) -> tuple[str, ...]:
+    """Return the names of a layer's projections."""
+    return _projections(linear).names
+
+
+def _projections(linear: Linear) -> Projections:
+    return linear.projections or Projections((WHOLE,), (linear.out_features,))
 
 
 class _AddProduct(torch.autograd.Function):

@@ -27,14 +27,14 @@ from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
-from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
+from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter, plain_network
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_of_retrieval
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
-from megatron.models.adapters import start_adapters
+from megatron.models.adapters import adapted_layers, start_adapters
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -46,6 +46,7 @@ from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
+_ADAPTERS = "the adapters"  # in the log line on what finetuning starts anew
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
 _OF_ORDER = ("model.pooler.", "model.binary_head.")
@@ -395,21 +396,17 @@ def restore_run(run: Run, reader: Reader) -> None:
     _check_tokenizer(run, reader)
     anew: tuple[str, ...] = ()
     if options.finetune:
-        anew = _lacking_heads(run, reader, state)
-        state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
-        if run.config.model.retro_add_retriever and not any(map(is_of_retrieval, reader.names())):
-            anew = (*anew, "what reads neighbors")
-            state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
-        if run.config.model.lora_rank and not any(map(is_of_adapter, reader.names())):
-            anew = (*anew, "the adapters")
-            state = {name: entry for name, entry in state.items() if not is_of_adapter(name)}
+        anew, state = _without_new(run, reader, state)
     else:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
     whole = () if run.layout.pipeline.size > 1 else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
-    if "the adapters" in anew:
+    if _ADAPTERS in anew:
         start_adapters(run.parts)
+    if run.config.model.load_adapter is not None:
+        anew = tuple(name for name in anew if name != _ADAPTERS)
+        _load_adapter(run, Path(run.config.model.load_adapter))
     if weights_only:
         run.optimizer.reload_masters()
     else:
@@ -429,6 +426,38 @@ def restore_run(run: Run, reader: Reader) -> None:
             say(f"  {line}")
         for line in beyond_window(run.config, reader):
             say(line)
+
+
+def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
+    """Return what finetuning starts anew, and the weights that it takes. Collective."""
+    anew = _lacking_heads(run, reader, state)
+    state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
+    model, held = run.config.model, reader.names()
+    if model.retro_add_retriever and not any(map(is_of_retrieval, held)):
+        anew = (*anew, "what reads neighbors")
+        state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
+    if model.lora_rank is not None and not any(map(is_of_adapter, held)):
+        anew = (*anew, _ADAPTERS)
+        state = {name: entry for name, entry in state.items() if not is_of_adapter(name)}
+    return anew, state
+
+
+def _load_adapter(run: Run, folder: Path) -> None:
+    """Fill the adapters from PEFT's files, which --load-adapter names."""
+    # Few runs need them.
+    from megatron.checkpoint.huggingface.families import family_for
+    from megatron.checkpoint.huggingface.peft import PeftReader, peft_names
+
+    trust, model = run.config.checkpoint.allow_foreign_checkpoints, run.config.model
+    vocabulary = run.plan.embedding.vocabulary
+    family = family_for(plain_network(model), vocabulary, None)
+    names = peft_names(model, adapted_layers(model, vocabulary), family)
+    reader = PeftReader(folder, model, names, allow_foreign=trust)
+    state = _weights_state(run, is_copy=False)
+    adapters = {name: entry for name, entry in state.items() if is_of_adapter(name)}
+    restore(reader, adapters, cast=True)
+    if run.layout.world.rank == 0:
+        say(f"  adapters loaded from {folder}")
 
 
 def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:

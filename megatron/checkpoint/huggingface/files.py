@@ -18,6 +18,7 @@ GENERATION_CONFIG = "generation_config.json"
 COMPANION_FOLDER = "huggingface"  # the subfolder in which an import puts a model's small files
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"  # written by LoRA and similar methods
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -38,6 +38,7 @@ class Export:
         model: The checkpoint's network.
         vocab: Number of rows of the word embedding.
         bare_names: Whether to leave the family's prefix out of tensor names, as in the original.
+        single: Name of the only file of tensors, if they need no more.
     """
 
     reader: Reader
@@ -45,6 +46,7 @@ class Export:
     model: ModelConfig
     vocab: int
     bare_names: bool = False
+    single: ClassVar[str] = SINGLE
 
     def tensors(self) -> Tensors:
         """Return the tensors by name, in order. Each is read only when it is written."""
@@ -97,9 +99,18 @@ class Export:
         return {**kept, **self.family.write(self.model, self.vocab), "torch_dtype": dtype}
 
 
+class Exported(Protocol):
+    """What `write_folder` writes: tensors, and the name of their file if one is enough."""
+
+    single: ClassVar[str]
+
+    def tensors(self) -> Tensors:
+        """Return the tensors by name, in order."""
+
+
 def write_folder(
     folder: Path,
-    export: Export,
+    export: Exported,
     companions: Mapping[str, bytes],
     *,
     max_shard_bytes: int,
@@ -122,6 +133,8 @@ def write_folder(
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"--save-dir {folder} exists: give a new folder")
     shards = plan_shards(export.tensors(), max_shard_bytes)
+    if SINGLE in shards:
+        shards = {export.single: shards[SINGLE]}
     total = sum(map(_size, shards.values()))
     temporary = durable.beside(folder, durable.TEMPORARY)
     try:

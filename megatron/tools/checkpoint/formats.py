@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,16 @@ from megatron.checkpoint.core.writer import convert_to_core
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
+from megatron.checkpoint.huggingface.peft import AdapterExport, peft_names
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.huggingface.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
 from megatron.checkpoint.loading import nothing_at, open_checkpoint, open_hf
+from megatron.checkpoint.merged import without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
+from megatron.config.adapters import plain_network
 from megatron.config.arguments import from_given
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import divisors
@@ -39,6 +43,7 @@ from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.durable import Check, replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
+from megatron.models.adapters import adapted_layers
 from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.build import padded_vocab_size
 
@@ -97,7 +102,7 @@ def check_target(options: argparse.Namespace) -> None:
         ConfigError: The folder holds checkpoints.
     """
     held = [found.path.name for found in scan(options.save_dir)[0]]
-    if options.saver != "hf" and held:
+    if options.saver not in ("hf", "peft") and held:
         raise ConfigError(
             f"--save-dir {options.save_dir}: already holds {held[0]}, which the conversion would "
             "replace or outdate: give another folder"
@@ -153,6 +158,8 @@ def load_own(options: argparse.Namespace) -> SourceModel:
         raise CheckpointError(f"--load-dir {folder}: {why}")
     if _LOADERS[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
+    if options.saver != "peft":
+        reader = without_adapters(reader, adapted_layers)
     sections = reader.meta["config"]
     is_other = reader.format in ("legacy", "core", "deepspeed")
     if is_other:
@@ -452,6 +459,23 @@ def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> P
     return Path(options.save_dir)
 
 
+def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
+    """Write the adapters as PEFT's files."""
+    model, path = source.config.model, source.reader.path
+    if model.lora_rank is None:
+        raise CheckpointError(
+            f"--saver peft: {path} has no adapters: use --saver hf for the whole model"
+        )
+    wanted = options.model_family or source.family
+    family = family_for(plain_network(model), source.rows, wanted)
+    layers = adapted_layers(model, source.rows)
+    export = AdapterExport(source.reader, model, peft_names(model, layers, family))
+    base = None if source.companions is None else str(source.companions)
+    config = {files.ADAPTER_CONFIG: files.json_bytes(export.config(base))}
+    write_folder(options.save_dir, export, config, max_shard_bytes=sys.maxsize, check=check)
+    return Path(options.save_dir)
+
+
 def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, bytes]:
     """Return the tokenizer's files, from the flags or the configuration, by Hugging Face's names.
 
@@ -539,4 +563,5 @@ SAVERS: Mapping[str, Callable[[SourceModel, argparse.Namespace, Check], Path]] =
     "megatron": save_megatron,
     "torch_dist": save_core,
     "hf": save_hf,
+    "peft": save_peft,
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MODELS = ("GPT", "BERT", "T5", "RETRO")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
-SAVERS = ("native", "megatron", "torch_dist", "hf")
+SAVERS = ("native", "megatron", "torch_dist", "hf", "peft")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
 _HF = ("hf", "llama2_hf")
 _SHARD = "5GB"

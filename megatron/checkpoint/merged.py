@@ -1,0 +1,93 @@
+"""A checkpoint with adapters (LoRA), read as that of a network without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron.checkpoint.entries import Box
+from megatron.checkpoint.reader import Reader
+from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
+from megatron.config.model import ModelConfig
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
+from megatron.config.yaml_file import from_dict
+from megatron.parallel.adapter import Adapter
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Layout
+
+_WEIGHT = ".weight"
+
+
+def network_in(reader: Reader) -> ModelConfig:
+    """Return the resolved network of a checkpoint."""
+    sections = {"model": reader.meta["config"].get("model", {})}
+    return narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun).model
+
+
+def without_adapters(
+    reader: Reader, layers_of: Callable[[ModelConfig, int], Mapping[str, Linear]]
+) -> Reader:
+    """Return a checkpoint's reader, with adapters merged into the weights if it has any.
+
+    Args:
+        reader: The opened checkpoint.
+        layers_of: Returns the layers of a network that have adapters, by name (`adapted_layers`).
+    """
+    saved = reader.meta["config"].get("model", {})
+    if saved.get("lora_rank") is None:
+        return reader
+    return MergedReader(reader, layers_of(network_in(reader), reader.meta["padded_vocab_size"]))
+
+
+class MergedReader(Reader):
+    """A checkpoint whose adapters are presented as part of the weights that they adapt.
+
+    It has no optimizer states, which were those of the adapters.
+    """
+
+    def __init__(self, reader: Reader, layers: Mapping[str, Linear]) -> None:
+        """Present a checkpoint.
+
+        Args:
+            reader: The opened checkpoint, which has adapters.
+            layers: The layers that have adapters, by name.
+        """
+        self._reader = reader
+        self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
+        self.allow_foreign = reader.allow_foreign
+        model = reader.meta["config"]["model"]
+        kept = {name: value for name, value in model.items() if name not in ADAPTER_FIELDS}
+        config = {**reader.meta["config"], "model": kept}
+        self.meta = {**reader.meta, "config": config, "optimizer": None}
+        self.held = {
+            name: held
+            for name, held in reader.held.items()
+            if name.startswith("model.") and not is_of_adapter(name)
+        }
+        self._layers = {f"model.{name}{_WEIGHT}": layer for name, layer in layers.items()}
+
+    def steps(self, name: str) -> list[Box]:
+        """Return the steps of the checkpoint; an adapted weight is read at once.
+
+        Args:
+            name: The tensor's name.
+        """
+        return super().steps(name) if name in self._layers else self._reader.steps(name)
+
+    @torch.no_grad()
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        linear = self._layers.get(name)
+        if linear is None:
+            return self._reader.read(name, wanted)
+        weight = self._reader.read(name)
+        site = name.removesuffix(_WEIGHT)
+        assert linear.adapter is not None
+        context = BuildContext(Layout.single())
+        adapter = Adapter(linear, list(linear.adapter), linear.adapter.plan, context, site)
+        for own, parameter in adapter.named_parameters():
+            parameter.copy_(self._reader.read(f"{site}.adapter.{own}"))
+        merged = adapter.merged(weight)
+        return merged.to(weight.dtype)[wanted.within(Box.whole(tuple(weight.shape)))]

@@ -1,0 +1,179 @@
+"""Adapters as PEFT computes, writes and reads them.
+
+`peft/` holds what `record_peft` wrote with PEFT itself.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from megatron.checkpoint.huggingface.families import families
+from megatron.checkpoint.huggingface.peft import peft_names
+from megatron.device import Device
+from megatron.errors import CheckpointError
+from megatron.inference.load import load_gpt
+from megatron.models.adapters import adapted_layers
+from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy, train_toy
+
+HERE = Path(__file__).parent / "peft"
+RECORD = json.loads((HERE / "record.json").read_text())
+TOKENS = torch.tensor(RECORD["tokens"])
+KINDS = {
+    "lora": "",
+    "rslora": "--use-rslora",
+    "dora": "--use-dora",
+    "some": "--lora-target-modules q_proj v_proj up_proj",
+}
+NETWORK = """
+    --num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --swiglu
+    --group-query-attention --num-query-groups 2 --normalization RMSNorm --norm-epsilon 1e-6
+    --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+    --hidden-dropout 0 --attention-dropout 0 --max-position-embeddings 16 --seq-length 12
+    --vocab-size 31
+"""
+
+
+def _words(kind, base=HERE / "base", more=""):
+    return f"""{NETWORK} --load {base} --finetune --load-adapter {HERE / kind} --lora-rank 4
+        --lora-alpha 8 {KINDS[kind]} --train-iters 1 {more}""".split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_loss_and_gradients_are_pefts(kind):
+    run = build_toy(Layout.single(), _words(kind))
+    logits = run.parts[0](TOKENS)
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    loss.backward()
+    expected = RECORD[kind]
+    torch.testing.assert_close(logits[:, ::4], torch.tensor(expected["logits"]), rtol=0, atol=1e-5)
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
+    gradients = {f"model.{n}": p.grad for n, p in run.named_parameters() if p.requires_grad}
+    layers = adapted_layers(run.config.model, 32)
+    names = peft_names(run.config.model, layers, families()["llama"])
+    assert gradients.keys() == names.keys()
+    for ours, (theirs, _) in names.items():
+        key = theirs if theirs.endswith(".weight") else f"{theirs}.weight"
+        found, wanted = gradients[ours].flatten(), torch.tensor(expected["gradients"][key])
+        torch.testing.assert_close(found[:: found.numel() // 8], wanted, rtol=1e-5, atol=1e-5)
+
+
+def _losses(layout, words):
+    recorder, _ = train_toy(layout, words)
+    return recorder.values("lm loss")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_every_rank_loads_its_part(kind):
+    flags = _words(kind, more="--train-iters 3")
+    (losses,) = run_distributed(1, _losses, flags)
+    split = [*flags, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    for ours in run_distributed(2, _losses, split, tensor=2):
+        assert ours == pytest.approx(losses, rel=1e-5)
+
+
+def _convert(saver, source, target, *more):
+    words = f"--model-type GPT --loader native --saver {saver} --load-dir {source}".split()
+    assert util.main([*words, "--save-dir", str(target), *more]) == 0
+
+
+@pytest.fixture(params=KINDS)
+def trained(request, tmp_path):
+    """A kind, and a checkpoint of its adapter after an update at learning rate 0."""
+    flags = ["--save", str(tmp_path / "native"), "--save-interval", "1"]
+    train_toy(Layout.single(), [*_words(request.param), *flags])
+    return request.param, tmp_path / "native"
+
+
+def test_an_adapter_comes_out_as_it_went_in(trained, tmp_path):
+    kind, checkpoint = trained
+    _convert("peft", checkpoint, tmp_path / "peft")
+    ours = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    theirs = load_file(HERE / kind / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    original = json.loads((HERE / kind / "adapter_config.json").read_text())
+    for key in written.keys() - {"target_modules"}:
+        assert written[key] == original[key], key
+    ends = {name.rpartition(".")[2] for name in original["target_modules"]}
+    assert set(written["target_modules"]) == ends
+
+
+def test_merged_weights_compute_the_same(trained, tmp_path):
+    kind, checkpoint = trained
+    served = load_gpt(str(checkpoint), Device.cpu(), row_by_row=False)
+    assert not any("adapter" in name for name, _ in served.model.named_parameters())
+    _convert("hf", checkpoint, tmp_path / "hf")
+    flags = f"{NETWORK} --load {tmp_path / 'hf'} --finetune --train-iters 1"
+    exported = build_toy(Layout.single(), flags.split())
+    wanted = torch.tensor(RECORD[kind]["logits"])
+    for model in (served.model, exported.parts[0]):
+        with torch.no_grad():
+            torch.testing.assert_close(model(TOKENS)[:, ::4], wanted, rtol=0, atol=1e-5)
+
+
+def test_peft_loads_ours(trained, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers")
+    kind, checkpoint = trained
+    _convert("peft", checkpoint, tmp_path / "peft")
+    _convert("hf", checkpoint, tmp_path / "hf")
+    wanted = torch.tensor(RECORD[kind]["logits"])
+    base = transformers.LlamaForCausalLM.from_pretrained(HERE / "base")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    for model in (adapted, merged):
+        with torch.no_grad():
+            found = model.eval()(TOKENS).logits[:, ::4]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return shutil.copytree(HERE / "some", tmp_path / "some")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lora-rank 8", "r is 4, and 8 here: give --lora-rank 4 --lora-alpha 8 --lora-target"),
+        ("--lora-alpha 4", "lora_alpha is 8, and 4.0 here"),
+        ("--use-dora", "use_dora is False, and True here"),
+        ("--lora-target-modules q_proj", "has no place in this network's adapters: give --lora-ra"),
+        ("--lora-target-modules q_proj k_proj v_proj up_proj", "k_proj.lora_A.weight is missing"),
+    ],
+)
+def test_other_adapters_than_the_files_are_refused(flags, told):
+    with pytest.raises(CheckpointError, match=told):
+        build_toy(Layout.single(), [*_words("some"), *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("peft_type", "LOHA"), ("bias", "all"), ("rank_pattern", {"q_proj": 8})]
+)
+def test_what_pefts_settings_ask_for_besides_is_refused(copy, key, value):
+    said = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps({**said, key: value}))
+    with pytest.raises(CheckpointError, match=f"{key} .* is not supported"):
+        build_toy(Layout.single(), [*_words("some"), "--load-adapter", str(copy)])
+
+
+def test_an_adapter_of_another_base_is_refused(copy, tmp_path):
+    wide = f"{NETWORK} --hidden-size 32 --kv-channels 4 --train-iters 1"
+    train_toy(Layout.single(), f"{wide} --save {tmp_path} --save-interval 1".split())
+    adapter = f"--load {tmp_path} --finetune --lora-rank 4 --lora-alpha 8 {KINDS['some']}"
+    with pytest.raises(CheckpointError, match=r"has shape \[4, 16\], but it is \[4, 32\] here"):
+        build_toy(Layout.single(), f"{wide} {adapter} --load-adapter {copy}".split())
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        build_toy(Layout.single(), [*_words("some"), "--load-adapter", str(tmp_path)])
