@@ -15,9 +15,8 @@ _NOT_WITH_TEACHER: Exclusions = {
     "training.cuda_graph_impl": (("none",), "a teacher's passes are not recorded"),
     "curriculum.curriculum_schedule": ((None,), "logits are those of whole samples"),
 }
-# A file has whole samples, and each data-parallel process computes its own files.
+# Each data-parallel process computes its own files.
 _NOT_WITH_SAVING: Exclusions = {
-    "parallel.context_parallel_size": ((1,), "a file holds whole samples, for any layout"),
     "parallel.expert_model_parallel_size": ((1,), "processes compute different files"),
 }
 

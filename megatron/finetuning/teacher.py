@@ -35,7 +35,8 @@ from megatron.finetuning.distillation import GPTTeacher, LearningRecipe
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
-from megatron.parallel.collectives import broadcast
+from megatron.parallel.collectives import all_gather, broadcast
+from megatron.parallel.context.split import join_sequence
 from megatron.parallel.distillation import VocabularyPart, top_log_probs
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -202,7 +203,10 @@ class _Writer(NamedTuple):
     layout: Layout
 
     def top(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return the top k of each sample of a micro-batch, on the CPU. Collective over tensor."""
+        """Return the top k of each sample of a micro-batch, on the CPU.
+
+        Collective over the tensor and context ranks.
+        """
         asked = self.config.distillation
         assert asked.logits_save_top_k is not None
         inputs = self.recipe.inputs(batch, self.config, self.tokenizer, self.layout)
@@ -215,9 +219,11 @@ class _Writer(NamedTuple):
             min_k=asked.logits_save_top_p_min_k,
             temperature=asked.kd_temperature,
         )
-        whole = [part.unflatten(0, logits.shape[:2]).cpu() for part in top]
+        context = self.layout.context
+        parts = (all_gather(part.unflatten(0, logits.shape[:2]), context) for part in top)
+        whole = [join_sequence(part.chunk(context.size), dim=1).cpu() for part in parts]
         names = (TOP_IDS, TOP_VALUES, TOP_REST)
-        return [dict(zip(names, parts, strict=True)) for parts in zip(*whole, strict=True)]
+        return [dict(zip(names, one, strict=True)) for one in zip(*whole, strict=True)]
 
 
 def _write_missing(
@@ -249,7 +255,7 @@ def _write_missing(
             batch = next(batches)
             digests += [digest_of_tokens({"text": row.numpy()}) for row in batch["text"]]
             tops += writer.top({name: x.to(device.device) for name, x in batch.items()})
-        if layout.tensor.is_first:
+        if layout.tensor.is_first and layout.context.is_first:
             write_file(header.path(folder, samples.start), header, tops, digests)
         if layout.world.rank == 0 and time.monotonic() - said > _SAY_EVERY:
             said = time.monotonic()

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.cross_entropy import CHUNK, REFERENCE, CrossEntropy
-from megatron.parallel.collectives import all_reduce
+from megatron.parallel.collectives import all_gather, all_reduce
 from megatron.parallel.cross_entropy import join_statistics, local_labels
 from megatron.parallel.layout import Axis
 
@@ -130,10 +131,8 @@ def top_log_probs(
         x = logits[rows, :real].float() / temperature
         log_sum = _log_sum(x, axis)
         values, ids = x.topk(min(k, real), dim=1)
-        values, ids = (
-            _gather(values, -torch.inf, k, axis),
-            _gather(ids + axis.rank * size, -1, k, axis),
-        )
+        values = _gather(values, -torch.inf, k, axis)
+        ids = _gather(ids + axis.rank * size, -1, k, axis)
         values, order = values.topk(k, dim=1)
         ids, values = ids.gather(1, order), values - log_sum[:, None]
         if p is not None:
@@ -265,16 +264,11 @@ def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
-    """Return the columns of all tensor ranks, with up to `k` from each: [n, t * k].
-
-    A sum is a gather that every backend has.
-    """
+    """Return the columns of all tensor ranks, each filled up to `k`: [n, t * k]."""
     if axis.size == 1:
         return x
-    columns = x.new_zeros(len(x), axis.size, k)
-    columns[:, axis.rank, : x.shape[1]] = x
-    columns[:, axis.rank, x.shape[1] :] = filler
-    return all_reduce(columns, axis).flatten(1)
+    columns = F.pad(x, (0, k - x.shape[1]), value=filler)
+    return all_gather(columns, axis).view(axis.size, *columns.shape).transpose(0, 1).flatten(1)
 
 
 def _log_sum(x: Tensor, axis: Axis) -> Tensor:

@@ -140,7 +140,7 @@ def _folder(path: Path) -> dict[str, torch.Tensor]:
     return {f"{number} {name}": t for number, one in enumerate(tensors) for name, t in one.items()}
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {}])
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}, {}])
 def test_layouts_write_the_same_files(
     sizes: dict[str, int], teacher: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +148,7 @@ def test_layouts_write_the_same_files(
     monkeypatch.setattr(files, "_ENTRIES_PER_FILE", 16 * 9 * 7)  # 7 of 24 samples in a file
     places = [tmp_path / "one", tmp_path / "two"]
     save(Layout.single(), [*options, "--logits-save-dir", str(places[0])])
-    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"] if sizes else []
+    flags = [word for flag, axis in _SIZES.items() if axis in sizes for word in (flag, "2")]
     run_distributed(2, save, [*options, *flags, "--logits-save-dir", str(places[1])], **sizes)
     one, two = map(_folder, places)
     assert len(one) == 4 * 6
@@ -178,6 +178,17 @@ def test_writing_goes_on_where_it_ended(
     assert all(file.stat().st_mtime_ns == kept[file] for file in kept if file != lost)
     with pytest.raises(DataError, match=r"holds other logits, with top_k 3 \(here 4\)"):
         save(Layout.single(), [*words[:-1], "4"])
+
+
+@pytest.mark.parametrize("source", ["--teacher-load", "--logits-load-dir"])
+def test_an_interrupted_student_goes_on(
+    source: str, teacher: str, saved: str, tmp_path: Path
+) -> None:
+    words = [source, teacher if source == "--teacher-load" else saved, "--save-interval", "3"]
+    words += ["--save", str(tmp_path)]
+    whole = distill(Layout.single(), words)
+    resumed = distill(Layout.single(), [*words, "--load", str(tmp_path), "--ckpt-step", "3"])
+    assert resumed == [values[3:] for values in whole]
 
 
 def test_held_out_samples_have_no_files(saved: str) -> None:
