@@ -29,7 +29,7 @@ from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import build_gpt_datasets, context_part, make_batch, make_loss_mask
 from megatron.data.logits import with_logits
-from megatron.data.sample import SEGMENT_ENDS
+from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
 from megatron.finetuning.distillation import (
     LOSS_NAMES,
     Distillation,
@@ -112,8 +112,10 @@ class GPTRecipe:
             eod_mask_loss=config.data.eod_mask_loss,
         )
         mine = context_part(whole, layout.context)
-        ends = batch.get(SEGMENT_ENDS)
-        documents = None if ends is None else Segments.of(ends, whole.tokens)
+        documents = None
+        if SEGMENT_ENDS in batch:
+            longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
+            documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest)
         counted = whole.loss_mask.sum().clamp(min=1)  # without any, the loss is 0 instead of nan
         return GPTInputs(mine, documents, counted)
 

@@ -33,6 +33,7 @@ from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.mock import MockDataset
 from megatron.data.sample import (
+    LONGEST_SEGMENT,
     SEGMENT_ENDS,
     TRAINED,
     Sample,
@@ -420,6 +421,8 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
         sample = torch.div(ends - 1, whole, rounding_mode="floor")
         # Documents that begin beyond the length stay as empty segments.
         shorter[SEGMENT_ENDS] = sample * length + (ends - sample * whole).clamp(max=length)
+        if LONGEST_SEGMENT in batch:
+            shorter[LONGEST_SEGMENT] = batch[LONGEST_SEGMENT][:length]
     return shorter
 
 

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.sample import PLACE, SEGMENT_ENDS, Sample, SampleDataset
+from megatron.data.sample import LONGEST_SEGMENT, PLACE, SEGMENT_ENDS, Sample, SampleDataset
 from megatron.errors import DataError, ShortageError, shortage_of
 
+_TILE = 128  # queries that a thread block of the flash kernel takes
 _PREFETCH = 4  # micro-batches that a worker loads in advance
 _LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
 _LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
@@ -266,8 +267,8 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
     All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become 0, the
-    ends in the concatenated samples, then empty segments (`_segment_count`). `PLACE` `[7]`
-    become `[p, 7]` for the p samples that have one.
+    ends in the concatenated samples, then empty segments (`_segment_count`); `LONGEST_SEGMENT`
+    goes with them. `PLACE` `[7]` become `[p, 7]` for the p samples that have one.
     """
     batch = {}
     for name in {name: None for sample in samples for name in sample}:
@@ -277,6 +278,9 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
             starts = np.cumsum([0, *(int(ends[-1]) for ends in parts)])
             shifted = [ends + start for ends, start in zip(parts, starts, strict=False)]
             ends = np.concatenate([[0], *shifted])
+            # Rounded up to the flash kernel's tiles; for a length of 1 it has a form of its own.
+            tiles = -(-int(np.diff(ends).max()) // _TILE)
+            batch[LONGEST_SEGMENT] = torch.empty((tiles * _TILE, 0), dtype=torch.int64)
             more = _segment_count(len(ends) - 1) + 1 - len(ends)
             batch[name] = torch.from_numpy(np.pad(ends, (0, more), mode="edge"))
         else:

@@ -14,6 +14,9 @@ from megatron.errors import DataError
 IGNORED_LABEL = -1
 # A part of a sample or batch: the ends of runs of tokens that attend only within themselves.
 SEGMENT_ENDS = "segment_ends"
+# A part of a batch with `SEGMENT_ENDS`: `[n, 0]` if no segment has more than n tokens. It has no
+# elements, because the host reads a size without waiting for the device.
+LONGEST_SEGMENT = "longest_segment"
 # A part of a sample of examples, `[s]`: 1 where the label counts in the loss, otherwise 0.
 TRAINED = "trained"
 # A part of a sample of text, `[7]`, that says where the next row of its stream begins. In a blend,

@@ -63,7 +63,8 @@ class Segments:
             be empty.
         shape: The sizes b and s.
         causal: Whether a token attends only to itself and to earlier ones.
-        longest: The largest number of tokens in a segment; `None` means s.
+        longest: A number of tokens that no segment exceeds; `None` means s. The flash kernel starts
+            as many thread blocks for every segment as this one would need.
     """
 
     ends: Tensor
@@ -72,10 +73,10 @@ class Segments:
     longest: int | None = None
 
     @classmethod
-    def of(cls, ends: Tensor, tokens: Tensor) -> Segments:
+    def of(cls, ends: Tensor, tokens: Tensor, longest: int | None = None) -> Segments:
         """Return the segments of tokens [b, s], from ends of any integer type."""
         samples, length = tokens.shape
-        return cls(ends.int(), (samples, length))
+        return cls(ends.int(), (samples, length), longest=longest)
 
     @classmethod
     def of_padded(cls, padding: Tensor) -> Segments:

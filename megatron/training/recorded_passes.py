@@ -19,11 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.data.sample import LONGEST_SEGMENT
 from megatron.device import Recorder
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
 from megatron.training.recipe import Batch
 
+# Parts of a micro-batch that a recorded pass does without, because they differ each time.
+_UNRECORDED = ("id", LONGEST_SEGMENT)
 MOST_RECORDINGS = 8  # batches whose shapes keep changing are not worth the memory
 
 Losses = Mapping[str, Tensor]
@@ -142,7 +145,7 @@ class RecordedPasses:
             assert not isinstance(losses, Tensor), "a rule refuses pipeline stages"
             return losses
 
-        inputs = {name: value for name, value in batch.items() if name != "id"}
+        inputs = {name: value for name, value in batch.items() if name not in _UNRECORDED}
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (shapes, self._gradients.to_overwrite)
         recording = self._recordings.get(key)

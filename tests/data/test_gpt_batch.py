@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.gpt import DocumentEnds, make_batch
+from megatron.data.gpt import DocumentEnds, make_batch, shorten
 from megatron.data.loader import collate
-from megatron.data.sample import SEGMENT_ENDS
+from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
 from megatron.kernels.attention import Segments
 
 EOD = 0
@@ -64,9 +64,21 @@ def test_equals_the_loop(positions: bool, loss: bool) -> None:
 def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) -> None:
     """To a power of two, so that micro-batches have few shapes; the empty ones mask nothing."""
     ends = np.append(np.arange(1, documents), 32)
-    (found,) = collate([{SEGMENT_ENDS: ends}, {SEGMENT_ENDS: ends}]).values()
+    found = collate([{SEGMENT_ENDS: ends}, {SEGMENT_ENDS: ends}])[SEGMENT_ENDS]
     listed = [0, *ends, *(32 + ends)]
     assert found.tolist() == listed + [64] * (segments + 1 - len(listed))
     tokens = torch.zeros(2, 32)
     plain = Segments.of(torch.tensor(listed), tokens)
     assert torch.equal(Segments.of(found, tokens).mask, plain.mask)
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [([1, 1], 128), ([128, 5], 128), ([9, 300], 384)])
+def test_the_longest_document_is_known_without_reading_the_batch(
+    lengths: list[int], longest: int
+) -> None:
+    """As a size, in whole tiles of the kernel."""
+    ends = np.cumsum(lengths)
+    batch = collate([{SEGMENT_ENDS: ends}])
+    assert batch[LONGEST_SEGMENT].shape == (longest, 0)
+    text = torch.zeros(1, int(ends[-1]) + 1)
+    assert shorten({**batch, "text": text}, 2)[LONGEST_SEGMENT].shape == (2, 0)

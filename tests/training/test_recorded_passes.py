@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.data.sample import LONGEST_SEGMENT
 from megatron.parallel.build import BuildContext
 from megatron.parallel.journal import Journal
 from megatron.parallel.layers import Linear
@@ -158,3 +159,16 @@ def test_released_recordings_do_not_run_again() -> None:
     assert passes.recorder.released
     passes.update(2)
     assert passes.recorder.recorded == 4, "recorded anew, forward and backward"
+
+
+def test_the_longest_document_makes_no_further_recording() -> None:
+    passes = _Passes(warm_up=0)
+    for longest in (1, 2, 3, 4):
+        passes.gradients.zero()
+        passes.run.begin_update()
+        batch = {"x": torch.ones(2, 4), LONGEST_SEGMENT: torch.empty(longest, 0)}
+        with passes.gradients.micro_batch(is_last=False):
+            passes.run(None, batch, is_last=False)["loss"].backward()
+        passes.gradients.reduce()
+    assert passes.recorder.recorded == 2  # a forward and a backward pass
+    assert passes.recorder.replayed > 2

@@ -53,10 +53,17 @@ class BlockDocuments(NamedTuple):
     Attributes:
         query_ends: int32 [documents + 1]: 0, then the end of each document among the b q queries.
         key_ends: The same among the b k keys.
+        longest: The largest number of tokens that a document may have.
     """
 
     query_ends: Tensor
     key_ends: Tensor
+    longest: int
+
+    def places(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
+        """Return what a kernel for sequences of different lengths takes, of q and k tokens."""
+        ends = (self.query_ends, self.key_ends)
+        return (*ends, min(self.longest, queries), min(self.longest, keys))
 
 
 class BlockForward(Protocol):
@@ -225,7 +232,7 @@ def flash_forward(
     if documents is not None:
         samples, _, length, _ = query.shape
         tensors = (_in_one_row(x) for x in (query, key, value))
-        places, debug = (*documents, length, key.shape[2]), False
+        places, debug = documents.places(length, key.shape[2]), False
         # PyTorch's public interface to this form (`torch.nn.attention.varlen`) has no dropout.
         flat, sums, *drawn, _ = torch.ops.aten._flash_attention_forward(
             *tensors, *places, dropout, causal, debug, scale=_scale(query)
@@ -258,7 +265,7 @@ def flash_backward(
     if documents is not None:
         joined = (_in_one_row(x) for x in (grad, query, key, value, out))
         sums = logsumexp.transpose(0, 1).flatten(1)  # [n, b q]
-        places = (*documents, query.shape[2], key.shape[2])
+        places = documents.places(query.shape[2], key.shape[2])
         flat = torch.ops.aten._flash_attention_backward(
             *joined, sums.contiguous(), *places, dropout, causal, *drawn, scale=_scale(query)
         )

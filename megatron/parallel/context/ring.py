@@ -94,8 +94,9 @@ def documents_of(
             return ends[1]
         return ends[2] if tokens.start > 0 else ends[0]
 
+    longest = segments.longest or segments.shape[1]
     return [
-        BlockDocuments(chosen(step.queries)[axis.rank], chosen(step.keys)[step.source])
+        BlockDocuments(chosen(step.queries)[axis.rank], chosen(step.keys)[step.source], longest)
         for step in plan
     ]
 

@@ -110,7 +110,7 @@ def test_a_query_without_keys_changes_nothing():
     """Its document has none in the block: the sum is -inf, and a merge leaves its row alone."""
     query, key, value = by_head(heads(8, 2))
     ends = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
-    documents = BlockDocuments(ends, torch.tensor([0, 0, 8, 16], dtype=torch.int32))
+    documents = BlockDocuments(ends, torch.tensor([0, 0, 8, 16], dtype=torch.int32), 8)
     options = {"causal": False, "dropout": 0.0}
     part, part_sum, _ = reference_forward(query, key, value, **options, documents=documents)
     assert (part[0, :, :3] == 0).all()
@@ -130,7 +130,7 @@ def test_the_flash_form_of_documents_calls_operations_that_torch_has(dropout):
     """Types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
     ends = torch.zeros(4, dtype=torch.int32, device="meta")
-    options = {"causal": True, "dropout": dropout, "documents": BlockDocuments(ends, ends)}
+    options = {"causal": True, "dropout": dropout, "documents": BlockDocuments(ends, ends, 16)}
     out, logsumexp, drawn = flash_forward(query, key, value, **options)
     assert len(drawn) == (2 if dropout else 0)
     assert out.shape == query.shape
