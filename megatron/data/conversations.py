@@ -135,6 +135,12 @@ class ConversationEncoder:
         self._template = None
         if options.template is not None:
             self._template = ChatTemplate(options.template, dict(special), TRAINING_DATE)
+            if "eos_token" in options.template and "eos_token" not in dict(special):
+                raise ConfigError(
+                    "the chat template writes eos_token, but the tokenizer does not name one, so "
+                    "answers would not end: name it in tokenizer_config.json next to "
+                    "--tokenizer-model, or write the token itself in the file of --chat-template"
+                )
         ends = self.tokenizer.special_ids("eos") or self.tokenizer.special_ids("eod")
         self._end = next(iter(ends), None)
         self._is_limited = False

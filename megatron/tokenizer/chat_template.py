@@ -287,17 +287,37 @@ def trained_text(
                 "turn once"
             )
         return text, [marks[turn] for turn in chosen]
-    spans = []
-    for at in (turns[turn] for turn in chosen):
-        start = template.render(messages[:at], inputs)
-        through = text
-        if at + 1 < len(messages):
-            through = template.render(messages[: at + 1], inputs, add_generation_prompt=False)
-        for before, after in ((start, through), (through, text)):
-            if not after.startswith(before):
-                raise _misfit(f"the conversation up to message {at + 1}", after, before)
-        spans.append((len(start), len(through)))
-    return text, spans
+    return text, [_added_text(template, chat, turns[turn], text) for turn in chosen]
+
+
+def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
+    """Return what a turn of the assistant adds to the text of the messages before it.
+
+    Args:
+        template: The template.
+        chat: The conversation.
+        at: The number of the turn's message.
+        text: The text of the whole conversation.
+
+    Raises:
+        DataError: The template writes the messages before in another way, or this one.
+    """
+    messages, inputs = chat.messages, chat.inputs
+    start = template.render(messages[:at], inputs)
+    if not text.startswith(start):
+        raise _misfit(f"the messages before message {at + 1}", text, start)
+    if at + 1 == len(messages):
+        return len(start), len(text)
+    through = template.render(messages[: at + 1], inputs, add_generation_prompt=False)
+    if text.startswith(through) and through.startswith(start):
+        return len(start), len(through)
+    # Some templates leave out the reasoning before an answer once more follows.
+    answer = str(messages[at].get("content", "")).strip()
+    added = through[through.rfind(answer) :] if answer else through
+    after = text[len(start) :].lstrip()
+    if not after.startswith(added):
+        raise _misfit(f"message {at + 1}", text, through)
+    return len(start), len(text) - len(after) + len(added)
 
 
 def _misfit(what: str, text: str, start: str) -> DataError:
@@ -307,7 +327,7 @@ def _misfit(what: str, text: str, start: str) -> DataError:
         f"the chat template writes {what} in another way when more follows "
         f"({start[at : at + 30]!r} becomes {text[at : at + 30]!r}), so it does not show what to "
         "train: put {% generation %} and {% endgeneration %} around the assistant's text in the "
-        "template, and give it with --chat-template"
+        "template and give it with --chat-template, or try --last-turn-only"
     )
 
 

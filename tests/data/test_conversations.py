@@ -277,6 +277,20 @@ def test_turns_without_weight_are_context_only(folder: Path, tmp_path: Path) -> 
         assert _load(tmp_path, every, [_said(*turns)]).trained.all()
 
 
+def test_reasoning_may_be_left_out_of_earlier_turns(folder: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    encoder = _encoder(folder, template)
+    examples = _load(tmp_path, encoder, [_said(USER, ANSWER, USER, {**ANSWER, "content": "\nTwo"})])
+    assert _trained(encoder, examples) == [
+        "Hi there.<|endoftext|><think></think>\nTwo<|endoftext|>"
+    ]
+
+
 def test_tools_and_other_inputs_reach_the_template(folder: Path, tmp_path: Path) -> None:
     template = (
         "{{ tools[0].function.name }} {{ style }} {{ strftime_now('%d %b %Y') }}\n"
@@ -386,6 +400,13 @@ def test_tokenizers_of_bytes_mask_as_those_with_offsets(folder: Path, tmp_path: 
         found.append(examples[0])
     assert np.array_equal(found[0][0], found[1][0])
     assert np.array_equal(found[0][1], found[1][1])
+
+
+def test_answers_that_would_not_end_are_refused(folder: Path) -> None:
+    words = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    gpt2 = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **words)
+    with pytest.raises(ConfigError, match="writes eos_token, but .*--chat-template"):
+        ConversationEncoder(ConversationOptions(gpt2, "{{ eos_token }}", 64))
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
