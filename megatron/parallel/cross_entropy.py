@@ -174,7 +174,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights = mask
         local, mask = local_labels(labels, axis, size), mask.reshape(-1).float()  # [n]
         losses = torch.empty_like(mask)
-        gradients = _HeadGradients.like(gathered, weight, bias) if how.with_gradients else None
+        gradients = None
+        if how.with_gradients:
+            # A frozen weight needs no gradient, and one with a slot leaves it to that.
+            is_trained = how.slot is not None or ctx.needs_input_grad[1]
+            gradients = _HeadGradients.like(gathered, weight if is_trained else None, bias)
         for rows in _chunks(whole.shape[0], size, how.chunk_logits):
             logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
             part = form.statistics(logits, local[rows])
@@ -205,9 +209,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         torch.mul(input_sum, factor.view(1), out=input_grad)
         summing = how.communication.start_sum(input_grad)
         weight_grad = bias_grad = None
-        if how.slot is None:
+        if how.slot is None and weight_sum is not None:
             weight_grad = (weight_sum * factor).to(ctx.dtype)
-        else:
+        elif how.slot is not None:
             with how.slot() as (into, accumulate):
                 if accumulate:
                     into.addcmul_(weight_sum, factor)
@@ -230,18 +234,18 @@ class _HeadGradients:
 
     Attributes:
         input: The input's gradient [s, b, h].
-        weight: The weight's gradient [v/t, h] in fp32.
+        weight: The weight's gradient [v/t, h] in fp32; `None` if the weight is frozen.
         bias: The bias's gradient [v/t] in fp32.
     """
 
     input: Tensor
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
 
     @classmethod
-    def like(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> _HeadGradients:
+    def like(cls, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> _HeadGradients:
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        of_weight = torch.empty_like(weight, dtype=torch.float32)
+        of_weight = None if weight is None else torch.empty_like(weight, dtype=torch.float32)
         return cls(x.new_empty(x.shape), of_weight, of_bias)
 
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -250,7 +254,8 @@ class _HeadGradients:
         Their logits have the gradient `of_logits`, [rows, v/t], and `x` is their input, [rows, h].
         """
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
-        weight_gradient(of_logits, x, self.weight, accumulate=rows.start > 0)
+        if self.weight is not None:
+            weight_gradient(of_logits, x, self.weight, accumulate=rows.start > 0)
         if self.bias is not None:
             self.bias += of_logits.sum(0, dtype=torch.float32)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron.kernels import cross_entropy
 from megatron.kernels.cross_entropy import choose_cross_entropy
-from megatron.parallel.collectives import Communication
+from megatron.parallel.collectives import ALONE, Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
@@ -218,3 +218,18 @@ def test_chunked_differentiates_one_sum_alone(mask):
     found = linear_cross_entropy(x, weight, labels, Communication(), loss_mask=mask)
     with pytest.raises(RuntimeError, match="does not require grad"):
         (found.losses * other).sum().backward()
+
+
+def test_a_frozen_weight_has_no_gradient_in_chunks():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(6, 2, 8, generator=generator)
+    weight = torch.randn(24, 8, generator=generator)
+    labels = torch.randint(0, 24, (6, 2), generator=generator)
+    gradients = []
+    for is_trained in (True, False):
+        leaf, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
+        loss = linear_cross_entropy(leaf, matrix, labels, ALONE, chunk_logits=48)
+        loss.total.backward()
+        gradients.append(leaf.grad)
+        assert (matrix.grad is not None) == is_trained
+    assert gradients[0].equal(gradients[1])
