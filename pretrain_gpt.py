@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.data.datasets import DataRequest
+from megatron.data.chat import build_chat_datasets, rows_per_epoch
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.gpt import build_gpt_datasets, context_part, make_batch, make_loss_mask
 from megatron.data.logits import with_logits
 from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
@@ -51,7 +52,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class GPTRecipe:
-    """Next-token prediction on a stream of documents."""
+    """Next-token prediction on a stream of documents, or with --sft on conversations."""
 
     program = "pretrain_gpt.py"
     architecture = "gpt"
@@ -79,23 +80,33 @@ class GPTRecipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of a stream of documents. Collective."""
-        splits = build_gpt_datasets(
-            DataRequest(
-                config.data,
-                config.training.seed,
-                samples,
-                is_builder=layout.world.rank == 0,
-                barrier=layout.wait_for_all,
-                unit=config.training.samples_per_unit,
-            ),
-            seq_length=config.data.seq_length,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=(config.tokenizer, tokenizer),
-        )
+        """Build samples of a stream of documents, or with --sft of conversations. Collective."""
+        splits = self._open_datasets(config, tokenizer, samples, layout)
         if config.distillation.logits_load_dir is None or splits.train is None:
             return splits
         return splits._replace(train=with_logits(splits.train, config, tokenizer))
+
+    def _open_datasets(
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
+    ) -> Datasets:
+        request = DataRequest(
+            config.data,
+            config.training.seed,
+            samples,
+            is_builder=layout.world.rank == 0,
+            barrier=layout.wait_for_all,
+            unit=config.training.samples_per_unit,
+        )
+        length, how = config.data.seq_length, (config.tokenizer, tokenizer)
+        if config.finetuning.sft:
+            return build_chat_datasets(request, config.finetuning, seq_length=length, tokenizer=how)
+        return build_gpt_datasets(
+            request, seq_length=length, vocab_size=tokenizer.vocab_size, tokenizer=how
+        )
+
+    def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
+        """Return the number of rows in an epoch of conversations. Collective."""
+        return rows_per_epoch(self._open_datasets(config, tokenizer, (1, 0, 0), layout).train)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label that counts, of a micro-batch of whole sequences."""

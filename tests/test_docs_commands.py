@@ -172,16 +172,19 @@ def _check_retro(words: list[str], world_size: int) -> None:
 
 def _check_pretrain(words: list[str], world_size: int) -> None:
     from megatron.config import Program, parse_config
+    from megatron.config.finetuning import finetuning_words
 
     assert (ROOT / words[0]).is_file()
     if "--retro-workdir" in words:  # the folder is read with the flags
         words[words.index("--retro-workdir") + 1] = str(ROOT / "tests/config/retro_workdir")
     if words[1:] != ["--help"]:
+        script = Path(words[0]).stem
+        flags = finetuning_words(words[1:]) if script == "finetune" else words[1:]
         parse_config(
-            words[1:],
+            flags,
             world_size=world_size,
             program=Program(name=words[0]),
-            architecture=Path(words[0]).stem.removeprefix("pretrain_"),
+            architecture="gpt" if script == "finetune" else script.removeprefix("pretrain_"),
             read_checkpoint=_network,
         )
 
@@ -231,7 +234,7 @@ def _check_megatron(words: list[str]) -> None:
             network = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 100"
             of_folder = f"{network} --max-position-embeddings 4096 --tokenizer-type NullTokenizer"
             rest = [*of_folder.split(), *rest[1:]]  # for a Hugging Face folder, which is not there
-        program, script, flags = training_command(rest)
+        program, script, flags = training_command(rest, finetunes=command == "finetune")
         _check_pretrain([name(script), *flags], int(program[-1]) if len(program) > 1 else 1)
         return
     table = {"data": DATA, "detoxify": DETOXIFY}.get(command)

@@ -18,6 +18,7 @@ from megatron.cli.programs import with_task
 from megatron.command import run_command, say
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
+from megatron.config.finetuning import finetuning_words
 from megatron.config.parser import show_help
 from megatron.environment import module_command
 from megatron.errors import ConfigError
@@ -55,7 +56,7 @@ def finetune(words: Sequence[str]) -> int:
         return main(with_task(words), "megatron finetune")
     if names & _HELP:
         return run_command(lambda: _finetune_help("--help-all" in names))
-    return run_command(lambda: _become([*words, "--finetune"]))
+    return run_command(lambda: _become(words, finetunes=True))
 
 
 def _is_task(word: str) -> bool:
@@ -83,7 +84,8 @@ def _finetune_help(everything: bool) -> None:
     tasks = [name for name, task in TASKS.items() if task.kind == "finetuning"]
     print(
         f"{_RECIPE_HELP}\n"
-        "--load names the model to start from. Instead of a recipe, a task trains a classifier: "
+        "--load names the model to start from, --data-path conversations in JSON lines; with "
+        "--no-sft, plain documents. Instead of a recipe, a task trains a classifier: "
         f"{', '.join(tasks)}."
     )
 
@@ -114,8 +116,8 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     demo.run(options, small_kind(recipe.architecture, model))
 
 
-def _become(words: Sequence[str]) -> None:
-    program, script, flags = training_command(words)
+def _become(words: Sequence[str], *, finetunes: bool = False) -> None:
+    program, script, flags = training_command(words, finetunes=finetunes)
     if not is_launched():
         here = Path.cwd()
         shown = script.relative_to(here) if script.is_relative_to(here) else script
@@ -126,11 +128,14 @@ def _become(words: Sequence[str]) -> None:
     os.execv(start[0], [*start, str(script), *flags])
 
 
-def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
+def training_command(
+    words: Sequence[str], *, finetunes: bool = False
+) -> tuple[list[str], Path, list[str]]:
     """Return the command that `megatron pretrain` turns into.
 
     Args:
-        words: The words after `megatron pretrain`.
+        words: The words after `megatron pretrain` or `megatron finetune`.
+        finetunes: Whether it is the latter.
 
     Returns:
         `python`, with the launcher and its flags if there are several processes; the script; the
@@ -141,11 +146,18 @@ def training_command(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
     """
     counts = [flag for flag in split(words) if flag.name == "--gpus"]
     architecture, flags = catalog.as_script(words)
+    script = f"pretrain_{architecture}"
+    if finetunes and architecture == "gpt":
+        script, checked = "finetune", finetuning_words(flags)
+    elif finetunes:
+        checked = flags = [*flags, "--finetune"]
+    else:
+        checked = flags
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
     if count > 1:  # a mistake is then told in one line, without torchrun's report on each process
-        catalog.check_flags(architecture, flags, count)
-    return ["python", *launcher.split()], _path_of(f"pretrain_{architecture}"), flags
+        catalog.check_flags(architecture, checked, count)
+    return ["python", *launcher.split()], _path_of(script), flags
 
 
 def _processes(asked: Given | None) -> int:

@@ -14,6 +14,7 @@ from megatron.config import (
     rules_curriculum,
     rules_data,
     rules_distillation,
+    rules_finetuning,
     rules_legacy,
     rules_model,
     rules_parallel,
@@ -116,6 +117,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.split,
     rules_data.tokenizer,
     rules_data.sentinels,
+    rules_finetuning.conversations,
     rules_retriever.towers,
     rules_retriever.titles,
 )

@@ -93,6 +93,8 @@ class TokenizerConfig:
             .json.
         tokenizer_special_tokens: Special tokens for TikTokenizer. Default: <unk> <s> </s> for
             .json, otherwise <|endoftext|>.
+        chat_template: Jinja file with the template that writes conversations as text, in finetuning
+            and when a server answers. Default: the one next to the tokenizer.
     """
 
     tokenizer_type: str | None = flag(None, choices=TOKENIZER_TYPES, required="required")
@@ -110,6 +112,7 @@ class TokenizerConfig:
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
         None, names="--tokenizer-special-tokens --tiktoken-special-tokens", needs=_TIKTOKEN
     )
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,6 @@ class ServerConfig:
             machine are served.
         served_model_name: Model name for clients of the OpenAI-compatible API. Default: the name of
             the --load folder.
-        chat_template: File with a Jinja chat template. Default: the one next to the tokenizer.
         legacy_status_codes: Answer most invalid PUT /api requests as Megatron-LM does, with status
             200 and a string.
         temperature: Default temperature for requests that do not set one.
@@ -62,7 +61,6 @@ class ServerConfig:
     port: int = flag(5000, at_least=0, at_most=65535)
     auth_token_file: str | None = None
     served_model_name: str | None = None
-    chat_template: str | None = None
     legacy_status_codes: bool = False
     temperature: float = flag(1.0, above=0, at_most=100)
     top_k: int = flag(0, names="--top_k --top-k", at_least=0, at_most=1000)

@@ -51,10 +51,11 @@ def required(config: RunOptions, world_size: int) -> Iterator[str]:
 def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the length of the run is missing."""
     training = config.training
-    if not training.has_count and training.train_tokens is None:
+    has_epochs = config.finetuning.train_epochs is not None
+    if not training.has_count and training.train_tokens is None and not has_epochs:
         yield (
             "the length of the run is required: give --train-iters, --train-samples or "
-            "--train-tokens"
+            f"--train-tokens{', or --train-epochs' * config.finetuning.sft}"
         )
 
 

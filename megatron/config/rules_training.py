@@ -84,6 +84,11 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
                     f"--{name}-{unit} {value} requires --train-{unit}, but this run has "
                     f"--train-{other} {count}: use --{name}-{other}"
                 )
+            elif value and unit == "samples" and config.finetuning.train_epochs is not None:
+                yield (
+                    f"--{name}-samples {value} cannot be combined with --train-epochs, whose "
+                    f"length is counted in iterations: use --{name}-iters"
+                )
 
 
 def _lengths_in_tokens(config: RunOptions) -> Iterator[str]:

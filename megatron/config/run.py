@@ -16,6 +16,7 @@ from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.config.distillation import DistillationConfig
 from megatron.config.fields import Field, fields_of
+from megatron.config.finetuning import FinetuningConfig
 from megatron.config.logging import LoggingConfig, ProfilingConfig
 from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -44,6 +45,7 @@ class RunOptions:
     data: DataOptions = field(default_factory=DataOptions)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    finetuning: FinetuningConfig = field(default_factory=FinetuningConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -11,8 +11,12 @@ OF_TOKENS = ("gpt", "bert", "retro")
 
 # Conditions that flags need or require.
 _COUNTED = Need(
-    lambda run: run.model.architecture not in ("gpt", "retro") or run.data.eod_mask_loss,
-    "--eod-mask-loss: every token counts",
+    lambda run: (
+        run.model.architecture not in ("gpt", "retro")
+        or run.data.eod_mask_loss
+        or run.finetuning.sft
+    ),
+    "--eod-mask-loss or --sft: every token counts",
 )
 _EVALUATES = Need(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
 _SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")

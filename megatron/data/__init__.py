@@ -11,6 +11,7 @@
     bert, t5                            BERT and T5 samples, which are made of sentences
     sentences, sentence_map, masking    runs of sentences, and the choice of the masked tokens
     ict, block_map                      a bi-encoder's samples: a sentence and the block around it
+    packing, chat                         finetuning's samples: examples that share rows
     conversations, conversation_records   finetuning's examples: conversations and preferences
     mock                                generated tokens for all of them
     tfrecord                            ready-made samples of the original BERT

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,14 +112,26 @@ class Datasets(NamedTuple):
         return Datasets(*(None if split is None else wrap(split) for split in self))
 
 
-_Source = IndexedDataset | TextCorpus | TFRecords
+class DataSource(Protocol):
+    """What a word of --data-path names."""
+
+    @property
+    def prefix(self) -> str:
+        """The word."""
+
+    @property
+    def size(self) -> int:
+        """The size in tokens, records or bytes, which decides its share of a blend."""
+
+    def __len__(self) -> int:
+        """Return the number of documents that --split divides."""
 
 
 class _Member(NamedTuple):
     """One dataset of a split's blend; `documents` counts the whole dataset's documents."""
 
     weight: float
-    data: _Source
+    data: DataSource
     bounds: tuple[int, int]
     documents: int
 
@@ -132,6 +144,7 @@ def build_datasets(
     count_documents: Callable[[IndexedDataset], int] = len,
     build_text: BuildText | None = None,
     reads_tfrecords: bool = False,
+    open_source: Callable[[str, str], DataSource] | None = None,
 ) -> Datasets:
     """Build the training, validation and test data that the flags name.
 
@@ -146,6 +159,8 @@ def build_datasets(
             sequence is a document, as in Megatron's GPT.
         build_text: A function that makes the samples of text. Without one, text is refused.
         reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
+        open_source: A function that opens a path, which a flag names, as a source of its own kind,
+            instead of as any of the above. `build_part` makes the samples.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -160,6 +175,7 @@ def build_datasets(
             count_documents,
             reads_text=build_text is not None,
             reads_tfrecords=reads_tfrecords,
+            open_source=open_source,
         )
 
         def build(split: str, member: _Member, count: int, number: int) -> DescribedDataset:
@@ -346,6 +362,7 @@ def _open_members(
     *,
     reads_text: bool,
     reads_tfrecords: bool,
+    open_source: Callable[[str, str], DataSource] | None,
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
     """Open the datasets of training, validation and test, and split those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -362,20 +379,21 @@ def _open_members(
         pairs = parse_weighted_paths(path, flag)
         for weight, name in pairs:
             prefix = _local(name, flag, data)
-            opened = _open(
-                prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
-            )
+            opened: DataSource
+            if open_source is not None:
+                opened = open_source(prefix, flag)
+            else:
+                opened = _open(
+                    prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
+                )
             documents = len(opened)
             if isinstance(opened, IndexedDataset):
                 documents = count_documents(opened)
             bounds = [(0, documents)] * 3
             if len(takers) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))
-            size = len(opened)
-            if not isinstance(opened, TFRecords):
-                size = opened.size if isinstance(opened, TextCorpus) else opened.num_tokens
             for i in takers:
-                share = size if weight is None else weight
+                share = opened.size if weight is None else weight
                 splits[i].append(_Member(share, opened, bounds[i], documents))
         if len({type(member.data) for member in splits[takers[0]]}) > 1 and pairs[0][0] is None:
             raise ConfigError(
@@ -387,7 +405,7 @@ def _open_members(
 
 def _open(
     prefix: str, flag: str, data: DataConfig, *, reads_text: bool, reads_tfrecords: bool
-) -> _Source:
+) -> DataSource:
     """Open one dataset, or list one text's files."""
     if reads_tfrecords and (records := find_tfrecords(prefix)):
         return TFRecords(prefix, records)

@@ -122,6 +122,11 @@ class IndexedDataset:
         return len(self._tokens)
 
     @property
+    def size(self) -> int:
+        """The number of tokens, which decides its share of a blend without weights."""
+        return self.num_tokens
+
+    @property
     def num_documents(self) -> int:
         """The number of documents."""
         return len(self.document_indices) - 1

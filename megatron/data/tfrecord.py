@@ -97,6 +97,11 @@ class TFRecords:
         """Return the number of records."""
         return int(self._firsts[-1])
 
+    @property
+    def size(self) -> int:
+        """The number of records, which decides their share of a blend without weights."""
+        return len(self)
+
     def place(self, i: int) -> str:
         """Return the file, number and first byte of record `i`, for messages."""
         file, number, start = self._find(i)

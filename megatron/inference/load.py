@@ -257,7 +257,7 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
     An imported model keeps its tokenizer there, so the checkpoint folder can be moved.
     """
     found: dict[str, Any] = {}
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+    for name in ("tokenizer_model", "vocab_file", "merge_file", "chat_template"):
         path = getattr(config, name)
         moved = beside / Path(path or "").name
         if path is not None and not Path(path).exists() and moved.is_file():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config import RunConfig
-from megatron.config.run import evaluations_until
+from megatron.config.run import evaluations_until, with_values
 from megatron.config.training import TrainingConfig
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
@@ -110,6 +110,11 @@ class BatchPlan:
             done = start.iteration, start.consumed_samples, start.consumed_tokens
             limits.append(self.iterations_for_tokens(training.train_tokens, *done))
         return min(limit for limit in limits if limit is not None)
+
+    def in_iterations(self, config: RunConfig, samples: int) -> RunConfig:
+        """Return a run with --train-iters updates, the last of which completes `samples`."""
+        iterations = self.iterations_for(samples + self.global_batch - 1)
+        return with_values(config, {"training.train_iters": iterations})
 
     def iterations_for_tokens(
         self, train_tokens: int, iterations: int = 0, samples: int = 0, tokens: int = 0

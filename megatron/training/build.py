@@ -37,7 +37,7 @@ from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.passes import message_shape
-from megatron.training.recipe import Recipe
+from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import ParallelModel, Run
 from megatron.training.tensor_overlap import new_exchange
@@ -64,6 +64,11 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(config, layout.data.size)
+    if config.finetuning.train_epochs is not None:
+        assert isinstance(recipe, CountsEpochs), "a rule refuses --train-epochs"
+        of_epoch = recipe.epoch_samples(config, tokenizer, layout)
+        config = batches.in_iterations(config, config.finetuning.train_epochs * of_epoch)
+        training = config.training
     start = checkpointing.progress_at_start(config, reader)
     train_iterations = batches.iterations_of(training, start)
     samples = samples_needed(config, train_iterations, start)

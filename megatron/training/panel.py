@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
+from megatron.data.chat import describe_packing, packed_members
 from megatron.data.text_stream import text_members
 from megatron.device import Device
 from megatron.kernels.library import find_library
@@ -47,6 +48,7 @@ def start_rows(run: Run) -> list[PanelRow]:
         *rows,
         *size_rows(config, run.layout.world.size, run.plan, memory=run.device.total_memory()),
         ("data", _describe_data(run)),
+        *finetuning_rows(run),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
         ("checkpoints", _describe_checkpoints(run)),
     ]
@@ -58,6 +60,7 @@ def _describe_data(run: Run) -> str:
     source = "indexed files" if has_corpus else "the task's files"
     if any(text_members(split, 0) for split in run.datasets):
         source = "text, tokenized while training"
+    source = "conversations" if run.config.finetuning.sft else source
     source = "generated tokens (--mock-data)" if data.mock_data else source
     of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(
@@ -69,6 +72,22 @@ def _describe_data(run: Run) -> str:
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
     of_each = f"{texts} x " * (texts > 1) + " + ".join(map(str, lengths))
     return f"{source}; samples of {of_each} tokens{sizes and ': '}{sizes}"
+
+
+def finetuning_rows(run: Run) -> list[PanelRow]:
+    """Return the rows about finetuning on conversations: what counts, and how full rows are."""
+    options, training = run.config.finetuning, run.config.training
+    if not options.sft:
+        return []
+    counted = "every turn" if options.train_on_inputs else "what the assistant says"
+    how = "all tokens of an update weigh the same (--calculate-per-token-loss)"
+    if not training.calculate_per_token_loss:
+        how = "the mean over micro-batches (for equal tokens: --calculate-per-token-loss)"
+    files = {member.examples.name: member.examples for member in packed_members(run.datasets[0])}
+    rows = [("conversations", examples.summary()) for examples in files.values()]
+    rows += [("loss", f"{counted} counts; {how}")]
+    packing = describe_packing(run.datasets[0])
+    return [*rows, ("packing", packing)] if packing else rows
 
 
 def _describe_checkpoints(run: Run) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -18,6 +18,14 @@ from megatron.tokenizer.base import Tokenizer
 Batch = dict[str, Tensor]
 Splits = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
 SampleCounts = tuple[int, int, int]  # training, validation, test
+
+
+@runtime_checkable
+class CountsEpochs(Protocol):
+    """A recipe whose runs may be measured in epochs (--train-epochs)."""
+
+    def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
+        """Return the number of training samples in an epoch. Collective."""
 
 
 class Recipe(Protocol):

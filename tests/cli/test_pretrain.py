@@ -181,14 +181,24 @@ def test_finetune_begins_from_weights_and_a_task_is_the_task_s_command(monkeypat
     from megatron.tasks import main
 
     started: list[object] = []
-    monkeypatch.setattr(pretrain, "_become", started.append)
+    monkeypatch.setattr(
+        pretrain, "_become", lambda words, finetunes: started.append((words, finetunes))
+    )
     monkeypatch.setattr(main, "main", lambda *given: started.append(given) or 0)
     assert pretrain.finetune(["gpt-tiny", "--load", "x"]) == 0
     assert pretrain.finetune(["MNLI", "--load", "x"]) == 0
     assert started == [
-        ["gpt-tiny", "--load", "x", "--finetune"],
+        (["gpt-tiny", "--load", "x"], True),
         (["--task", "MNLI", "--load", "x"], "megatron finetune"),
     ]
+
+
+def test_finetuning_has_a_script_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
+    _, script, flags = training_command(["gpt-tiny", "--load", "x"], finetunes=True)
+    assert (script, flags) == (ROOT / "finetune.py", ["--config", TINY, "--load", "x"])
+    _, script, flags = training_command(["bert-base", "--load", "x"], finetunes=True)
+    assert (script, flags[-1]) == (ROOT / "pretrain_bert.py", "--finetune")
 
 
 @pytest.mark.parametrize(("word", "near"), [("MNLY", "MNLI"), ("mnli", "MNLI"), ("Cola", "CoLA")])

@@ -128,13 +128,6 @@ def test_the_remedy_of_2019s_corpora_names_todays_flag() -> None:
         assert line.endswith(f"and use --{split}-data-path")
 
 
-def test_a_chat_template_belongs_to_the_server() -> None:
-    (line,) = problems("--chat-template file")
-    assert line.endswith(
-        "give it to tools/run_text_generation_server.py, which takes --chat-template"
-    )
-
-
 def test_an_old_style_of_decay_is_refused_and_todays_is_not() -> None:
     assert parse("--lr-decay-style cosine").notices == ()
     (line,) = problems("--lr-decay-style exponential")

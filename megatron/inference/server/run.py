@@ -54,7 +54,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     check_retrieval(parsed.config, embedder, server.cache_tokens)
     token = find_token(server)
     tokenizer_model = parsed.config.tokenizer.tokenizer_model
-    template = find_template(server.chat_template, tokenizer_model)
+    template = find_template(parsed.config.tokenizer.chat_template, tokenizer_model)
     if template is not None:
         ChatTemplate(template, special_tokens(tokenizer_model))
     listener = take_address(server) if launch.rank == 0 else None

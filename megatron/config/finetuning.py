@@ -1,0 +1,61 @@
+"""Options for supervised finetuning on conversations, and the defaults of `finetune.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.arguments import split
+from megatron.config.fields import Need, flag
+
+_SFT = Need(lambda run: run.finetuning.sft, "--sft")
+
+TRUNCATIONS = ("error", "drop", "keep-start", "keep-end", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningConfig:
+    """Finetuning.
+
+    Attributes:
+        sft: Train on conversations: --data-path and its kin name JSON lines, and only what the
+            assistant says counts in the loss. finetune.py does so unless --no-sft is given.
+        train_on_inputs: Count the other turns in the loss, too.
+        last_turn_only: Count only the assistant's last turn of a conversation.
+        truncation: What to do with an example of more tokens than --seq-length: end with an error,
+            leave it out (drop), keep its first (keep-start) or last (keep-end) tokens, or make
+            several examples of it (split).
+        packing: Pack several examples into a row of --seq-length tokens. Each attends only to
+            itself. Off: one example per row, and padding.
+        train_epochs: Length of the run: passes over the training examples.
+    """
+
+    sft: bool = flag(False, only_for=("gpt",))
+    train_on_inputs: bool = flag(False, requires=_SFT)
+    last_turn_only: bool = flag(False, requires=_SFT)
+    truncation: str = flag("error", choices=TRUNCATIONS, requires=_SFT)
+    packing: bool = flag(True, requires=_SFT)
+    train_epochs: int | None = flag(
+        None, unit="epochs", names="--train-epochs --num-train-epochs", at_least=1, requires=_SFT
+    )
+
+
+def finetuning_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a finetuning run's command line, with the defaults of `finetune.py`.
+
+    They are --sft; with it --calculate-per-token-loss, because rows hold different numbers of
+    tokens that count; and --finetune if --load names another folder than --save. A flag that turns
+    one off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) wins.
+    """
+    given = {found.name: found.values for found in split(words)}
+    now = []
+    if "--no-sft" not in given:
+        now += ["--sft"] * ("--sft" not in given)
+        if not {"--calculate-per-token-loss", "--no-calculate-per-token-loss"} & set(given):
+            now.append("--calculate-per-token-loss")
+    load, save = given.get("--load", ()), given.get("--save", ())
+    resumes = bool(load and save) and Path(load[0]).resolve() == Path(save[0]).resolve()
+    if load and not resumes and not {"--finetune", "--no-finetune"} & set(given):
+        now.append("--finetune")
+    return [*words, *now]

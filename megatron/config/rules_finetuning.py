@@ -1,0 +1,37 @@
+"""Rules for finetuning on conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.run import RunOptions, field_at, flatten
+
+# Flags that have no meaning for conversations, with the only value that they may have.
+_NOT_WITH_SFT = {
+    "data.mock_data": (False, "conversations are read from files"),
+    "data.fim_data": (False, "conversations are kept as they are"),
+    "data.reset_position_ids": (False, "positions are counted from 0 in each conversation anyway"),
+    "data.reset_attention_mask": (False, "conversations are kept apart anyway"),
+    "data.eod_mask_loss": (False, "the chat template says which tokens count"),
+    "data.dataloader_type": ("single", "the rows are shuffled in every epoch anyway"),
+    "curriculum.curriculum_schedule": (None, "it would cut off the ends of rows"),
+}
+
+
+def conversations(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each flag that cannot be combined with --sft."""
+    if not config.finetuning.sft:
+        return
+    values = flatten(config)
+    for path, (only, reason) in _NOT_WITH_SFT.items():
+        if values[path] not in (only, None):
+            spelt = field_at(path).spell(values[path])
+            yield f"--sft cannot be combined with {spelt}: {reason}: drop one of them"
+    training = config.training
+    if config.finetuning.train_epochs is not None and (
+        training.has_count or training.train_tokens is not None
+    ):
+        yield (
+            f"--train-epochs {config.finetuning.train_epochs} cannot be combined with "
+            "--train-iters, --train-samples or --train-tokens: give one length"
+        )

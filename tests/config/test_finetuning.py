@@ -1,0 +1,83 @@
+"""Flags of finetuning: what cannot be combined, and the defaults of finetune.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import parse_config
+from megatron.config.finetuning import finetuning_words
+from megatron.errors import ConfigError
+
+_BASE = """
+    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1
+    --lr 0.1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
+    --data-path chats.jsonl
+""".split()
+
+
+def _problems(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config([*_BASE, *words], world_size=1)
+    return str(caught.value)
+
+
+def test_an_epoch_is_a_length() -> None:
+    parsed = parse_config([*_BASE, "--sft", "--num-train-epochs", "3"], world_size=1)
+    assert parsed.config.finetuning.train_epochs == 3
+    assert parsed.config.training.train_iters is None
+    assert "or --train-epochs" in _problems("--sft")
+    text = _problems("--sft", "--train-epochs", "3", "--train-iters", "5")
+    assert "--train-epochs 3 cannot be combined with --train-iters" in text
+    text = _problems("--sft", "--train-epochs", "3", "--lr-warmup-samples", "5")
+    assert "use --lr-warmup-iters" in text
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--reset-position-ids",
+        "--reset-attention-mask",
+        "--eod-mask-loss",
+        "--fim-data",
+        "--dataloader-type cyclic",
+    ],
+)
+def test_conversations_refuse_what_means_nothing_for_them(flag: str) -> None:
+    text = _problems("--sft", "--train-iters", "5", *flag.split())
+    assert f"--sft cannot be combined with {flag}" in text
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--train-on-inputs", "--truncation drop", "--no-packing"],
+)
+def test_flags_of_conversations_require_them(flag: str) -> None:
+    assert f"{flag} requires --sft" in _problems("--train-iters", "5", *flag.split())
+
+
+def test_a_chat_template_is_kept_for_the_server() -> None:
+    parsed = parse_config([*_BASE, "--train-iters", "5", "--chat-template", "x"], world_size=1)
+    assert parsed.config.tokenizer.chat_template == "x"
+
+
+def test_flags_of_megatron_core_are_answered() -> None:
+    text = _problems("--sft", "--train-iters", "5", "--sft-tokenizer-prompt-format", "default")
+    assert "--chat-template" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ("", "--sft --calculate-per-token-loss"),
+        ("--no-sft", ""),
+        ("--sft --no-calculate-per-token-loss", ""),
+        ("--load a", "--sft --calculate-per-token-loss --finetune"),
+        ("--load a --save b", "--sft --calculate-per-token-loss --finetune"),
+        ("--load a --save ./a", "--sft --calculate-per-token-loss"),
+        ("--load a --no-finetune", "--sft --calculate-per-token-loss"),
+        ("--load a --no-sft", "--finetune"),
+    ],
+)
+def test_defaults_of_finetune(given: str, added: str) -> None:
+    words = given.split()
+    assert finetuning_words(words) == [*words, *added.split()]
