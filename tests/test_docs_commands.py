@@ -131,11 +131,13 @@ def _check_task(words: list[str], world_size: int) -> None:
 
     def start(_: object) -> RunOptions:
         kinds = {"finetuning": "bert", "retrieval": "ict"}
+        if "--retro-workdir" in words:
+            kinds["language model"] = "retro"
         return replace(
             RunOptions(),
             model=ModelOptions(
                 architecture=kinds.get(TASKS[task].kind, "gpt"),
-                num_layers=4,
+                num_layers=6,
                 hidden_size=64,
                 num_attention_heads=4,
             ),
@@ -155,7 +157,8 @@ def _check_task(words: list[str], world_size: int) -> None:
     try:
         parse(task, words, world_size, start)
     except ConfigError as error:
-        missing = ("no such file", "no such folder", "needs the package lm-eval")
+        missing = ["no such file", "no such folder", "needs the package lm-eval"]
+        missing.append("args.json does not exist: make the folder")
         problems = [one for one in error.problems if not any(word in one for word in missing)]
         assert not problems, problems
 

@@ -37,12 +37,15 @@ class LanguageModelTaskConfig:
             `lambada` in the path of --valid-data, otherwise none.
         retro_eval_samples: PERPLEXITY of a Retro: number of validation samples of --retro-workdir
             to evaluate on. Default: all.
+        bert_embedder_load: PERPLEXITY of a Retro on --valid-data: folder or name of the network
+            that embeds chunks. Default: the one that --retro-workdir was made with.
     """
 
     overlapping_eval: int = flag(32, unit="tokens")
     strict_lambada: bool = False
     detokenizer: str | None = flag(None, choices=("wikitext", "ptb", "none"))
     retro_eval_samples: int | None = flag(None, unit="samples", at_least=1)
+    bert_embedder_load: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

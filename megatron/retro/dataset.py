@@ -123,6 +123,25 @@ class ShuffledNeighbors:
 
 
 @dataclass(frozen=True)
+class FoundNeighbors:
+    """A table in memory.
+
+    Attributes:
+        neighbors: The neighbors of every chunk, [n, k], -1 for none.
+    """
+
+    neighbors: Ids
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.neighbors)
+
+    def rows(self, start: int, stop: int) -> Ids:
+        """Return the neighbors of consecutive chunks, `[stop - start, k]`."""
+        return self.neighbors[start:stop]
+
+
+@dataclass(frozen=True)
 class NoNeighbors:
     """A table in which no chunk has any neighbors.
 

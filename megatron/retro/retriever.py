@@ -32,6 +32,9 @@ class Retriever:
         embedder: What embeds chunks, the network that embedded the database.
         texts: The tokens of neighbors.
         tokenizer: The tokenizer of the model and the database.
+
+    Attributes:
+        texts: The tokens of neighbors.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class Retriever:
     ) -> None:
         """Store the parts."""
         self._searcher, self._embedder = searcher, embedder
-        self._texts, self._tokenizer = texts, tokenizer
+        self.texts, self._tokenizer = texts, tokenizer
 
     def find(self, chunks: Ids) -> Ids:
         """Return the neighbors of chunks [l, m], nearest first: database rows [l, k], or -1."""
@@ -48,14 +51,14 @@ class Retriever:
 
     def tokens(self, neighbors: Ids) -> Ids:
         """Return the tokens [l, k, r] of neighbors [l, k]."""
-        return self._texts.tokens(neighbors)
+        return self.texts.tokens(neighbors)
 
     def passages(self, neighbors: Ids) -> list[NeighborPassage]:
         """Return the passages of neighbors [l, k], without those that were not found."""
         chunks = np.nonzero(neighbors != NOBODY)[0].tolist()
         rows = neighbors[neighbors != NOBODY]
-        documents = self._texts.database.documents(rows).tolist()
-        texts = DecodedChunks(self._texts.tokens(rows[:, None])[:, 0], self._tokenizer)
+        documents = self.texts.database.documents(rows).tolist()
+        texts = DecodedChunks(self.texts.tokens(rows[:, None])[:, 0], self._tokenizer)
         return [
             NeighborPassage(chunk, corpus, document, text)
             for chunk, (corpus, document), text in zip(chunks, documents, texts, strict=True)

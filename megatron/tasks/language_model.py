@@ -235,14 +235,17 @@ def parse(
 
     def check(options: TaskConfig, own: LanguageModelTaskConfig) -> Iterator[str]:
         paths = options.valid_data or ()
-        if retrieves and paths:
+        if own.retro_eval_samples is not None and (paths or not retrieves):
             yield (
-                "--valid-data: a Retro is evaluated on the validation samples of --retro-workdir, "
-                "whose neighbors are known: drop it"
+                "--retro-eval-samples is for --task PERPLEXITY with --retro-workdir and without "
+                "--valid-data: drop it"
             )
-        elif own.retro_eval_samples is not None and not retrieves:
-            yield "--retro-eval-samples requires --task PERPLEXITY with --retro-workdir: drop it"
-        elif not paths and not retrieves:
+        if own.bert_embedder_load is not None and not (paths and retrieves):
+            yield (
+                f"--bert-embedder-load {own.bert_embedder_load} is for --task PERPLEXITY with "
+                "--retro-workdir and --valid-data: drop it"
+            )
+        if not paths and not retrieves:
             yield f"--task {task} needs --valid-data: give the file to evaluate on"
         elif task == "WIKITEXT103" and len(paths) > 1:
             yield (
@@ -281,7 +284,9 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     options, own = parsed.extra
     assert config.checkpoint.load is not None
     if config.model.architecture == "retro":
-        return evaluate_neighbors(parsed, device, layout)
+        paths = options.valid_data
+        prepare = partial(prepare_perplexity, paths, own) if paths else None
+        return evaluate_neighbors(parsed, device, layout, prepare)
     loaded = load_gpt(config.checkpoint.load, device, layout, config=config, row_by_row=False)
     window = config.data.seq_length
     prepared = PREPARE[task](options.valid_data, own, loaded.tokenizer, window)

@@ -1,40 +1,54 @@
 """The perplexity of a Retro with the right neighbors, with those of other chunks, and without any.
 
-The samples are the validation samples of the working folder, whose neighbors are known.
+The samples are the validation samples of the working folder, whose neighbors are known, or any
+texts, whose neighbors are found here.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
 
 from megatron.command import say
 from megatron.config import ParsedRun, RunConfig
 from megatron.config.retro import ARGUMENTS, read_arguments
 from megatron.data.datasets import DataRequest
 from megatron.device import Device
-from megatron.errors import ConfigError
-from megatron.inference.load import load_gpt
-from megatron.inference.score import Sample, Scorer
+from megatron.errors import ConfigError, DataError
+from megatron.inference.load import Loaded, load_gpt
+from megatron.inference.score import Sample, Score, Scorer
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import (
+    FoundNeighbors,
+    Ids,
     NeighborRows,
+    NeighborTexts,
     NoNeighbors,
     RetroDataset,
     ShuffledNeighbors,
     build_retro_datasets,
 )
+from megatron.retro.retriever import open_retriever
 from megatron.tasks.evaluation import publish, say_start
 from megatron.tasks.results import Numbers, TaskProgress, megatron_line
 from megatron.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from megatron.tasks.language_model import Prepared
+
 TASK = "PERPLEXITY"
 _EMPTY = ", no neighbors"
+_MEASURES = ("loss", "perplexity")  # the numbers that are reported for each kind of neighbors
 # What the model reads, by the words that are added to a number's name.
 _READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
     "": lambda table: table,
@@ -43,11 +57,43 @@ _READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
 }
 
 
-def evaluate_neighbors(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
+class _Scored(NamedTuple):
+    """What is scored.
+
+    Attributes:
+        samples: The samples, without neighbors.
+        rows: The first row of each sample's chunks in the table, and the row after the last.
+        table: The right neighbors of chunks.
+        texts: The tokens of neighbors.
+        summarize: A function that returns numbers, among them "loss" and "perplexity".
+        data: A description of the data.
+    """
+
+    samples: list[Sample]
+    rows: list[tuple[int, int]]
+    table: NeighborRows
+    texts: NeighborTexts
+    summarize: Callable[[Sequence[Score]], Numbers]
+    data: str
+
+
+def evaluate_neighbors(
+    parsed: ParsedRun,
+    device: Device,
+    layout: Layout,
+    prepare: Callable[[Tokenizer, int], Prepared] | None,
+) -> Numbers:
     """Score the samples three times and report. Return the numbers on all ranks. Collective.
 
+    Args:
+        parsed: The command line.
+        device: Device to run on.
+        layout: This process's place in the parallel layout.
+        prepare: A function that cuts the texts of --valid-data, for a tokenizer and a window.
+            `None` scores the validation samples of the working folder.
+
     Raises:
-        UserError: The checkpoint or the working folder must be changed.
+        UserError: The checkpoint, the texts or the working folder must be changed.
     """
     config = parsed.config
     options, own = parsed.extra
@@ -55,38 +101,103 @@ def evaluate_neighbors(parsed: ParsedRun, device: Device, layout: Layout) -> Num
     loaded = load_gpt(
         config.checkpoint.load, device, layout, config=config, row_by_row=False, kinds=("retro",)
     )
-    dataset = validation_samples(config, loaded.tokenizer, layout)
-    count = min(own.retro_eval_samples or len(dataset), len(dataset))
-    length = config.data.seq_length
-    data = (
-        f"{config.data.retro_workdir}: {count:,} of {len(dataset):,} validation samples, "
-        f"{count * dataset.per_sample:,} chunks with {config.model.retro_num_neighbors} neighbors"
-    )
-    say_start(TASK, loaded, device, data)
+    if prepare is None:
+        scored = _validation(loaded, own.retro_eval_samples)
+    else:
+        prepared = prepare(loaded.tokenizer, config.data.seq_length)
+        scored = _with_neighbors(prepared, loaded, device, own.bert_embedder_load)
+    say_start(TASK, loaded, device, scored.data)
     scorer = Scorer(loaded, device, config.training.micro_batch_size)
     is_main = layout.world.rank == 0
     started = time.monotonic()
     numbers: Numbers = {}
+    others: Numbers = {}
     for name, read in _READ.items():
         if is_main:
             say(f"scoring with {name.strip(', ') or 'the right neighbors'} ...")
-        texts = dataset.texts if name != _EMPTY else replace(dataset.texts, compatible=False)
-        of_these = replace(dataset, table=read(dataset.table), texts=texts)
-        samples = [_sample(of_these, i) for i in range(count)]
+        table = read(scored.table)
+        texts = scored.texts if name != _EMPTY else replace(scored.texts, compatible=False)
+        samples = [
+            sample._replace(neighbors=partial(_neighbors, table, texts, *rows))
+            for sample, rows in zip(scored.samples, scored.rows, strict=True)
+        ]
         progress = TaskProgress(shown=is_main, log_interval=config.logging.log_interval)
-        total = -sum(score.log_probability for score in scorer.score(samples, progress))
-        loss = total / (count * length)
-        numbers[f"loss{name}"] = loss
-        numbers[f"perplexity{name}"] = math.exp(loss) if loss < 700 else math.inf
+        for key, value in scored.summarize(scorer.score(samples, progress)).items():
+            if key in _MEASURES:
+                numbers[f"{key}{name}"] = value
+            elif not name:
+                others[key] = value
     seconds = time.monotonic() - started
-    found = dataset.table.rows(0, count * dataset.per_sample)
-    numbers["neighbors found"] = float((found >= 0).mean())
-    numbers["tokens"] = count * length
+    found = scored.table.rows(0, scored.rows[-1][1])
+    numbers |= {"neighbors found": float((found >= 0).mean()), **others}
     if is_main:
         say(megatron_line(TASK, {"loss": "avg loss", "perplexity": "ppl"}, numbers))
     details = {"options": asdict(own), "seconds": round(seconds, 3)}
     publish(TASK, loaded, options, numbers, details)
     return numbers
+
+
+def _validation(loaded: Loaded, most: int | None) -> _Scored:
+    """Return the first of the working folder's validation samples, all if `most` is `None`."""
+    config = loaded.config
+    dataset = validation_samples(config, loaded.tokenizer, loaded.layout)
+    count = min(most or len(dataset), len(dataset))
+    texts = [dataset.samples[i]["text"] for i in range(count)]
+    size, tokens = dataset.per_sample, count * config.data.seq_length
+
+    def summarize(scores: Sequence[Score]) -> Numbers:
+        loss = -sum(score.log_probability for score in scores) / tokens
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "perplexity": perplexity, "tokens": tokens}
+
+    return _Scored(
+        [Sample(text, len(text) - 1) for text in texts],
+        [(i * size, (i + 1) * size) for i in range(count)],
+        dataset.table,
+        dataset.texts,
+        summarize,
+        f"{config.data.retro_workdir}: {count:,} of {len(dataset):,} validation samples, "
+        f"{count * size:,} chunks with {config.model.retro_num_neighbors} neighbors",
+    )
+
+
+def _with_neighbors(
+    prepared: Prepared, loaded: Loaded, device: Device, embedder: str | None
+) -> _Scored:
+    """Find the neighbors of the samples of any texts, each process for a share of the chunks.
+
+    Raises:
+        UserError: No text has a whole chunk, or the working folder must be changed.
+    """
+    config, world = loaded.config, loaded.layout.world
+    m = config.model.chunk_length
+    counts = [(len(sample.tokens) - 1) // m for sample in prepared.samples]
+    ends = [0, *accumulate(counts)]
+    if not ends[-1]:
+        raise DataError(
+            f"--valid-data: none of the texts has a whole chunk of {m} tokens, for which neighbors "
+            "could be found: give longer texts"
+        )
+    chunks = np.concatenate(
+        [
+            np.asarray(sample.tokens[: count * m], np.int64).reshape(-1, m)
+            for sample, count in zip(prepared.samples, counts, strict=True)
+        ]
+    )
+    retriever = open_retriever(config, loaded.tokenizer, device, embedder)
+    neighbors = np.zeros((len(chunks), config.model.retro_num_neighbors), np.int64)
+    share = slice(*(len(chunks) * rank // world.size for rank in (world.rank, world.rank + 1)))
+    if share.start < share.stop:
+        neighbors[share] = retriever.find(chunks[share])
+    whole = all_reduce(torch.from_numpy(neighbors).to(device.torch_device), world)
+    return _Scored(
+        prepared.samples,
+        [*pairwise(ends)],
+        FoundNeighbors(whole.cpu().numpy()),
+        retriever.texts,
+        prepared.summarize,
+        f"{prepared.data}, {len(chunks):,} chunks with {neighbors.shape[1]} neighbors",
+    )
 
 
 def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> RetroDataset:
@@ -139,11 +250,8 @@ def _count_samples(workdir: str, told: dict[str, Any]) -> int:
     return evaluations * read("retro_gpt_eval_iters") * batch
 
 
-def _sample(dataset: RetroDataset, i: int) -> Sample:
-    text = dataset.samples[i]["text"]
-    return Sample(text, len(text) - 1, partial(_neighbors, dataset, i))
-
-
-def _neighbors(dataset: RetroDataset, i: int) -> Any:
-    first = i * dataset.per_sample
-    return dataset.texts.tokens(dataset.table.rows(first, first + dataset.per_sample))
+def _neighbors(table: NeighborRows, texts: NeighborTexts, first: int, stop: int) -> Ids:
+    """Return the tokens [l, k, r] of the neighbors of l chunks."""
+    if first == stop:  # a text that is shorter than a chunk
+        return np.empty((0, 1, 1), np.int64)
+    return texts.tokens(table.rows(first, stop))

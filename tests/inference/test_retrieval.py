@@ -121,7 +121,7 @@ def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pas
     loaded = load()
     bert, vocab = str(folder / "bert_fp32/ckpt"), loaded.tokenizer.vocab_size
     engine = build_any_engine(loaded, CPU, OPTIONS, embedder=bert)
-    texts = engine.executor.retriever._texts
+    texts = engine.executor.retriever.texts
     prompts = [tuple(np.arange(7, 7 + size).tolist()) for size in (1, 63, 64, 129, 130)]
     drawn = Sampling(max_new_tokens=3, seed=3, logprobs=True)
     requests = [Request(str(i), prompt, drawn) for i, prompt in enumerate(prompts)]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.device import Device
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.inference.load import load_gpt
+from megatron.inference.score import windows
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import NoNeighbors
+from megatron.retro.retriever import open_retriever
 from megatron.tasks import language_model
 from megatron.tasks.neighbors import validation_samples
 from tests.distributed import run_distributed
@@ -75,11 +78,79 @@ def test_refusals(recording, tmp_path):
         language_model.parse("PERPLEXITY", ["--load", "retro_fp32/ckpt"], 1)
     with pytest.raises(CheckpointError, match="holds a retro, but a gpt is needed"):
         language_model.parse("LAMBADA", ["--load", "retro_fp32/ckpt"], 1)
-    with pytest.raises(ConfigError, match="--valid-data: a Retro is evaluated on"):
+    with pytest.raises(ConfigError, match="--retro-eval-samples is for .* without --valid-data"):
         language_model.parse("PERPLEXITY", [*WORDS, "--valid-data", "data"], 1)
+    with pytest.raises(ConfigError, match="--bert-embedder-load bert is for .* and --valid-data"):
+        language_model.parse("PERPLEXITY", [*WORDS, "--bert-embedder-load", "bert"], 1)
+    words = ["--load", "retro_fp32/ckpt", "--valid-data", "data"]
+    with pytest.raises(ConfigError, match="--retro-workdir is required"):
+        language_model.parse("PERPLEXITY", words, 1)
     toy = save_toy(str(tmp_path / "toy"))
     with pytest.raises(ConfigError, match="--retro-workdir .* is only for RETRO"):
         language_model.parse("PERPLEXITY", ["--load", toy, *WORDS[2:4]], 1)
+
+
+def of_texts(recording, *lengths):
+    """The command line for texts of these numbers of words."""
+    words = "the union of the states is strong and the people who live in peace are free".split()
+    texts = [" ".join(words[i % len(words)] for i in range(length)) for length in lengths]
+    Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    # Ranks are forked, which threads of faiss in this process would not survive.
+    arguments = Path("retro_fp32/workdir/args.json")
+    arguments.write_text(json.dumps({**json.loads(arguments.read_text()), "retro_threads": 1}))
+    bert = str(recording.parent / "bert_fp32/ckpt")
+    flags = ["--valid-data", "texts.jsonl", "--bert-embedder-load", bert]
+    return [*WORDS[:4], *flags, "--overlapping-eval", "100"]
+
+
+@torch.no_grad()
+def test_any_text_is_scored_with_the_neighbors_of_its_chunks(recording):
+    words = of_texts(recording, 10, 130, 300)
+    numbers = evaluate(Layout.single(), "PERPLEXITY", words)
+    config = language_model.parse("PERPLEXITY", words, 1).config
+    folder, cpu = "retro_fp32/ckpt", Device.cpu()
+    loaded = load_gpt(folder, cpu, config=config, row_by_row=False, kinds=("retro",))
+    tokenizer = loaded.tokenizer
+    retriever = open_retriever(
+        config, tokenizer, cpu, words[words.index("--bert-embedder-load") + 1]
+    )
+    nobody, expected = retriever.texts.tokens(np.full((1, 2), -1)), {"": 0.0, ", no neighbors": 0.0}
+    count = 0
+    for line in Path("texts.jsonl").read_text().splitlines():
+        ids = np.array([tokenizer.eod, *tokenizer.tokenize_open(json.loads(line)["text"])])
+        for sample in windows(ids, 256, 100):
+            length = len(sample.tokens) - 1
+            whole = -(-length // 64)
+            padded = np.full(whole * 64, tokenizer.eod)
+            padded[:length] = sample.tokens[:-1]
+            found = retriever.texts.tokens(retriever.find(padded.reshape(-1, 64)))
+            found[length // 64 :] = nobody
+            for name, read in (("", found), (", no neighbors", np.repeat(nobody, whole, axis=0))):
+                (logits,) = loaded.model(torch.tensor(padded[None]), torch.tensor(read[None]))
+                scored = slice(length - sample.scored, length)
+                targets = torch.tensor(sample.tokens[1:])[scored]
+                entries = logits[scored, : tokenizer.vocab_size]
+                expected[name] += F.cross_entropy(entries, targets, reduction="sum").item()
+            count += sample.scored
+    assert numbers["tokens"] == count
+    assert numbers["documents"] == 3
+    for name, total in expected.items():
+        assert numbers[f"loss{name}"] == pytest.approx(total / count, rel=1e-6)
+    three = {numbers[f"loss{name}"] for name in (*expected, ", shuffled neighbors")}
+    assert len(three) == 3
+    assert numbers["neighbors found"] == 1
+
+
+def test_texts_without_a_whole_chunk_are_refused(recording):
+    with pytest.raises(DataError, match="none of the texts has a whole chunk of 64 tokens"):
+        evaluate(Layout.single(), "PERPLEXITY", of_texts(recording, 10, 20))
+
+
+def test_the_layout_does_not_matter_to_texts(recording):
+    words = of_texts(recording, 10, 130, 300)
+    expected = evaluate(Layout.single(), "PERPLEXITY", words)
+    for numbers in run_distributed(2, evaluate, "PERPLEXITY", words):
+        assert numbers == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_layout_does_not_matter(recording):
