@@ -1,11 +1,12 @@
 """Blocks of context parallelism: the flash kernel gives what the plain form gives."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron.device import Device
+from megatron.device import Device, gpu_count
 from megatron.parallel.context.block import (
     BlockDocuments,
     QueryRows,
@@ -16,6 +17,7 @@ from megatron.parallel.context.block import (
     reference_backward,
     reference_forward,
 )
+from tests.gpu.processes import run_processes
 from tests.parallel.context.inputs import by_head, heads, one_process, ring_in_one, weights_of
 from tests.parallel.context.test_block import (
     dropped_factors,
@@ -131,3 +133,19 @@ def test_a_query_without_keys_changes_nothing_on_a_gpu():
         strict=True,
     ):
         assert close(ours, theirs)
+
+
+@pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+def test_two_processes_train_on_documents_as_one_does(comm_type):
+    """In bf16, by the messages of NCCL; a document is 31 tokens of 128."""
+    words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --bf16 --attention-dropout 0 "
+    words += "--hidden-dropout 0 --vocab-size 30 --seq-length 128 --max-position-embeddings 128 "
+    words += "--reset-attention-mask --reset-position-ids --global-batch-size 8"
+    context = f"--context-parallel-size 2 --cp-comm-type {comm_type}"
+    one, two = (
+        [float(loss) for loss in re.findall(r" lm loss: (\S+)", run_processes(count, flags))]
+        for count, flags in ((1, words.split()), (2, [*words.split(), *context.split()]))
+    )
+    assert len(one) == len(two) >= 20
+    assert two == pytest.approx(one, rel=5e-3)

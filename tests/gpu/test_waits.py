@@ -65,6 +65,7 @@ _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-g
         "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
         "--context-parallel-size 2 --attention-dropout 0",
+        "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
     ],
 )
 def test_so_does_one_of_two_processes(flags):

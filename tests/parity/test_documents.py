@@ -56,6 +56,25 @@ def test_packed_documents_equal_separate_ones(case: LayoutCase) -> None:
         assert largest_difference(got.norms, expected.norms) <= NORM_TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        LayoutCase(1),
+        LayoutCase(2, context=2),
+        LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
+        LayoutCase(4, tensor=2, pipeline=2, flags="--sequence-parallel"),
+    ],
+    ids=lambda case: f"{case.name} {case.shown_flags}",
+)
+def test_in_16_bits_they_differ_by_rounding(case: LayoutCase) -> None:
+    case = replace(case, network=f"{ROPE} --bf16 {DOCUMENTS}")
+    expected = one_by_one(tuple(LayoutCase(1, network=case.network).words(ITERATIONS)))
+    words = case.words(ITERATIONS)
+    for got in run_sharing_memory(case.processes, train_curves, words, **case.sizes):
+        assert largest_difference(got.losses, expected.losses) <= 2e-3
+        assert largest_difference(got.norms, expected.norms) <= 2e-2
+
+
 def test_separate_documents_are_not_one_sequence() -> None:
     """The comparison would see a document that attends to another."""
     words = LayoutCase(1, network=DOCUMENTS).words(ITERATIONS)

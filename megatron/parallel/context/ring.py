@@ -8,8 +8,9 @@ step behind. Dropout draws a mask for each block, and the forward pass keeps onl
 to draw it again.
 
 Documents (`Segments`) travel with nobody: every rank knows the ends of all, and from them which
-part of each block lies within a document. Only that part is computed. All keys and values travel
-nevertheless, because a GPU's ends of documents are unknown to the host, which plans the messages.
+part of each block lies within a document. Only that part is computed, and nothing is launched for a
+block between ranks that are further apart than the longest document. All keys and values travel
+nevertheless: they go through every rank to reach the neighbor on the other side.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
 a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global
@@ -33,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.attention import AttentionFunction, AttentionOptions, Segments
 from megatron.parallel.collectives import all_to_all
-from megatron.parallel.context.block import BlockAttention, BlockDocuments, QueryRows, merge
+from megatron.parallel.context.block import BlockAttention, BlockDocuments, Drawn, QueryRows, merge
 from megatron.parallel.context.split import join_sequence, split_for_all, split_segments
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
@@ -46,20 +47,27 @@ class RingStep:
     Attributes:
         source: The rank whose keys and values are here.
         causal: Whether the block is masked; otherwise every query attends to every key.
+        is_empty: Whether no document can have both a query and a key here: nothing is computed.
     """
 
     source: int
     queries: slice
     keys: slice
     causal: bool
+    is_empty: bool = False
 
 
-def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
+def ring_plan(
+    axis: Axis, length: int, *, causal: bool, longest: int | None = None
+) -> list[RingStep]:
     """Return this rank's steps in order, which together make up the attention of its queries.
 
     Ranks hold an early and a late half (see `split`), of `length` tokens together. A lower rank's
     early half lies before all our tokens and its late half after them; a higher rank's two halves
     lie between ours. So every step after the first computes half a block, without a mask.
+
+    A document of `longest` tokens or fewer spans no more than that, and the chunks of ranks that
+    are n apart have at least n - 1 others between them.
     """
     everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     steps = []
@@ -70,7 +78,9 @@ def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
             keys = early
         elif causal and source > axis.rank:
             queries = late
-        steps.append(RingStep(source, queries, keys, causal and step == 0))
+        between = (abs(source - axis.rank) - 1) * (length // 2)
+        is_empty = longest is not None and longest < between + 2
+        steps.append(RingStep(source, queries, keys, causal and step == 0, is_empty))
     return steps
 
 
@@ -131,10 +141,12 @@ def ring_attention(
     assert options.scale is None, "a rule refuses T5's scale with context parallelism"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     length = query.shape[2]
-    causal = options.causal if segments is None else segments.causal
-    steps = ring_plan(axis, length, causal=causal)
-    documents: Sequence[BlockDocuments | None] = [None] * len(steps)
-    if segments is not None:
+    documents: Sequence[BlockDocuments | None]
+    if segments is None:
+        steps = ring_plan(axis, length, causal=options.causal)
+        documents = [None] * len(steps)
+    else:
+        steps = ring_plan(axis, length, causal=segments.causal, longest=segments.longest)
         documents = documents_of(segments, steps, axis, length)
     ring = _Ring(axis, block, steps, documents, options.dropout)
     out: Tensor = _RingAttention.apply(query, key, value, ring)  # [b, n, l, d]
@@ -195,18 +207,20 @@ class _RingAttention(torch.autograd.Function):
         ctx.ring, ctx.drawn = ring, []
         for index, step in enumerate(steps):
             transfer = _Transfer.start(pair, axis) if index + 1 < len(steps) else None
-            some_keys, some_values = pair[:, :, :, step.keys]
-            part, part_sum, drawn = ring.block.forward(
-                *(query[:, :, step.queries], some_keys, some_values),
-                causal=step.causal,
-                dropout=ring.dropout,
-                documents=documents[index],
-            )
+            drawn: Drawn = ()
+            if not step.is_empty:
+                some_keys, some_values = pair[:, :, :, step.keys]
+                part, part_sum, drawn = ring.block.forward(
+                    *(query[:, :, step.queries], some_keys, some_values),
+                    causal=step.causal,
+                    dropout=ring.dropout,
+                    documents=documents[index],
+                )
+                if index == 0:  # this rank's own block includes every query
+                    out, logsumexp = part.to(part_sum.dtype), part_sum
+                else:
+                    merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
             ctx.drawn.append(drawn)
-            if index == 0:  # this rank's own block includes every query
-                out, logsumexp = part.to(part_sum.dtype), part_sum
-            else:
-                merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
             if transfer is not None:
                 pair = transfer.wait()
         out = out.to(query.dtype)
@@ -229,20 +243,22 @@ class _RingAttention(torch.autograd.Function):
         following = None
         for index, (step, drawn) in enumerate(zip(ring.steps, ctx.drawn, strict=True)):
             transfer = _Transfer.start(pair, ring.axis) if index + 1 < len(ring.steps) else None
-            rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query, out, logsumexp)))
-            some_keys, some_values = pair[:, :, :, step.keys]
-            of_query, of_key, of_value = ring.block.backward(
-                *(rows, some_keys, some_values),
-                causal=step.causal,
-                dropout=ring.dropout,
-                drawn=drawn,
-                documents=ring.documents[index],
-            )
-            grad_query[:, :, step.queries] += of_query
+            of_pair: Sequence[Tensor] = ()
+            if not step.is_empty:
+                rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query, out, logsumexp)))
+                some_keys, some_values = pair[:, :, :, step.keys]
+                of_query, *of_pair = ring.block.backward(
+                    *(rows, some_keys, some_values),
+                    causal=step.causal,
+                    dropout=ring.dropout,
+                    drawn=drawn,
+                    documents=ring.documents[index],
+                )
+                grad_query[:, :, step.queries] += of_query
             if following is not None:
                 grad_pair = following.wait()
-            grad_pair[0, :, :, step.keys] += of_key
-            grad_pair[1, :, :, step.keys] += of_value
+            for place, part in enumerate(of_pair):
+                grad_pair[place, :, :, step.keys] += part
             following = _Transfer.start(grad_pair, ring.axis)
             if transfer is not None:
                 pair = transfer.wait()
