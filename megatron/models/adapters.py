@@ -7,6 +7,7 @@ pattern may name the end of a name, from a dot on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -123,3 +124,16 @@ def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear]:
     model = GPTModel(model_plan(config, vocabulary), context)
     add_adapters(model, config, context)
     return {name: layer for name, layer in linear_layers(model) if layer.adapter is not None}
+
+
+@functools.cache
+def count_adapters(config: ModelConfig, vocabulary: int) -> int:
+    """Count the parameters of all adapters of the whole model.
+
+    Args:
+        config: The network.
+        vocabulary: Rows of the word embedding.
+    """
+    layers = adapted_layers(config, vocabulary).values()
+    adapters = (layer.adapter for layer in layers)
+    return sum(p.numel() for one in adapters if one is not None for p in one.parameters())

@@ -151,7 +151,13 @@ def head_activations(plan: ModelPlan, batch: MicroBatch) -> int:
     return sum(kind.activation_bytes(head, batch) for kind, head in heads_of(plan))
 
 
-def flops_per_token(plan: ModelPlan, seq_length: int, decoder_seq_length: int | None = None) -> int:
+def flops_per_token(
+    plan: ModelPlan,
+    seq_length: int,
+    decoder_seq_length: int | None = None,
+    *,
+    trains_adapters: bool = False,
+) -> int:
     """Count the floating-point operations of the forward and backward passes for one token.
 
     For GPT this is 6 x (parameters in matrix products: layers and output layer, not the input
@@ -165,10 +171,13 @@ def flops_per_token(plan: ModelPlan, seq_length: int, decoder_seq_length: int | 
         plan: The whole network.
         seq_length: Tokens of a sequence, or of the encoder's sequence.
         decoder_seq_length: Tokens of the decoder's sequence, if there is one.
+        trains_adapters: Whether the weights are frozen, so that a third of their products, those
+            for their gradients, are left out. The adapters' own are not counted.
     """
-    total = 0
-    for index, layer in enumerate(plan.layers):
-        total += sum(Block.work(layer, *plan.lengths(index, seq_length, decoder_seq_length)))
     last = decoder_seq_length or seq_length
-    total += sum(kind.flops(head, last) for kind, head in heads_of(plan))
+    products, scores = sum(kind.flops(head, last) for kind, head in heads_of(plan)), 0
+    for index, layer in enumerate(plan.layers):
+        work = Block.work(layer, *plan.lengths(index, seq_length, decoder_seq_length))
+        products, scores = products + work.products, scores + work.scores
+    total = (products * 2 // 3 if trains_adapters else products) + scores
     return total // (seq_length + (decoder_seq_length or 0))

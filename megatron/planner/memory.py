@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
+from megatron.models.adapters import count_adapters
 from megatron.models.arithmetic import (
+    count_parameters,
     count_part_experts,
     count_part_matrices,
     count_part_parameters,
@@ -221,13 +223,17 @@ def _kept_for_weights(
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
+    # The share of the weights that has gradients and states.
+    trained = 1.0
+    if config.model.lora_rank is not None:
+        trained = count_adapters(config.model, plan.embedding.vocabulary) / count_parameters(plan)
     updated = parameters
     if stage > 0:
         experts = sum(count_part_experts(plan, part, split) for part in parts)
         updated = (parameters - experts) // layout.replica.size
         updated += experts // layout.expert_replica.size
     copies = 4 if on_host or (half and not is_shared) else 0
-    states = (4 * moments + copies) * updated
+    states = (4 * moments + copies) * math.ceil(trained * updated)
     if is_shared:
         # Two layers are gathered at a time: the current one and the next, which exists twice while
         # it arrives as one buffer and is split into parameters. Experts are gathered only in the
@@ -235,15 +241,17 @@ def _kept_for_weights(
         layer, experts = largest_layer(plan, split)
         gathered = width * (outside + 3 * layer - experts)
         leaving = width * outside + (width + summed) * layer
-        weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
+        weights, summed = 4 * updated + gathered, 4
+        gradients = math.ceil(trained * (4 * updated + leaving))
     else:
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
-        gradients = summed * parameters
+        gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
             if numbers.fp8_param_gather:  # all small weights fill a bucket of their own
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
-            gradients = summed * updated + min(passing, summed * parameters)
+            whole = gradients
+            gradients = summed * math.ceil(trained * updated) + min(passing, whole)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
             gradients *= 2  # DistributedDataParallel has its own buckets
     return MemoryEstimate(
@@ -251,5 +259,5 @@ def _kept_for_weights(
         gradients=gradients,
         optimizer=0 if on_host else states,
         activations=0,
-        host=states + summed * updated if on_host else 0,
+        host=states + summed * math.ceil(trained * updated) if on_host else 0,
     )

@@ -218,7 +218,12 @@ def predict(
         optimizer=optimizer,
         memory=largest_process(config, plan, world_size),
         tokens=config.training.global_batch_size * sequence / world_size,
-        flops=flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length),
+        flops=flops_per_token(
+            plan,
+            config.data.seq_length,
+            config.data.decoder_seq_length,
+            trains_adapters=config.model.lora_rank is not None,
+        ),
         peak=machine.peak,
     )
 

@@ -10,6 +10,7 @@ from megatron.data.chat import describe_packing, packed_members
 from megatron.data.text_stream import text_members
 from megatron.device import Device
 from megatron.kernels.library import find_library
+from megatron.models.adapters import count_adapters
 from megatron.models.arithmetic import (
     count_active_parameters,
     count_parameters,
@@ -128,7 +129,12 @@ def size_rows(
     batch, micro = training.global_batch_size, training.micro_batch_size
     micro_batches = batch // (micro * layout.data.size)
     tokens = batch * plan.head_spec.sequences * config.data.sample_tokens
-    flops = flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length)
+    flops = flops_per_token(
+        plan,
+        config.data.seq_length,
+        config.data.decoder_seq_length,
+        trains_adapters=config.model.lora_rank is not None,
+    )
     lengths, growth = lengths_of(config), []
     if lengths is not None:
         growth = [("curriculum", f"{lengths.describe()}; the rest of a sample is not read")]
@@ -151,6 +157,7 @@ def size_rows(
             "parameters",
             f"{parameters:,}{used} (vocabulary padded to {plan.embedding.vocabulary:,})",
         ),
+        *_adapter_rows(config, plan),
         ("model FLOPs per token", f"{flops / 1e9:.4g} GFLOP ({attention})"),
         (
             "memory per process",
@@ -159,6 +166,17 @@ def size_rows(
         *expert_rows(config, plan, micro_batches, world_size, memory),
         *pipeline_rows(config, plan, micro_batches, world_size),
     ]
+
+
+def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
+    """Return the row of what adapters train, if there are any."""
+    model = config.model
+    if model.lora_rank is None:
+        return []
+    trained = count_adapters(model, plan.embedding.vocabulary)
+    kind = "DoRA" if model.use_dora else "LoRA"
+    told = f"{trained:,} parameters ({kind} of rank {model.lora_rank}); all others are frozen"
+    return [("adapters", told)]
 
 
 def device_rows(config: RunConfig, device: Device, attention: str) -> list[PanelRow]:

@@ -161,8 +161,12 @@ class Updates:
         data = self._run.config.data
         sequence = length or data.seq_length
         if sequence not in self._flops_per_token:
-            sizes = (sequence, data.decoder_seq_length)
-            self._flops_per_token[sequence] = flops_per_token(self._run.plan, *sizes)
+            self._flops_per_token[sequence] = flops_per_token(
+                self._run.plan,
+                sequence,
+                data.decoder_seq_length,
+                trains_adapters=self._run.config.model.lora_rank is not None,
+            )
         texts = samples * self._run.recipe.head.sequences
         tokens = texts * (sequence + data.decoder_tokens)
         return {"tokens": tokens, "flops": tokens * self._flops_per_token[sequence]}

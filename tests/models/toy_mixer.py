@@ -12,7 +12,7 @@ from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
 from megatron.models.plan import MicroBatch, MixerPlan, WeightSplit, Work
 from megatron.parallel.build import BuildContext
-from megatron.parallel.layers import Linear
+from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import ONES
 
 
@@ -45,7 +45,7 @@ class RunningMean(nn.Module):
             split="column",
             init=plan.init.weight(plan.hidden, 2 * plan.width),
             bias=False,
-            parts=2,
+            projections=Projections(("gate", "value"), (plan.width, plan.width)),
         )
         self.scale = context.new_parameter((plan.width,), init=ONES, split_dim=0)
         self.down = Linear(

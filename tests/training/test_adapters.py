@@ -5,7 +5,10 @@ import torch
 
 from megatron.config.adapters import is_of_adapter
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models.adapters import count_adapters
+from megatron.models.arithmetic import flops_per_token
 from megatron.parallel.layout import Layout
+from megatron.planner.memory import estimate_memory
 from tests.config.command import problems
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, fingerprint, train_toy
@@ -75,6 +78,18 @@ def test_resuming_is_exact(tmp_path, more):
     straight = fingerprint(train_toy(Layout.single(), flags)[1])
     flags += ["--load", str(tmp_path), "--ckpt-step", "2"]
     assert fingerprint(train_toy(Layout.single(), flags)[1]) == straight
+
+
+def test_memory_and_work_are_those_of_the_adapters():
+    run = build_toy(Layout.single(), [*LORA.split(), "--bf16"])
+    trained = sum(p.numel() for p in run.parameters() if p.requires_grad)
+    assert count_adapters(run.config.model, run.plan.embedding.vocabulary) == trained
+    states = sum(tensor.nbytes for tensor, _ in run.optimizer.named_tensors().values())
+    estimate = estimate_memory(run.config, run.plan, run.layout, 1)
+    assert estimate.optimizer == pytest.approx(states, rel=1e-3)
+    assert estimate.gradients == pytest.approx(4 * trained, rel=1e-3)
+    whole, frozen = (flops_per_token(run.plan, 16, trains_adapters=x) for x in (False, True))
+    assert whole * 2 / 3 < frozen < whole * 0.75
 
 
 def test_adapters_of_a_trained_model(tmp_path):
