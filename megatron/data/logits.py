@@ -5,12 +5,13 @@ safetensors file for each `samples_per_file` samples, in the order of training. 
 on the layout of the processes that write or read them. With n samples of s tokens, and m entries
 in all:
 
-    ids     [m]         uint16, or int32 for vocabularies above 65536   most likely next tokens
+    ids     [m]         int16 whose bits are unsigned, or int32 for vocabularies above 65536
     values  [m]         fp16, bf16 or fp32   their log-probabilities
     counts  [n, s]      int32                how many of the entries each position has
     starts  [n + 1]     int64                the first entry of each sample, and m
     rest    [n, s]      fp32                 the log-probability of all other tokens together
     tokens  [n]         int64                a digest of each sample's tokens
+    checks  [n]         int64                a digest of each sample's logits, as they are stored
 
 A file gets its name when it is complete, so a run that was interrupted goes on with the next one.
 """
@@ -42,7 +43,7 @@ HEADER = "logits.json"
 FORMAT = "megatron-top-logits-1"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _ENTRIES_PER_FILE = 2**24  # about 100 MB
-_UINT16_IDS = 2**16
+_SHORT_IDS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,24 +222,39 @@ def write_file(
     ids = torch.cat([one[TOP_IDS][mask] for one, mask in zip(samples, kept, strict=True)])
     values = torch.cat([one[TOP_VALUES][mask] for one, mask in zip(samples, kept, strict=True)])
     sizes = torch.tensor([0, *(int(mask.sum()) for mask in kept)])
-    narrow = torch.uint16 if header.vocab_size <= _UINT16_IDS else torch.int32
+    stored = ids.to(torch.int32)
+    if header.vocab_size <= _SHORT_IDS:  # as int16, because old safetensors have no uint16
+        stored = stored.to(torch.uint16).view(torch.int16)
     tensors = {
-        "ids": ids.to(torch.int32).to(narrow),
+        "ids": stored,
         "values": values.to(DTYPES[header.dtype]),
         "counts": torch.stack([mask.sum(1) for mask in kept]).to(torch.int32),
         "starts": sizes.cumsum(0),
         "rest": torch.stack([sample[TOP_REST] for sample in samples]).float(),
         "tokens": torch.tensor(digests, dtype=torch.int64),
     }
+    read = (_parts_of(tensors, i) for i in range(len(samples)))
+    tensors["checks"] = torch.tensor([_digest(*parts) for parts in read])
     with storage_errors(path):
         replace_file(path, save(tensors))
 
 
 def digest_of_tokens(sample: Sample) -> int:
     """Return a digest of a sample's tokens in 64 bits."""
-    text = np.ascontiguousarray(sample["text"], dtype="<i8").tobytes()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return _digest(torch.from_numpy(np.asarray(sample["text"], dtype=np.int64)))
+
+
+def _digest(*tensors: Tensor) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _parts_of(file: Mapping[str, Any], at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return counts [s], ids [m], values [m] and rest [s] of a file's sample, as stored."""
+    start, end = file["starts"][at : at + 2].tolist()
+    return file["counts"][at], file["ids"][start:end], file["values"][start:end], file["rest"][at]
 
 
 @dataclass(eq=False)
@@ -257,7 +273,7 @@ class TeacherLogitsDataset:
     folder: Path
     header: LogitsHeader
     ignores_errors: bool = False
-    _open: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _open: dict[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     _has_warned: bool = False
 
     def __len__(self) -> int:
@@ -296,17 +312,19 @@ class TeacherLogitsDataset:
         remedy = "delete it and write it again with --logits-save-dir"
         try:
             file = self._file(path)
-            if int(file.get_slice("tokens")[at : at + 1]) != digest:
+            if int(file["tokens"][at : at + 1]) != digest:
                 raise DataError(
                     f"--logits-load-dir {self.folder}: sample {i} has other tokens than the one "
                     "whose logits were written: give the same data, --split, --seed and number of "
                     "training samples, or write the logits again"
                 )
-            start, end = file.get_slice("starts")[at : at + 2].tolist()
-            counts = file.get_slice("counts")[at].numpy()
-            ids = file.get_slice("ids")[start:end].to(torch.int32).numpy()
-            values = file.get_slice("values")[start:end].float().numpy()
-            rest = file.get_slice("rest")[at].numpy()
+            parts = _parts_of(file, at)
+            if _digest(*parts) != int(file["checks"][at : at + 1]):
+                raise ValueError(f"the logits of sample {i} have another digest")
+            counts, rest = parts[0].numpy(), parts[3].numpy()
+            ids, values = parts[1].to(torch.int32).numpy(), parts[2].float().numpy()
+            if parts[1].dtype == torch.int16:
+                ids = ids & 0xFFFF
             if len(counts) != self.header.seq_length or len(rest) != len(counts):
                 raise ValueError(f"{len(counts)} tokens, expected {self.header.seq_length}")
             if counts.min() < 0 or counts.sum() != len(ids):
@@ -340,14 +358,16 @@ class TeacherLogitsDataset:
         none = np.zeros(len(counts), np.float32)
         return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: none if rest is None else rest}
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, path: Path) -> Mapping[str, Any]:
+        """Return what reads a part of each tensor of a file."""
         if path not in self._open:
             from safetensors import safe_open
 
             if not path.is_file():
                 raise FileNotFoundError(path)
             self._open.clear()  # samples are read in order
-            self._open[path] = safe_open(path, framework="pt")
+            file = safe_open(path, framework="pt")
+            self._open[path] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return self._open[path]
 
 

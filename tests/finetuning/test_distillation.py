@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 
 from megatron.config.distillation import DistillationConfig
 from megatron.config.parser import parse_config
 from megatron.config.run import RunConfig
 from megatron.data import logits as files
 from megatron.data.gpt import TokenBatch
+from megatron.data.mock import MockDataset
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_losses
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
@@ -151,9 +154,11 @@ def test_layouts_write_the_same_files(
     flags = [word for flag, axis in _SIZES.items() if axis in sizes for word in (flag, "2")]
     run_distributed(2, save, [*options, *flags, "--logits-save-dir", str(places[1])], **sizes)
     one, two = map(_folder, places)
-    assert len(one) == 4 * 6
+    assert len(one) == 4 * 7
     assert one.keys() == two.keys()
     for name, tensor in one.items():
+        if name.endswith("checks"):
+            continue  # of rounded numbers
         torch.testing.assert_close(two[name], tensor, rtol=2e-3, atol=1e-6)  # values are fp16
     whole = load_file(Path(saved) / "logits-000000000000.safetensors")
     torch.testing.assert_close(torch.cat([two[f"{n} ids"] for n in range(4)]), whole["ids"])
@@ -178,6 +183,37 @@ def test_writing_goes_on_where_it_ended(
     assert all(file.stat().st_mtime_ns == kept[file] for file in kept if file != lost)
     with pytest.raises(DataError, match=r"holds other logits, with top_k 3 \(here 4\)"):
         save(Layout.single(), [*words[:-1], "4"])
+
+
+@pytest.mark.parametrize("vocabulary", [300, 65_536, 65_537])
+def test_ids_of_any_vocabulary_are_read_as_they_were_written(
+    vocabulary: int, tmp_path: Path
+) -> None:
+    tokens = {"text": np.arange(3), "id": 0}
+    ids = torch.tensor([[vocabulary - 1, 0, -1], [5, vocabulary // 2, vocabulary - 2]])
+    values = torch.tensor([[-0.25, -2.0, -torch.inf], [-1.0, -1.5, -3.0]])
+    header = files.LogitsHeader(
+        seed=1,
+        seq_length=2,
+        tokenizer="t",
+        vocab_size=vocabulary,
+        separates_documents=[False, False],
+        temperature=1.0,
+        top_k=3,
+        top_p=0.9,
+        top_p_min_k=1,
+        dtype="bf16",
+        samples=1,
+        samples_per_file=1,
+        teacher="t",
+    )
+    parts = {files.TOP_IDS: ids, files.TOP_VALUES: values, files.TOP_REST: torch.zeros(2) - 4}
+    digest = files.digest_of_tokens(tokens)
+    files.write_file(header.path(tmp_path, 0), header, [parts], [digest])
+    sample = files.TeacherLogitsDataset([tokens], tmp_path, header)[0]
+    assert sample[files.TOP_IDS].tolist() == ids.tolist()
+    assert sample[files.TOP_VALUES].tolist() == values.tolist()
+    assert sample[files.TOP_REST].tolist() == [-4.0, -4.0]
 
 
 @pytest.mark.parametrize("source", ["--teacher-load", "--logits-load-dir"])
@@ -251,15 +287,46 @@ def _spoil(folder: Path, saved: str, change: str) -> None:
         header["seed"] = 7
     elif change == "format":
         header["format"] = "another"
-    elif change == "ids":
-        header["vocab_size"] = 101
+    elif change in ("ids", "rest"):
         tensors = load_file(Path(saved) / "logits-000000000000.safetensors")
-        from safetensors.torch import save as to_bytes
-
-        tensors["ids"] = torch.full_like(tensors["ids"].int(), 5000).to(torch.uint16)
+        if change == "rest":
+            tensors["rest"][0, 3] += 0.1
+        else:
+            tensors["ids"] = torch.full_like(tensors["ids"], 5000)
+            parts = files._parts_of(tensors, 0)
+            tensors["checks"][0] = files._digest(*parts)
         data = to_bytes(tensors)
     (folder / files.HEADER).write_text(json.dumps(header))
     (folder / "logits-000000000000.safetensors").write_bytes(data)
+
+
+def test_bytes_damaged_at_random_are_refused(saved: str, tmp_path: Path) -> None:
+    """Whatever the bytes are, a sample is as it was written, or an error names the file."""
+    dataset = MockDataset(24, 16, 101, 1234, 0)
+    header = files.read_header(Path(saved), "--logits-load-dir")
+    sound = [
+        files.TeacherLogitsDataset(dataset, Path(saved), header)[i][files.TOP_VALUES]
+        for i in range(0, 24, 6)
+    ]
+    random = np.random.RandomState(1)
+    refused = 0
+    for _ in range(200):
+        _spoil(tmp_path, saved, "")
+        path = tmp_path / "logits-000000000000.safetensors"
+        data = bytearray(path.read_bytes())
+        # Half of the changes are in the header.
+        place = random.randint(700 if random.rand() < 0.5 else len(data))
+        data[place] ^= 1 << random.randint(8)
+        path.write_bytes(data)
+        damaged = files.TeacherLogitsDataset(dataset, tmp_path, header)
+        for i, expected in zip(range(0, 24, 6), sound, strict=True):
+            try:
+                values = damaged[i][files.TOP_VALUES]
+            except DataError:
+                refused += 1
+            else:
+                assert np.array_equal(values, expected)
+    assert refused > 100
 
 
 @pytest.mark.parametrize(
@@ -272,6 +339,7 @@ def _spoil(folder: Path, saved: str, change: str) -> None:
         ("", "--reset-position-ids", r"--reset-attention-mask .* was \[False, False\] and is"),
         ("seed", "--seed 7", "sample 0 has other tokens .* number of training samples"),
         ("cut", "", r"logits-000000000000.safetensors is damaged \(.*: delete it and write it"),
+        ("rest", "", r"damaged \(the logits of sample 0 have another digest\): delete it"),
         ("ids", "", r"damaged \(an id outside the vocabulary\)"),
         ("format", "", r"logits.json is damaged \(the format is not megatron-top-logits-1\)"),
     ],
