@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,7 @@ _FLASH_DISTRIBUTION = "flash-attn-4"
 _LARGEST_FLASH_HEAD = 128  # that the package's kernels take on all of its GPUs
 _WITHOUT_DETERMINISM = (12, 0)  # GPUs for which the package has no deterministic backward pass
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -71,6 +72,9 @@ class Segments:
     shape: tuple[int, int]
     causal: bool = True
     longest: int | None = None
+    _shared: dict[Hashable, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, ends: Tensor, tokens: Tensor, longest: int | None = None) -> Segments:
@@ -91,6 +95,16 @@ class Segments:
         ends = torch.stack((starts + padding.sum(dim=1), starts + length), dim=1).flatten()
         ends = F.pad(ends, (1, 0)).int()
         return cls(ends, (1, samples * length), causal=False, longest=length)
+
+    def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Return what `make` returned when this was first called with the key.
+
+        All layers attend within the same segments, so what they derive from them is made once.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        result: Result = self._shared[key]
+        return result
 
     @cached_property
     def mask(self) -> Tensor:

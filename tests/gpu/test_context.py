@@ -119,7 +119,9 @@ def test_a_query_without_keys_changes_nothing_on_a_gpu():
     inputs = by_head(heads(256, 2, d=64))
     query, key, value = (x.to(DEVICE.torch_device, torch.bfloat16) for x in inputs)
     ends = torch.tensor([[0, 100, 256, 512], [0, 0, 256, 512]], dtype=torch.int32)
-    documents = BlockDocuments(*ends.to(DEVICE.torch_device), longest=256)
+    has_keys = torch.ones(2, 256, dtype=torch.bool, device=DEVICE.torch_device)
+    has_keys[0, :100] = False
+    documents = BlockDocuments(*ends.to(DEVICE.torch_device), longest=256, has_keys=has_keys)
     options = {"causal": False, "dropout": 0.0, "documents": documents}
     out, logsumexp, drawn = flash_forward(query, key, value, **options)
     expected, expected_sum, _ = reference_forward(query, key, value, **options)

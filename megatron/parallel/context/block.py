@@ -54,11 +54,13 @@ class BlockDocuments(NamedTuple):
         query_ends: int32 [documents + 1]: 0, then the end of each document among the b q queries.
         key_ends: The same among the b k keys.
         longest: The largest number of tokens that a document may have.
+        has_keys: bool [b, q], whether a query's document has a key here; `None` if all have.
     """
 
     query_ends: Tensor
     key_ends: Tensor
     longest: int
+    has_keys: Tensor | None = None
 
     def places(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
         """Return what a kernel for sequences of different lengths takes, of q and k tokens."""
@@ -237,10 +239,9 @@ def flash_forward(
         flat, sums, *drawn, _ = torch.ops.aten._flash_attention_forward(
             *tensors, *places, dropout, causal, debug, scale=_scale(query)
         )  # [b q, n, d] and [n, b q]
-        number = number_segments(documents.query_ends, (samples, length))
-        has_keys = (documents.key_ends.diff() > 0)[number].unsqueeze(1)  # [b, 1, q]
         logsumexp = sums.unflatten(1, (samples, length)).transpose(0, 1)
-        logsumexp = logsumexp.masked_fill(~has_keys, -math.inf)  # the kernel returns inf
+        if documents.has_keys is not None:  # for other queries the kernel returns inf
+            logsumexp = logsumexp.masked_fill(~documents.has_keys.unsqueeze(1), -math.inf)
         return _by_sample(flat, samples), logsumexp, tuple(drawn) if dropout > 0 else ()
     out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, causal, scale=_scale(query)

@@ -32,7 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.attention import AttentionFunction, AttentionOptions, Segments
+from megatron.kernels.attention import (
+    AttentionFunction,
+    AttentionOptions,
+    Segments,
+    number_segments,
+)
 from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context.block import BlockAttention, BlockDocuments, Drawn, QueryRows, merge
 from megatron.parallel.context.split import join_sequence, split_for_all, split_segments
@@ -104,11 +109,17 @@ def documents_of(
             return ends[1]
         return ends[2] if tokens.start > 0 else ends[0]
 
-    longest = segments.longest or segments.shape[1]
-    return [
-        BlockDocuments(chosen(step.queries)[axis.rank], chosen(step.keys)[step.source], longest)
-        for step in plan
-    ]
+    samples, longest = segments.shape[0], segments.longest or segments.shape[1]
+    documents = []
+    for index, step in enumerate(plan):
+        query_ends, key_ends = chosen(step.queries)[axis.rank], chosen(step.keys)[step.source]
+        has_keys = None
+        if index > 0:  # at first, every query has its own key
+            queries = step.queries.stop - step.queries.start
+            number = number_segments(query_ends, (samples, queries))
+            has_keys = (key_ends.diff() > 0)[number]
+        documents.append(BlockDocuments(query_ends, key_ends, longest, has_keys))
+    return documents
 
 
 def ring_attention(
@@ -147,7 +158,9 @@ def ring_attention(
         documents = [None] * len(steps)
     else:
         steps = ring_plan(axis, length, causal=segments.causal, longest=segments.longest)
-        documents = documents_of(segments, steps, axis, length)
+        documents = segments.shared(
+            ("ring", axis.ranks, axis.rank), lambda: documents_of(segments, steps, axis, length)
+        )
     ring = _Ring(axis, block, steps, documents, options.dropout)
     out: Tensor = _RingAttention.apply(query, key, value, ring)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)

@@ -103,6 +103,11 @@ def test_blocks_cover_every_pair_of_a_document_once(name, causal):
             if step.causal:  # own tokens: as many keys as queries
                 pairs = documents.query_ends.diff() * (documents.query_ends.diff() + 1) // 2
             assert not (step.is_empty and pairs.any())
+            lonely = documents.query_ends.diff()[documents.key_ends.diff() == 0].sum()
+            if documents.has_keys is not None:
+                assert (~documents.has_keys).sum() == lonely
+            else:
+                assert lonely == 0
             skipped += step.is_empty
             seen += int(pairs.sum())
     # Documents of up to 5 tokens do not reach over two chunks of 2, from rank 0 to rank 3.
@@ -134,7 +139,9 @@ def test_the_flash_form_of_documents_calls_operations_that_torch_has(dropout):
     """Types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
     ends = torch.zeros(4, dtype=torch.int32, device="meta")
-    options = {"causal": True, "dropout": dropout, "documents": BlockDocuments(ends, ends, 16)}
+    has_keys = torch.ones(2, 16, dtype=torch.bool, device="meta")
+    documents = BlockDocuments(ends, ends, 16, has_keys)
+    options = {"causal": True, "dropout": dropout, "documents": documents}
     out, logsumexp, drawn = flash_forward(query, key, value, **options)
     assert len(drawn) == (2 if dropout else 0)
     assert out.shape == query.shape
@@ -151,3 +158,12 @@ def test_a_ring_on_one_process_equals_attention(name):
     got = ring_in_one(inputs, segments, size=2, block=BLOCK)
     for ours, theirs in zip(got, one_process(inputs, causal=True, mask=segments.mask), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_layers_derive_from_segments_is_made_once():
+    segments, made = segments_of("mixed"), []
+    for _ in range(3):
+        assert segments.shared("a", lambda: made.append(1) or len(made)) == 1
+    assert segments.shared("b", lambda: 5) == 5
+    assert made == [1]
+    assert segments_of("mixed").shared("a", lambda: 7) == 7
