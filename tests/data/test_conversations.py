@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +435,47 @@ def test_packed_files_and_folders_are_read_in_order(folder: Path, tmp_path: Path
     encoder = _encoder(folder)
     found = load_examples(str(tmp_path), encoder, IndexCache(()), workers=2)
     assert [text[7] for text in _trained(encoder, found)] == list("001122")
+
+
+VALUES = (None, True, 0, 2, -1.5, "", " ", "a", "user", "[", "{}", [], ["a"], [None], {}, {"a": 1})
+
+
+def _changed(value: Any, draw: random.Random) -> Any:
+    """Return the value with one of its parts replaced, removed or repeated."""
+    if draw.random() < 0.25 or not isinstance(value, dict | list) or not value:
+        return draw.choice(VALUES)
+    if isinstance(value, list):
+        at = draw.randrange(len(value))
+        middle = draw.choice(([], [value[at]] * 2, [_changed(value[at], draw)] * 1))
+        return [*value[:at], *middle, *value[at + 1 :]]
+    key = draw.choice(sorted(value))
+    kept = {name: entry for name, entry in value.items() if name != key}
+    return kept if draw.random() < 0.2 else {**kept, key: _changed(value[key], draw)}
+
+
+def test_records_of_any_shape_are_read_or_refused(folder: Path) -> None:
+    draw = random.Random(25)
+    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    observed = {"role": "tool", "content": [{"type": "text", "text": "1"}]}
+    records: list[Any] = [
+        _said({"role": "system", "content": "S"}, USER, CALL, observed, ANSWER, tools=[{"a": 1}]),
+        sharegpt | {"system": "S", "tools": "[]"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": "a", "completion": "b"},
+        PREFERENCE,
+        {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "No."}]},
+    ]
+    encoders = [_encoder(folder, preferences=wanted) for wanted in (False, True)]
+    read, refusals = 0, []
+    for _ in range(4000):
+        record = draw.choice(records)
+        for _ in range(draw.randint(1, 2)):
+            record = _changed(record, draw)
+        encoder = encoders[isinstance(record, dict) and "chosen" in record]
+        try:
+            read += bool(encoder.encode_record(json.dumps(record).encode(), Counter()))
+        except (ValueError, DataError) as error:
+            refusals.append(str(error))
+    assert read > 200
+    assert len(refusals) > 2000
+    assert all(": " in said for said in refusals)  # what is wrong, and the remedy

@@ -23,6 +23,7 @@ from megatron.checkpoint.retention import is_as_listed, list_files
 from megatron.config import data_files, deepspeed
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import Findings, RunOptions, with_values
+from megatron.data.conversation_records import Plain, parse_record, read_examples
 from megatron.data.text_input import parse_lines, read_blocks
 from megatron.detoxify.annotate import annotate
 from megatron.detoxify.evaluate import (
@@ -276,7 +277,33 @@ def _read_best(data: bytes, folder: Path) -> None:
     assert math.isfinite(_best_score(folder, ("accuracy",)))
 
 
+def _conversations() -> list[bytes]:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    found = {"role": "tool", "content": [{"type": "text", "text": "1"}]}
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 1}]
+    records = (
+        {"messages": [user, call, found, answer], "tools": '[{"name": "f"}]'},
+        {"conversations": said, "system": "c"},
+        {"prompt": [user], "completion": [answer]},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": [user, answer], "rejected": [user, {**answer, "content": "c"}]},
+    )
+    return [json.dumps(record).encode() for record in records]
+
+
+def _read_conversation(data: bytes, folder: Path) -> None:
+    record = parse_record(data)
+    for example in read_examples(record, preferences="chosen" in record):
+        if isinstance(example, Plain):
+            assert isinstance(example.prompt, str)
+            assert isinstance(example.completion, str)
+        else:
+            assert all(isinstance(message["content"], str) for message in example.messages)
+
+
 TARGETS = (
+    Target("conversation", _conversations, _read_conversation, (ValueError,)),
     Target("JSONL file", lambda: [_LINES], _corpus("x.jsonl"), (DataError,)),
     Target("gzip", lambda: [gzip.compress(_LINES, mtime=0)], _corpus("x.jsonl.gz"), (DataError,)),
     Target("bzip2", lambda: [bz2.compress(_LINES)], _corpus("x.jsonl.bz2"), (DataError,)),
