@@ -46,7 +46,6 @@ from megatron.tokenizer.chat_template import (
     trained_text,
 )
 
-TRUNCATIONS = ("error", "drop", "keep-start", "keep-end", "split")
 _VERSION = 1  # of the ids that this module makes; a new one makes caches invalid
 _FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
 _COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
@@ -66,8 +65,7 @@ class ConversationOptions(NamedTuple):
         tokenizer: The tokenizer's flags.
         template: The text of the chat template, or `None` if there is none.
         max_length: The number of tokens that an example may have.
-        truncation: What happens to a longer example: `error`, `drop`, `keep-start`, `keep-end`, or
-            `split`, which makes several examples of it.
+        truncation: What happens to a longer example, one of config.finetuning's `TRUNCATIONS`.
         train_on_inputs: Whether every token is trained, not only the assistant's.
         last_turn_only: Whether only the assistant's last turn of a conversation is trained.
         preferences: Whether records are preferences, each of which becomes two examples.
@@ -382,11 +380,11 @@ class TokenizedExamples:
         ]
         others = {
             "cut": "cut to --seq-length",
-            "too_long": "longer than --seq-length dropped",
-            "untrained": "without a trained token dropped",
+            "too_long": "dropped because longer than --seq-length",
+            "untrained": "dropped without a trained token",
             "bad": "bad lines left out",
         }
-        parts += [f"{counts[key]:,} {said}" for key, said in others.items() if counts[key]]
+        parts += [f"{said}: {counts[key]:,}" for key, said in others.items() if counts[key]]
         return "; ".join(parts)
 
 
@@ -421,7 +419,7 @@ def load_examples(
                 raise DataError(f"--input {file}: conversations are read from JSON lines: convert")
             if not os.path.getsize(file):
                 raise DataError(f"--input {file}: the file is empty: give conversations")
-        build = partial(_build, files, encoder, workers, skip_bad_lines)
+        build = partial(_build, files, encoder, workers, skip_bad_lines, flag)
         specs = [
             ArraySpec("tokens", np.dtype(np.int32), (0,)),
             ArraySpec("trained", np.dtype(np.bool_), (0,)),
@@ -445,7 +443,7 @@ def load_examples(
     starts = np.cumsum(lengths) - lengths
     found = TokenizedExamples(name, tokens, trained, lengths, starts, counts)
     if not len(found):
-        raise DataError(f"{flag} {found.summary()}: no example is left: give other data")
+        raise DataError(f"{flag} {found.summary()}; no example is left: give other data")
     return found
 
 
@@ -454,6 +452,7 @@ def _build(
     encoder: ConversationEncoder,
     workers: int | None,
     skip_bad_lines: bool,
+    flag: str,
 ) -> tuple[NDArray[Any], ...]:
     """Tokenize the files: the ids, whether each is trained, the lengths, the counts."""
     pieces: list[EncodedExamples] = []
@@ -469,7 +468,7 @@ def _build(
         for encoded in results:
             path = encoded.block.path
             for bad in encoded.bad:
-                what = f"--input {path}:{lines[path] + 1 + bad.line}: {bad.reason}"
+                what = f"{flag} {path}:{lines[path] + 1 + bad.line}: {bad.reason}"
                 if not skip_bad_lines:
                     raise DataError(f"{what} (or leave bad lines out with --skip-bad-lines)")
                 told[path] += 1

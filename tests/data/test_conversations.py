@@ -218,10 +218,10 @@ def test_malformed_records_are_left_out_if_wanted(
     encoder = _encoder(folder)
     found = _load(tmp_path, encoder, [_said(USER, ANSWER), *records], skip_bad_lines=True)
     assert len(found) == 1
-    assert f"{len(REFUSED)} bad lines left out" in found.summary()
+    assert f"bad lines left out: {len(REFUSED)}" in found.summary()
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3
-    assert ":2: " in warnings[0]
+    assert warnings[0].startswith(f"WARNING: --data-path {tmp_path / 'chats.jsonl'}:2: ")
     assert "only counted" in warnings[2]
 
 
@@ -342,17 +342,17 @@ def test_long_examples_are_told_dropped_cut_or_split(folder: Path, tmp_path: Pat
     assert np.array_equal(start[0][0], ids[:most])
     assert np.array_equal(start[0][1], trained[:most])
     assert np.array_equal(end[0][0], ids[-most:])
-    assert "1 cut to --seq-length" in start.summary()
+    assert "cut to --seq-length: 1" in start.summary()
     dropped = load("drop", records=(long, {"text": "a"}))
     assert len(dropped) == 1
-    assert "1 longer than --seq-length dropped" in dropped.summary()
+    assert "dropped because longer than --seq-length: 1" in dropped.summary()
     parts = load("split", most=4, records=({"text": "one two three four five six seven"},))
     uncut = load("error", most=64, records=({"text": "one two three four five six seven"},))
     pieces = [parts[index][0][index > 0 :] for index in range(len(parts))]
     assert parts.lengths.max() <= 4
     assert np.array_equal(np.concatenate(pieces), uncut[0][0])  # each label is in one part
     first = int(np.argmax(trained))
-    with pytest.raises(DataError, match="1 without a trained token dropped: no example is left"):
+    with pytest.raises(DataError, match="dropped without a trained token: 1; no example is left"):
         load("keep-start", most=first)
 
 
@@ -371,7 +371,7 @@ def test_a_hostile_template_is_stopped(
         (None, "messages need a chat template.*--chat-template"),
         ("{{ raise_exception('no tools') }}", "refuses the messages: no tools"),
         ("{{ messages | length }} {{ messages }}", "in another way when more follows.*generation"),
-        ("{% generation %}{% endgeneration %}a", "without a trained token dropped"),
+        ("{% generation %}{% endgeneration %}a", "dropped without a trained token"),
     ],
 )
 def test_a_template_that_does_not_fit_is_refused(
