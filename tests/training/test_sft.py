@@ -1,0 +1,92 @@
+"""Finetuning on conversations: the losses of TRL, with packing and without, on several ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.config import RunConfig, parse_config
+from megatron.config.finetuning import finetuning_words
+from megatron.parallel.layout import Layout
+from megatron.recipes.derive import derive_flags
+from megatron.tokenizer import build_tokenizer
+from megatron.training.build import build_run
+from megatron.training.loop import standard_callbacks, train
+from pretrain_gpt import GPTRecipe
+from tests.distributed import run_distributed, toy_device
+from tests.training.toy import Recorder
+from tests.training.trl import (
+    FEW,
+    LEARNING_RATE,
+    LENGTH,
+    MANY,
+    RECORDED,
+    STEPS,
+    write_conversations,
+    write_model,
+)
+
+_FLAGS = f"""
+    --seq-length {LENGTH} --micro-batch-size 1 --lr {LEARNING_RATE} --lr-decay-style constant
+    --weight-decay 0 --adam-beta2 0.999 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0
+    --num-workers 0 --log-interval 1 --eval-iters 0 --no-exit-signal-handler
+""".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    write_model(found)
+    for count in (FEW, MANY):
+        write_conversations(found / f"{count}.jsonl", count)
+    return found
+
+
+def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> list[float]:
+    """The losses of a run each of whose updates trains on every conversation."""
+    given = [*derive_flags(folder)[1], *_FLAGS, "--load", str(folder), *words]
+    given += ["--train-data-path", str(folder / f"{count}.jsonl")]
+
+    def parse(*more: str) -> RunConfig:
+        flags = finetuning_words([*given, *more])
+        return parse_config(flags, world_size=layout.world.size).config
+
+    config = parse()
+    rows = GPTRecipe().epoch_samples(config, build_tokenizer(config.tokenizer), layout)
+    config = parse("--global-batch-size", str(rows))
+    run, recorder = (
+        build_run(config, GPTRecipe(), toy_device(layout.world.rank), layout),
+        Recorder(),
+    )
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    return recorder.values("lm loss")
+
+
+@pytest.mark.parametrize("packing", ["packed", "separate"])
+@pytest.mark.parametrize(("name", "count", "epochs"), [("few", FEW, STEPS), ("many", MANY, 1)])
+def test_losses_are_those_of_trl(
+    packing: str, name: str, count: int, epochs: int, folder: Path
+) -> None:
+    recorded = json.loads(RECORDED.read_text())[f"{name}, {packing}"]
+    words = ["--train-epochs", str(epochs)]
+    if packing == "separate":
+        words += ["--no-packing", "--micro-batch-size", "8"]
+    losses = _losses(Layout(), folder, count, words)
+    assert losses == pytest.approx(recorded, rel=1e-5)
+    assert len(losses) == epochs
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_two_processes_have_the_same_losses(axis: str, folder: Path) -> None:
+    recorded = json.loads(RECORDED.read_text())["few, packed"][:4]
+    losses = run_distributed(2, _split, folder, f"--{axis}-model-parallel-size", **{axis: 2})
+    assert losses[-1] == pytest.approx(recorded, rel=1e-5)
+
+
+def _split(layout: Layout, folder: Path, flag: str) -> list[float]:
+    flag = flag.replace("context-model", "context")
+    return _losses(layout, folder, FEW, ["--train-epochs", "4", flag, "2"])
