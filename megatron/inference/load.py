@@ -120,8 +120,6 @@ def load_gpt(
     reader = open_existing(
         folder, step=options.ckpt_step, layout=layout, allow_foreign=allow_foreign
     )
-    if config is None or config.model.lora_rank is None:
-        reader = without_adapters(reader, adapted_layers)
     saved = saved_config(reader, folder, *kinds)
     if config is None:
         config = _over(saved, layout)
@@ -158,6 +156,8 @@ def open_existing(
 ) -> Reader:
     """Open the checkpoint that a flag names. Collective over `layout`, if one is given.
 
+    Adapters are merged into the weights (`without_adapters`).
+
     Args:
         folder: Folder of checkpoints.
         flag: The flag, for error messages.
@@ -175,7 +175,7 @@ def open_existing(
     if reader is None:
         where = " in this folder" if Path(folder).is_dir() else ": no such folder"
         raise CheckpointError(f"{flag} {folder}: there is no checkpoint{where}")
-    return reader
+    return without_adapters(reader, adapted_layers)
 
 
 def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load") -> ModelRun:

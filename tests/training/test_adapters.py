@@ -1,5 +1,7 @@
 """Training of adapters (LoRA): layouts, resuming, and mistakes."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -27,10 +29,10 @@ def _train(layout, flags):
     return recorder.values("lm loss"), recorder.values("grad-norm")
 
 
-@pytest.fixture(scope="module", params=["", "--use-dora"])
-def whole(request):
-    """Flags of the adapters, and the losses and norms of one process."""
-    return request.param, *_train(Layout.single(), LORA + request.param)
+@cache
+def _whole(more):
+    """The losses and norms of one process."""
+    return _train(Layout.single(), LORA + more)
 
 
 def test_only_adapters_are_trained_and_the_model_starts_as_it_was():
@@ -48,26 +50,28 @@ def test_only_adapters_are_trained_and_the_model_starts_as_it_was():
     assert all(p.any() for p in trained.values())
 
 
+_TP = "--tensor-model-parallel-size 2"
+_PP = "--pipeline-model-parallel-size 2"
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("more", "flags"),
     [
-        "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
-        "--zero-stage 2",
-        "--zero-stage 3",
-        "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
-        "--context-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        ("", "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+        ("--use-dora", "--zero-stage 2"),
+        ("", "--zero-stage 3"),
+        ("", _TP),
+        ("--use-dora", f"{_TP} --sequence-parallel"),
+        ("", f"{_TP} --sequence-parallel --tp-comm-overlap"),
+        ("", "--context-parallel-size 2"),
+        ("--use-dora", _PP),
+        ("", f"{_PP} --pipeline-schedule zero-bubble"),
     ],
 )
-def test_layouts_equal_one_process(whole, flags):
-    more, losses, norms = whole
-    if more and "--zero-stage 3" in flags:
-        return  # refused: `test_what_adapters_cannot_be_combined_with`
+def test_layouts_equal_one_process(more, flags):
+    losses, norms = _whole(more)
     sizes = {a: 2 for a in ("tensor", "context", "pipeline") if f"--{a}" in flags}
-    for ours in run_distributed(2, _train, LORA + more + " " + flags, **sizes):
+    for ours in run_distributed(2, _train, f"{LORA} {more} {flags}", **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 
@@ -109,7 +113,7 @@ def test_adapters_of_a_trained_model(tmp_path):
 
 
 def test_dropout_is_of_the_adapters_only():
-    losses, _ = _train(Layout.single(), LORA)
+    losses, _ = _whole("")
     dropped, _ = _train(Layout.single(), LORA + "--lora-dropout 0.5")
     assert dropped[0] == losses[0]  # B is zero
     assert dropped[1:] != losses[1:]

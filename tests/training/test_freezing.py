@@ -50,7 +50,6 @@ def test_frozen_weights_stay_and_have_no_gradients_or_states(whole):
         "--zero-stage 3",
         "--DDP-impl torch",
         "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--context-parallel-size 2",
         "--pipeline-model-parallel-size 2",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
     ],
