@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Finetune a GPT on conversations: `pretrain_gpt.py --sft` with the defaults of finetuning.
+"""Finetune a GPT on conversations, or with --preference-loss on pairs of answers.
+
+Without that flag it is `pretrain_gpt.py --sft` with the defaults of finetuning.
 
 python finetune.py --help                                             all flags
 python finetune.py --load Qwen3-0.6B --data-path chats.jsonl ...      one process
@@ -23,8 +25,13 @@ if __name__ == "__main__":
     help_if_asked("finetune.py")
     gc.disable()  # as in pretrain_gpt.py
 
+from megatron.config import RunConfig
 from megatron.config.finetuning import finetuning_words
-from megatron.training.pretrain import main
+from megatron.finetuning.distillation import Distillation
+from megatron.finetuning.preferences import PreferenceRecipe
+from megatron.finetuning.reference import ReferenceLogProbs
+from megatron.training.pretrain import Extras, main
+from megatron.training.recipe import Recipe
 from pretrain_gpt import GPTRecipe
 
 
@@ -34,7 +41,15 @@ class FinetuningRecipe(GPTRecipe):
     program = "finetune.py"
 
 
+def choose(config: RunConfig) -> tuple[Recipe, Extras]:
+    """Return the kind of training that the flags ask for, and its additional steps."""
+    if config.preferences.preference_loss is not None:
+        return PreferenceRecipe(), ReferenceLogProbs()
+    recipe = FinetuningRecipe()
+    return recipe, Distillation(recipe)
+
+
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    sys.exit(main(FinetuningRecipe(), finetuning_words(sys.argv[1:])))
+    sys.exit(main(FinetuningRecipe(), finetuning_words(sys.argv[1:]), choose=choose))

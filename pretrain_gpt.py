@@ -31,6 +31,7 @@ from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.gpt import build_gpt_datasets, context_part, make_batch, make_loss_mask
 from megatron.data.logits import with_logits
 from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
+from megatron.errors import ConfigError
 from megatron.finetuning.distillation import (
     LOSS_NAMES,
     Distillation,
@@ -98,6 +99,11 @@ class GPTRecipe:
             unit=config.training.samples_per_unit,
         )
         length, how = config.data.seq_length, (config.tokenizer, tokenizer)
+        if config.preferences.preference_loss is not None:
+            raise ConfigError(
+                f"--preference-loss {config.preferences.preference_loss}: pretrain_gpt.py does not "
+                "train on preferences: run finetune.py or megatron finetune"
+            )
         if config.finetuning.sft:
             return build_chat_datasets(request, config.finetuning, seq_length=length, tokenizer=how)
         return build_gpt_datasets(

@@ -35,3 +35,36 @@ def conversations(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--train-epochs {config.finetuning.train_epochs} cannot be combined with "
             "--train-iters, --train-samples or --train-tokens: give one length"
         )
+
+
+def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that does not fit --preference-loss."""
+    loss, precision = config.preferences.preference_loss, config.precision
+    if loss is None:
+        return
+    shown = f"--preference-loss {loss}"
+    if not config.training.calculate_per_token_loss:
+        yield (
+            f"{shown} requires --calculate-per-token-loss, with which each pair of a batch counts "
+            "the same: add it"
+        )
+    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
+        yield (
+            f"{shown} cannot be combined with --cross-entropy-fusion-impl linear, which has no "
+            "gradient for single tokens: use --cross-entropy-fusion-impl native"
+        )
+    if config.training.cuda_graph_impl != "none":
+        yield (
+            f"{shown} cannot be combined with --cuda-graph-impl {config.training.cuda_graph_impl}: "
+            "losses of pairs are not recorded: drop the flag"
+        )
+    if config.finetuning.truncation == "split":
+        yield (
+            f"{shown} cannot be combined with --truncation split, because a pair lies in one row: "
+            "use keep-start"
+        )
+    if config.distillation.is_on or config.distillation.logits_save_dir:
+        yield (
+            f"{shown} cannot be combined with distillation: drop --teacher-load, --logits-load-dir "
+            "and --logits-save-dir"
+        )

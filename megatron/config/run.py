@@ -22,6 +22,7 @@ from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig, ParallelOptions
 from megatron.config.precision import PrecisionConfig
+from megatron.config.preferences import PreferenceConfig
 from megatron.config.retriever import RetrieverConfig
 from megatron.config.training import EvaluationConfig, TrainingConfig, TrainingOptions
 from megatron.errors import ConfigError
@@ -46,6 +47,7 @@ class RunOptions:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     finetuning: FinetuningConfig = field(default_factory=FinetuningConfig)
+    preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

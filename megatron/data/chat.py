@@ -169,6 +169,35 @@ def build_chat_datasets(
         ConfigError: A flag names no file, or the template cannot be used.
         DataError: A file has mistakes, or its examples cannot be used.
     """
+    return build_packed_datasets(
+        request,
+        conversation_reader(request, options, seq_length=seq_length, tokenizer=tokenizer),
+        seq_length=seq_length,
+        filler=padding_token(tokenizer[1]),
+        packs=options.packing,
+    )
+
+
+def conversation_reader(
+    request: DataRequest,
+    options: FinetuningConfig,
+    *,
+    seq_length: int,
+    tokenizer: tuple[TokenizerConfig, Tokenizer],
+    preferences: bool = False,
+) -> Callable[[str, str], TokenizedExamples]:
+    """Return a function that reads the file that a flag names, and tokenizes it.
+
+    Args:
+        request: The data that the run needs.
+        options: The flags of finetuning.
+        seq_length: The number of tokens that an example may have.
+        tokenizer: The tokenizer's flags, and the tokenizer.
+        preferences: Whether each record has a chosen and a rejected answer.
+
+    Raises:
+        ConfigError: The template cannot be used.
+    """
     flags, used = tokenizer
     encoder = ConversationEncoder(
         ConversationOptions(
@@ -178,6 +207,7 @@ def build_chat_datasets(
             options.truncation,
             options.train_on_inputs,
             options.last_turn_only,
+            preferences,
         ),
         used,
     )
@@ -192,14 +222,12 @@ def build_chat_datasets(
         skips = request.data.skip_bad_lines
         return load_examples(prefix, encoder, cache, flag=flag, skip_bad_lines=skips)
 
-    ends = used.special_ids("pad") or used.special_ids("eod") or (0,)
-    return build_packed_datasets(
-        request,
-        open_examples,
-        seq_length=seq_length,
-        filler=next(iter(ends)),
-        packs=options.packing,
-    )
+    return open_examples
+
+
+def padding_token(tokenizer: Tokenizer) -> int:
+    """Return the id that fills rows up."""
+    return next(iter(tokenizer.special_ids("pad") or tokenizer.special_ids("eod") or (0,)))
 
 
 def packed_members(dataset: SampleDataset | None) -> list[PackedDataset]:

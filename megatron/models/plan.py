@@ -25,15 +25,22 @@ class HeadSpec:
         outputs: Number of scores that a task's head gives for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
         sequences: Sequences per sample. A question paired with one of its answers is a sequence.
+        compares: Whether the losses compare documents, and are no likelihoods of tokens.
     """
 
     outputs: int | None = None
     sequences: int = 1
+    compares: bool = False
 
     @property
     def is_language_model(self) -> bool:
         """Whether each token has a score for every vocabulary entry."""
         return self.outputs is None
+
+    @property
+    def has_perplexity(self) -> bool:
+        """Whether losses are mean negative log likelihoods of tokens."""
+        return self.is_language_model and not self.compares
 
 
 LANGUAGE_MODEL_HEAD = HeadSpec()

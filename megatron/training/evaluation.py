@@ -78,7 +78,7 @@ def evaluate_and_report(
                 return
             found |= {f"{name} {change}".rstrip(): value for name, value in losses.items()}
     if run.is_log_rank:
-        say(validation_lines(where, found, has_perplexity=run.recipe.head.is_language_model))
+        say(validation_lines(where, found, has_perplexity=run.recipe.head.has_perplexity))
     scalars.after_evaluation(run, split, found, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,13 +61,21 @@ class Extras:
         """Run once the requested training is complete, even if there was nothing left to train."""
 
 
-def main(recipe: Recipe, argv: Sequence[str] | None = None, extras: Extras | None = None) -> int:
+def main(
+    recipe: Recipe,
+    argv: Sequence[str] | None = None,
+    extras: Extras | None = None,
+    choose: Callable[[RunConfig], tuple[Recipe, Extras]] | None = None,
+) -> int:
     """Run one process of a pretraining job.
 
     Args:
         recipe: The kind of pretraining.
         argv: The command line, or `None` for the process's own.
         extras: Additional steps, if any.
+        choose: For a program with several kinds of training, a function that returns the recipe and
+            the steps that the flags ask for, instead of the two above. All have the architecture
+            and the program of `recipe`.
 
     Returns:
         The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if it
@@ -86,9 +94,10 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None, extras: Extras | Non
             read_checkpoint=network_of,
         )
         show_notices(parsed.notices, launch)
+        chosen = (recipe, extras) if choose is None else choose(parsed.config)
         if parsed.config.training.dry_run:
-            return dry_run(parsed.config, recipe, launch)
-        return pretrain(parsed.config, recipe, launch, started, extras)
+            return dry_run(parsed.config, chosen[0], launch)
+        return pretrain(parsed.config, chosen[0], launch, started, chosen[1])
 
     return run_process(arguments, work)
 

@@ -1,0 +1,61 @@
+"""Options of training on preferences: the loss of a pair of answers, and the reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.fields import Need, flag
+
+# Losses that compare the policy with a reference model, and those that need none.
+WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust")
+WITHOUT_REFERENCE = ("simpo", "orpo")
+_SFT = Need(lambda run: run.finetuning.sft, "--sft")
+_OF_BETA = Need(lambda run: run.preferences.preference_loss, "--preference-loss")
+_SMOOTHED = ("dpo", "robust", "simpo")
+_OF_SMOOTHING = Need(
+    lambda run: run.preferences.preference_loss in _SMOOTHED,
+    "--preference-loss dpo, robust or simpo",
+)
+_OF_SIMPO = Need(lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo")
+_OF_REFERENCE = Need(
+    lambda run: run.preferences.needs_reference, "--preference-loss dpo, ipo, hinge or robust"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """Preferences (finetune.py).
+
+    Attributes:
+        preference_loss: Train on pairs of a chosen and a rejected answer with this loss: DPO, IPO,
+            the hinge loss of SLiC, robust DPO, SimPO or ORPO.
+        preference_beta: Factor of the log-probabilities that makes them rewards (TRL's beta): how
+            closely the policy follows the reference. In IPO it is tau, in ORPO lambda. SimPO's
+            authors use 2 to 10.
+        preference_label_smoothing: Probability that the two answers of a pair were exchanged by
+            mistake (TRL's label_smoothing). With dpo this is conservative DPO.
+        simpo_gamma: The margin by which the reward of the chosen answer should exceed the other,
+            in SimPO (TRL's simpo_gamma).
+        reference_log_probs: File that keeps the log-probabilities that the reference model, which
+            has the run's initial weights, gives to all answers. They are computed if the file is
+            missing or belongs to other data or weights. If unset: reference_log_probs.npz in
+            --save.
+    """
+
+    preference_loss: str | None = flag(
+        None,
+        choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE),
+        requires=_SFT,
+        only_for=("gpt",),
+    )
+    preference_beta: float = flag(0.1, above=0, needs=_OF_BETA)
+    preference_label_smoothing: float = flag(
+        0.0, unit="0 to 0.5", at_least=0, below=0.5, needs=_OF_SMOOTHING
+    )
+    simpo_gamma: float = flag(0.5, needs=_OF_SIMPO)
+    reference_log_probs: str | None = flag(None, unit="file", needs=_OF_REFERENCE)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference model."""
+        return self.preference_loss in WITH_REFERENCE

@@ -1,0 +1,236 @@
+"""Rows of packed pairs: a chosen and a rejected answer to one prompt, next to each other.
+
+Example 2i of a file is the chosen answer of pair i, with its prompt, and example 2i + 1 the
+rejected one. Pairs are packed whole, so that a row has everything that its losses need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.finetuning import FinetuningConfig
+from megatron.data.chat import conversation_reader, padding_token
+from megatron.data.conversations import TokenizedExamples
+from megatron.data.datasets import (
+    BlendedDataset,
+    DataRequest,
+    DatasetPart,
+    Datasets,
+    build_datasets,
+)
+from megatron.data.packing import EpochPlan, Packing, one_each, pack
+from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer
+
+# A part of a sample of pairs, `[s]`: 1 at the first token of each chosen answer, otherwise 0.
+PAIRS = "pairs"
+# A part of a sample of pairs, `[s]` float64: at the first token of each answer, with its prompt,
+# the log-probability that the reference model gives to it.
+REFERENCE = "reference"
+
+
+class FittedPairs:
+    """The pairs of one file, none longer than a row.
+
+    Args:
+        examples: The chosen and rejected answers, in turns.
+        seq_length: The number of tokens of a row, s.
+        truncation: What to do with longer pairs: a value of --truncation.
+
+    Attributes:
+        prefix: The path, as the flag names it.
+        limits: The number of tokens that remain of the answers of each pair, `[P, 2]`.
+
+    Raises:
+        DataError: Pairs are too long for --truncation error, or none remains.
+    """
+
+    def __init__(self, examples: TokenizedExamples, seq_length: int, truncation: str) -> None:
+        """Choose the pairs that remain."""
+        self.prefix, self._examples = examples.name, examples
+        self._keeps_end = truncation == "keep-end"
+        lengths = np.asarray(examples.lengths).reshape(-1, 2)
+        totals = lengths.sum(axis=1)
+        long = np.flatnonzero(totals > seq_length)
+        if len(long) and truncation == "error":
+            raise DataError(
+                f"{self.prefix}: {len(long):,} of {len(lengths):,} pairs have more tokens than "
+                f"--seq-length {seq_length}, in which both answers must lie, pair "
+                f"{int(long[0]) + 1} first; the longest has {int(totals.max())}: raise "
+                "--seq-length, or choose --truncation drop, keep-start or keep-end"
+            )
+        self._kept = np.arange(len(lengths))
+        if truncation == "drop":
+            self._kept = np.delete(self._kept, long)
+        if not len(self._kept):
+            raise DataError(
+                f"{self.prefix}: none of {len(lengths):,} pairs fits into --seq-length "
+                f"{seq_length}: raise it, or choose --truncation keep-start"
+            )
+        self.limits = pair_limits(lengths, seq_length)[self._kept]
+
+    def digest(self) -> str:
+        """Return a digest of all answers, with what counts in them."""
+        found, examples = hashlib.sha256(), self._examples
+        for array in (examples.tokens, examples.trained, examples.lengths, self._kept, self.limits):
+            found.update(np.ascontiguousarray(array).data)
+        return f"{found.hexdigest()} {'ends' if self._keeps_end else 'starts'}"
+
+    @property
+    def size(self) -> int:
+        """The number of tokens, which decides its share of a blend without weights."""
+        return int(self.limits.sum())
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self._kept)
+
+    def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the tokens of an answer and its prompt, and whether each is trained on.
+
+        Args:
+            i: The number of the pair.
+            side: 0 for the chosen answer, 1 for the rejected one.
+        """
+        tokens, trained = self._examples[2 * int(self._kept[i]) + side]
+        limit = int(self.limits[i, side])
+        part = slice(len(tokens) - limit, None) if self._keeps_end else slice(limit)
+        return tokens[part], trained[part]
+
+
+def pair_limits(lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
+    """Return how many tokens of each answer fit a row with the other answer of its pair.
+
+    The longer answer is cut first, until both have the same length.
+
+    Args:
+        lengths: The numbers of tokens of the chosen and of the rejected answers, `[P, 2]`.
+        seq_length: The number of tokens of a row.
+    """
+    room = seq_length - lengths[:, ::-1]
+    return np.minimum(lengths, np.maximum(seq_length // 2, room))
+
+
+@dataclass(eq=False)
+class PreferenceDataset:
+    """Rows of packed pairs.
+
+    Attributes:
+        source: The pairs of all splits.
+        first: The first pair of this split.
+        packing: How the split's pairs share rows.
+        num_samples: The number of samples that the run needs; the rows repeat as often as needed.
+        seed: The seed of the order of rows.
+        filler: The id in the padding.
+        reference: The log-probabilities of the reference model, `[P, 2]`; `None` until they are
+            known, and if no loss needs them.
+    """
+
+    source: FittedPairs
+    first: int
+    packing: Packing
+    num_samples: int
+    seed: int
+    filler: int
+    reference: NDArray[np.float64] | None = None
+    _plans: dict[int, EpochPlan] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """A text that differs whenever the samples differ."""
+        packing, last = self.packing, self.first + self.pairs
+        return (
+            f"Packed pairs\n\n{self.source.prefix}\nPairs {self.first} to {last}\n"
+            f"Rows {packing.rows} of {packing.seq_length}\nRandom seed {self.seed}\n"
+        )
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs, P."""
+        return len(self.packing.lengths)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def row(self, i: int) -> NDArray[np.int64]:
+        """Return the numbers of the pairs of sample i."""
+        epoch, row = divmod(i, self.packing.rows)
+        if epoch not in self._plans:
+            self._plans.clear()  # samples are read in order, and a plan is large
+            self._plans[epoch] = self.packing.epoch(epoch, self.seed)
+        return self._plans[epoch].row(row)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`: `text`, `[s + 1]`, and `TRAINED`, `PAIRS` and `REFERENCE`, `[s]`."""
+        length = self.packing.seq_length
+        text, trained = np.full(length + 1, self.filler, np.int64), np.zeros(length, np.int64)
+        pairs, reference = np.zeros(length, np.int64), np.zeros(length)
+        ends, end = [], 0
+        for number in self.row(i):
+            pairs[end] = 1
+            for side in (0, 1):
+                tokens, counts = self.source.answer(self.first + int(number), side)
+                at, end = end, end + len(tokens)
+                text[at:end] = tokens
+                trained[at : end - 1] = counts[1:]  # labels are one token ahead
+                if self.reference is not None:
+                    reference[at] = self.reference[number, side]
+                ends.append(end)
+        if end < length:
+            ends.append(length)
+        parts: dict[str, Any] = {TRAINED: trained, PAIRS: pairs, REFERENCE: reference}
+        return {"text": text, **parts, SEGMENT_ENDS: np.array(ends), "id": i}
+
+
+def build_preference_datasets(
+    request: DataRequest,
+    options: FinetuningConfig,
+    *,
+    seq_length: int,
+    tokenizer: tuple[TokenizerConfig, Tokenizer],
+) -> Datasets:
+    """Build rows of the pairs that the flags name. Every process calls this function.
+
+    Args:
+        request: The data that the run needs.
+        options: The flags of finetuning.
+        seq_length: The number of tokens of a row, s.
+        tokenizer: The tokenizer's flags, and the tokenizer.
+
+    Raises:
+        ConfigError: A flag names no file, or the template cannot be used.
+        DataError: A file has mistakes, or its pairs cannot be used.
+    """
+    reader = conversation_reader(
+        request, options, seq_length=seq_length, tokenizer=tokenizer, preferences=True
+    )
+    filler = padding_token(tokenizer[1])
+
+    def open_source(prefix: str, flag: str) -> FittedPairs:
+        return FittedPairs(reader(prefix, flag), seq_length, options.truncation)
+
+    def build_part(part: DatasetPart) -> PreferenceDataset:
+        totals = part.data.limits[slice(*part.bounds)].sum(axis=1)
+        packing = (pack if options.packing else one_each)(totals, seq_length)
+        place = (part.data, part.bounds[0], packing, part.num_samples, request.seed)
+        return PreferenceDataset(*place, filler)
+
+    def refuse_mock(count: int, split: int) -> SampleDataset:
+        raise AssertionError("a rule refuses --mock-data")
+
+    return build_datasets(request, build_part, refuse_mock, open_source=open_source)
+
+
+def preference_members(dataset: SampleDataset | None) -> list[PreferenceDataset]:
+    """Return the datasets of pairs that a split is made of, in the order of its blend."""
+    if isinstance(dataset, BlendedDataset):
+        return [member for each in dataset.datasets for member in preference_members(each)]
+    return [dataset] if isinstance(dataset, PreferenceDataset) else []

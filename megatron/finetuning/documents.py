@@ -1,0 +1,55 @@
+"""Log-probabilities of the documents of packed rows, in every layout.
+
+b rows of s tokens hold k segments, the padding of rows among them. Every context rank gets the sums
+over whole documents, although it computes the losses of only a part of their tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.parallel.context.split import local_positions
+from megatron.parallel.layout import Axis
+
+
+class DocumentSums(NamedTuple):
+    """Sums over the tokens of each segment that count.
+
+    Attributes:
+        log_probs: The log-probabilities, fp64 [k].
+        tokens: The number of tokens, fp64 [k].
+    """
+
+    log_probs: Tensor
+    tokens: Tensor
+
+
+def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> DocumentSums:
+    """Return the log-probability of each segment. Collective over the context axis.
+
+    All context ranks return the same numbers, and each may compute the same loss from them: the
+    gradients' mean over context ranks, which training takes, is then that of the loss.
+
+    Args:
+        losses: The loss of each label on this context rank, [b, s/C].
+        trained: 1 for labels that count, otherwise 0, of whole rows, [b, s].
+        ends: 0, then the end of each segment, counted over the tokens of all rows, [k + 1].
+        axis: The context axis, of C ranks.
+    """
+    rows, length = trained.shape
+    positions = local_positions(length, axis, trained.device)
+    places = (torch.arange(rows, device=trained.device)[:, None] * length + positions).flatten()
+    # Tokens lie in the order of their documents on every rank, so that each document is a range.
+    bounds = torch.searchsorted(places, ends)
+    counted = trained.double()
+    local = _sums(-losses.double() * counted[:, positions], bounds)
+    # Each rank's gradient goes to all ranks, because each has the tokens of a part of its loss.
+    return DocumentSums(reduce_from(copy_to(local, axis), axis), _sums(counted, ends))
+
+
+def _sums(values: Tensor, bounds: Tensor) -> Tensor:
+    return torch.segment_reduce(values.flatten(), "sum", offsets=bounds.long(), initial=0)

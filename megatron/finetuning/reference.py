@@ -1,0 +1,217 @@
+"""The reference model's log-probabilities of all answers: computed once, kept in a file.
+
+The reference model is the model with the run's initial weights. Its log-probabilities are computed
+before the first update, so that training holds only one model. A run that resumes has other
+weights, and reads the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.command import say
+from megatron.config import RunConfig
+from megatron.data.preferences import PAIRS, PreferenceDataset, preference_members
+from megatron.data.sample import Sample
+from megatron.durable import replace_file, writing_to
+from megatron.errors import CheckpointError
+from megatron.finetuning.preferences import at_segments, run_documents
+from megatron.optimizer.norms import is_counted_here, sum_over_model
+from megatron.parallel.collectives import all_reduce, broadcast
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer
+from megatron.training.batches import batches_from
+from megatron.training.passes import Passes
+from megatron.training.pretrain import Extras
+from megatron.training.recipe import Batch
+from megatron.training.recorded_passes import DirectForward
+from megatron.training.run import Run
+
+FILE_NAME = "reference_log_probs.npz"
+_FLAG = "--reference-log-probs"
+
+
+class ReferenceLogProbs(Extras):
+    """The step before training that gives every sample its reference log-probabilities."""
+
+    def begin(self, run: Run) -> None:
+        """Read or compute the log-probabilities, if the loss needs them. Collective.
+
+        Raises:
+            CheckpointError: The run resumes, and the file is missing or for other data.
+        """
+        options = run.config.preferences
+        members = [member for split in run.datasets for member in preference_members(split)]
+        if not options.needs_reference or not members:
+            return
+        resumes = run.progress.iteration > 0
+        target = file_of(run.config, run.config.checkpoint.save)
+        source = file_of(run.config, run.config.checkpoint.load) if resumes else target
+        data = data_digest(run.config, members)
+        weights = "" if resumes else str(weights_checksum(run))
+        kept = _read_shared(run, source, data, weights, sum(member.pairs for member in members))
+        if kept is None and resumes:
+            raise CheckpointError(
+                f"{_FLAG}: {source or 'no file'} does not hold the reference model's "
+                "log-probabilities of this data, and they cannot be computed from weights that are "
+                f"already trained: give the run's data, and the file that it wrote with {_FLAG}; "
+                "or start again from the reference model with --finetune"
+            )
+        if kept is None:
+            if run.layout.world.rank == 0:
+                count = sum(member.packing.rows for member in members)
+                say(f"  computing the reference model's log-probabilities of {count} rows ...")
+            kept = np.concatenate([reference_of(run, member) for member in members])
+            source = None
+        if target not in (None, source) and run.layout.world.rank == 0:
+            assert target is not None
+            if source is None:
+                _write(target, kept, data, weights)
+            else:  # the run continues in another folder
+                replace_file(target, source.read_bytes())
+        start = 0
+        for member in members:
+            member.reference = kept[start : start + member.pairs]
+            start += member.pairs
+
+
+def file_of(config: RunConfig, folder: str | None) -> Path | None:
+    """Return the file of the log-probabilities beside the checkpoints in `folder`, if any."""
+    named = config.preferences.reference_log_probs
+    if named is not None:
+        return Path(named)
+    return None if folder is None else Path(folder) / FILE_NAME
+
+
+def data_digest(config: RunConfig, members: Sequence[PreferenceDataset]) -> str:
+    """Return a digest of the answers and of the number format.
+
+    The layout does not count: it changes only the rounding.
+    """
+    digest = hashlib.sha256(str(config.precision.stream_dtype).encode())
+    for source in dict.fromkeys(member.source for member in members):
+        digest.update(source.digest().encode())
+    for member in members:
+        digest.update(str((member.first, member.pairs)).encode())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def weights_checksum(run: Run) -> int:
+    """Return a checksum of the model's weights. Collective.
+
+    It adds the bits of all numbers, so that it does not depend on the layout.
+    """
+    shards = run.gradients.shares_weights
+    total = torch.zeros(1, dtype=torch.int64, device=run.device.torch_device)
+    for parameter in run.parameters():
+        if is_counted_here(parameter, run.layout, is_sharded=shards):
+            held = run.gradients.part(parameter) if shards else parameter
+            kind = {4: torch.int32, 2: torch.int16, 8: torch.int64}[held.element_size()]
+            total += held.detach().view(kind).sum(dtype=torch.int64)
+    return int(sum_over_model(total, run.layout, over_replicas=shards).item())
+
+
+@dataclass(frozen=True, eq=False)
+class _OnePass:
+    """All rows of a dataset once, and the first ones again until whole batches are full."""
+
+    dataset: PreferenceDataset
+    batch: int
+
+    def __len__(self) -> int:
+        return -(-self.dataset.packing.rows // self.batch) * self.batch
+
+    def __getitem__(self, i: int) -> Sample:
+        row = i % self.dataset.packing.rows
+        return {**self.dataset[row], "id": row}
+
+
+@torch.no_grad()
+def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
+    """Return the log-probabilities of a dataset's answers under the run's weights, [P, 2].
+
+    Collective. The weights are those of now.
+    """
+    found = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how often they were computed
+    contributes = run.layout.tensor.is_first and run.layout.context.is_first
+
+    def forward(
+        part: Any,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> Tensor | dict[str, Tensor]:
+        result = run_documents(part, batch, hidden, tokenizer, layout)
+        if isinstance(result, Tensor):
+            return result
+        if contributes:
+            places = np.concatenate([dataset.row(row) for row in batch["id"].tolist()])
+            first = at_segments(batch, PAIRS).nonzero().squeeze(1)
+            values = result.log_probs[torch.stack((first, first + 1), dim=1)].cpu().numpy()
+            found[places, :2] += values
+            found[places, 2] += 1
+        return {"loss": result.log_probs.sum().float()}
+
+    for part in run.parts:
+        part.eval()
+    rows = _OnePass(dataset, run.batches.global_batch)
+    batches = batches_from(run, rows, consumed=0)
+    for _ in range(len(rows) // run.batches.global_batch):
+        count = run.batches.global_batch // run.batches.samples_per_pass
+        Passes(run, batches, count, forward=DirectForward(forward)).forward()
+    total = torch.from_numpy(found).to(run.device.torch_device)
+    whole: NDArray[np.float64] = all_reduce(total, run.layout.world).cpu().numpy()
+    return whole[:, :2] / whole[:, 2:]
+
+
+def _read_shared(
+    run: Run, path: Path | None, data: str, weights: str, pairs: int
+) -> NDArray[np.float64] | None:
+    """Return what rank 0 reads from a file, or `None` if it is not what the run needs."""
+    kept = _read(path, data, weights, pairs) if run.layout.world.rank == 0 else None
+    device = run.device.torch_device
+    is_kept = torch.tensor([kept is not None], dtype=torch.int64, device=device)
+    if not broadcast(is_kept, run.layout.world).item():
+        return None
+    values = torch.zeros(pairs, 2, dtype=torch.float64, device=device)
+    if kept is not None:
+        values.copy_(torch.from_numpy(kept))
+    shared: NDArray[np.float64] = broadcast(values, run.layout.world).cpu().numpy()
+    return shared
+
+
+def _read(path: Path | None, data: str, weights: str, pairs: int) -> NDArray[np.float64] | None:
+    if path is None or not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            values, of_data, of_weights = (held[name] for name in ("values", "data", "weights"))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        say(f"WARNING: {path}: not a file of log-probabilities ({error}): it is replaced")
+        return None
+    fits = values.shape == (pairs, 2) and values.dtype == np.float64
+    if not fits or str(of_data) != data or (weights and str(of_weights) != weights):
+        say(f"  {path} is for other data or weights: it is replaced")
+        return None
+    return values
+
+
+def _write(path: Path, values: NDArray[np.float64], data: str, weights: str) -> None:
+    file = io.BytesIO()
+    np.savez(file, values=values, data=np.array(data), weights=np.array(weights))
+    with writing_to(_FLAG, path):
+        replace_file(path, file.getvalue())

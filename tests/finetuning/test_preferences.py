@@ -1,0 +1,45 @@
+"""Training on preferences: first values, learning, and every layout against one process."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+from megatron.finetuning.preferences import METRICS
+from megatron.parallel.layout import Layout
+from tests.distributed import run_sharing_memory
+from tests.finetuning.toy_pairs import train_pairs
+
+
+@cache
+def one_process(words: str = "") -> dict[str, list[float]]:
+    return train_pairs(Layout.single(), words.split())
+
+
+def test_first_loss_is_that_of_a_model_that_is_its_own_reference() -> None:
+    """The policy is the reference model until the first update: TRL's first loss, too."""
+    found = one_process()
+    assert found["loss"][0] == pytest.approx(math.log(2), abs=1e-6)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
+        assert found[name][0] == pytest.approx(0, abs=1e-5)
+    assert found["loss"][-1] < 0.68
+    assert found["rewards/accuracies"][-1] > 0.9
+
+
+LAYOUTS = {
+    "tensor": (2, {"tensor": 2}, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pipeline": (2, {"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+    "context": (2, {"context": 2}, "--context-parallel-size 2"),
+    "data": (2, {}, ""),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_equals_one_process(name: str) -> None:
+    processes, sizes, words = LAYOUTS[name]
+    expected = one_process()
+    for found in run_sharing_memory(processes, train_pairs, words.split(), **sizes):
+        for metric in (*METRICS, "grad-norm"):
+            assert found[metric] == pytest.approx(expected[metric], rel=2e-4, abs=2e-5), metric

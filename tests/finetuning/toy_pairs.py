@@ -1,0 +1,92 @@
+"""A toy of training on preferences: random pairs of answers, and a run on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config import RunConfig
+from megatron.config.parser import parse_config
+from megatron.data.conversations import TokenizedExamples
+from megatron.data.packing import one_each, pack
+from megatron.data.preferences import FittedPairs, PreferenceDataset
+from megatron.finetuning.preferences import METRICS, PreferenceRecipe
+from megatron.finetuning.reference import ReferenceLogProbs
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer
+from megatron.training.build import build_run
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.recipe import SampleCounts, Splits
+from megatron.training.run import Run
+from tests.distributed import toy_device
+from tests.training.toy import TOY, Recorder
+
+SEED = 1234  # that of the flags
+FILE = Path(__file__).with_name("pairs.jsonl")
+# Later flags win over those of the toy in tests.training.toy.
+PAIRS = """
+    --sft --calculate-per-token-loss --seq-length 32
+    --max-position-embeddings 32 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0
+    --train-iters 4 --preference-loss dpo
+""".split()
+
+
+def toy_pairs(vocabulary: int = 100, pairs: int = 24, longest: int = 9) -> TokenizedExamples:
+    """Answers of random tokens, and of random lengths, to prompts that the two share."""
+    random = np.random.RandomState(1)
+    tokens, trained = [], []
+    for _ in range(pairs):
+        prompt = random.randint(vocabulary, size=random.randint(1, 4))
+        for _ in range(2):
+            answer = random.randint(vocabulary, size=random.randint(1, longest - len(prompt)))
+            tokens.append(np.concatenate((prompt, answer)).astype(np.int32))
+            trained.append(np.arange(len(tokens[-1])) >= len(prompt))
+    lengths = np.array([len(each) for each in tokens])
+    starts = lengths.cumsum() - lengths
+    held = (np.concatenate(tokens), np.concatenate(trained), lengths, starts)
+    return TokenizedExamples("toy", *held, Counter())
+
+
+def rows_of_one_pair(pairs: TokenizedExamples, count: int) -> list[int]:
+    """Return the pairs in the order of training with --no-packing."""
+    source = FittedPairs(pairs, 32, "error")
+    packing = one_each(source.limits.sum(axis=1), 32)
+    dataset = PreferenceDataset(source, 0, packing, count, SEED, 0)
+    return [int(number) for i in range(count) for number in dataset.row(i)]
+
+
+class ToyPreferences(PreferenceRecipe):
+    """Training on the toy's pairs."""
+
+    vocabulary = 100
+
+    def build_datasets(
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
+    ) -> Splits:
+        length = config.data.seq_length
+        source = FittedPairs(toy_pairs(self.vocabulary), length, "error")
+        how = pack if config.finetuning.packing else one_each
+        packing = how(source.limits.sum(axis=1), length)
+        seed = config.training.seed
+        return PreferenceDataset(source, 0, packing, samples[0], seed, 0), None, None
+
+
+def build_pairs(layout: Layout, words: Sequence[str]) -> Run:
+    """Build a run on the toy's pairs, with the reference model's log-probabilities."""
+    base = [word for word in TOY if word != "--mock-data"]
+    given = [*base, *PAIRS, "--no-exit-signal-handler", "--data-path", str(FILE), *words]
+    parsed = parse_config(given, world_size=layout.world.size, architecture="gpt")
+    run = build_run(parsed.config, ToyPreferences(), toy_device(layout.world.rank), layout)
+    ReferenceLogProbs().begin(run)
+    return run
+
+
+def train_pairs(layout: Layout, words: Sequence[str]) -> dict[str, list[float]]:
+    """Train on the toy's pairs to the end, and return what was logged."""
+    run, recorder = build_pairs(layout, words), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    return {name: recorder.values(name) for name in (*METRICS, "grad-norm")}
