@@ -47,6 +47,11 @@ _FORMATS = (
     ("sharegpt", {"conversations"}),
     ("text", {"text"}),
 )
+# Keys of a record that are read; tables have others too.
+COLUMNS = (
+    *("messages", "conversations", "system", "prompt", "completion", "chosen", "rejected", "text"),
+    *("tools", "documents", "chat_template_kwargs"),
+)
 _KNOWN = (
     '{"messages": [...]}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, '
     '{"conversations": [...]} or {"text"}'

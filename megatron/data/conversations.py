@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megatron.config.data import TokenizerConfig
 from megatron.data.cache import ArraySpec, IndexCache
 from megatron.data.conversation_records import (
+    COLUMNS,
     Example,
     Plain,
     for_template,
@@ -35,7 +36,7 @@ from megatron.data.conversation_records import (
     read_examples,
 )
 from megatron.data.preprocess import LESS_MEMORY, choose_workers, map_in_order
-from megatron.data.text_input import BadLine, TextBlock, find_inputs, read_blocks
+from megatron.data.text_input import BadLine, TextBlock, find_inputs, parquet_columns, read_blocks
 from megatron.errors import ConfigError, DataError, shortage_errors, warn
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat_template import (
@@ -402,7 +403,7 @@ def load_examples(
     Call it within `cache.builder_first`, so that other processes find what one has built.
 
     Args:
-        name: A file, folder or glob of JSON lines (also with .gz, .bz2 or .zst).
+        name: A file, folder or glob of JSON lines (also with .gz, .bz2 or .zst) or parquet.
         encoder: The encoder of its records.
         cache: The cache for the ids.
         flag: The flag that names the dataset, for messages.
@@ -415,8 +416,8 @@ def load_examples(
     try:
         files = find_inputs([name])
         for file in files:
-            if file.lower().endswith((".parquet", ".txt")):
-                raise DataError(f"--input {file}: conversations are read from JSON lines: convert")
+            if file.lower().endswith(".txt"):
+                raise DataError(f"--input {file}: conversations are JSON lines or parquet: convert")
             if not os.path.getsize(file):
                 raise DataError(f"--input {file}: the file is empty: give conversations")
         build = partial(_build, files, encoder, workers, skip_bad_lines, flag)
@@ -447,6 +448,16 @@ def load_examples(
     return found
 
 
+def _blocks(files: Sequence[str]) -> Iterator[TextBlock]:
+    """Yield the blocks of lines of all files; a row of a parquet file is a line."""
+    for file in files:
+        columns = list(COLUMNS)
+        if file.lower().endswith(".parquet"):
+            found = parquet_columns(file)
+            columns = [name for name in COLUMNS if name in found] or found
+        yield from read_blocks([file], columns, _BLOCK_BYTES)
+
+
 def _build(
     files: Sequence[str],
     encoder: ConversationEncoder,
@@ -460,10 +471,9 @@ def _build(
     lines: Counter[str] = Counter()  # those before the block, by file
     told: Counter[str] = Counter()
     number = max(1, choose_workers(files) if workers is None else workers)
-    blocks = partial(read_blocks, files, ("messages",), _BLOCK_BYTES)
     with (
         shortage_errors(LESS_MEMORY),
-        map_in_order(encoder, blocks, number, LESS_MEMORY) as results,
+        map_in_order(encoder, partial(_blocks, files), number, LESS_MEMORY) as results,
     ):
         for encoded in results:
             path = encoded.block.path

@@ -393,6 +393,23 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
     return raw
 
 
+def parquet_columns(path: str) -> list[str]:
+    """Return the names of a parquet file's columns.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return list(parquet.read_schema(path).names)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(
+            f"--input {path}: not a readable parquet file ({error}); copy it again"
+        ) from error
+
+
 def _parquet_blocks(
     path: str, keys: Sequence[str], longest: int, block_bytes: int
 ) -> Iterator[TextBlock]:

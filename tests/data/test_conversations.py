@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from megatron.config.data import TokenizerConfig
@@ -425,6 +426,23 @@ def test_files_that_hold_no_conversations_are_named(folder: Path, tmp_path: Path
             (tmp_path / name).write_text("text" if name == "a.txt" else "")
         with pytest.raises(DataError, match=f"--data-path .*{name}: .*{problem}"):
             load_examples(str(tmp_path / name), _encoder(folder), cache)
+
+
+def test_tables_of_parquet_are_read_row_by_row(folder: Path, tmp_path: Path) -> None:
+    """Every message of a table has every key, null where it was not given."""
+    call = {**CALL, "content": None}
+    records = [
+        _said(USER, ANSWER, tools=None, prompt_id=1),
+        _said(USER, call, {"role": "tool", "content": "1"}, ANSWER, tools="[]", prompt_id=2),
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet")
+    encoder = _encoder(folder)
+    found = load_examples(str(tmp_path / "chats.parquet"), encoder, IndexCache(()))
+    end = "<|endoftext|>"
+    assert _trained(encoder, found) == [f"Hi there.{end}", f"{end}Hi there.{end}"]
+    (tmp_path / "chats.parquet").write_bytes(b"PAR1 damaged")
+    with pytest.raises(DataError, match="--data-path .*chats.parquet: not a readable parquet"):
+        load_examples(str(tmp_path / "chats.parquet"), encoder, IndexCache(()))
 
 
 def test_packed_files_and_folders_are_read_in_order(folder: Path, tmp_path: Path) -> None:
