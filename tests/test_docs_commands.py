@@ -126,11 +126,18 @@ def _check_task(words: list[str], world_size: int) -> None:
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import ModelOptions
     from megatron.config.run import RunOptions
-    from megatron.tasks import dialogue, finetune_command, harness, language_model, retrieval
+    from megatron.tasks import (
+        dialogue,
+        finetune_command,
+        harness,
+        language_model,
+        retrieval,
+        towers,
+    )
     from megatron.tasks.table import TASKS, find_task
 
     def start(_: object) -> RunOptions:
-        kinds = {"finetuning": "bert", "retrieval": "ict"}
+        kinds = {"finetuning": "bert", "retrieval": "ict", "towers": "ict"}
         if "--retro-workdir" in words:
             kinds["language model"] = "retro"
         return replace(
@@ -153,6 +160,7 @@ def _check_task(words: list[str], world_size: int) -> None:
         "dialogue": dialogue.parse,
         "finetuning": finetune_command.parse,
         "retrieval": retrieval.parse,
+        "towers": towers.parse,
     }[TASKS[task].kind]
     try:
         parse(task, words, world_size, start)

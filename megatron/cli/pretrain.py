@@ -81,7 +81,7 @@ def _help(everything: bool) -> None:
 
 def _finetune_help(everything: bool) -> None:
     show_help("megatron finetune RECIPE --load CHECKPOINTS [--gpus N]", everything=everything)
-    tasks = [name for name, task in TASKS.items() if task.kind == "finetuning"]
+    tasks = [name for name, task in TASKS.items() if task.kind in ("finetuning", "towers")]
     print(
         f"{_RECIPE_HELP}\n"
         "--load names the model to start from, --data-path conversations in JSON lines; with "

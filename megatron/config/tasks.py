@@ -118,6 +118,39 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowersConfig:
+    """Finetuning of a bi-encoder (RET-FINETUNE-NQ).
+
+    Attributes:
+        train_with_neg: Compare each question with wrong passages of its own, too, not only with the
+            passages of the other questions.
+        train_hard_neg: Wrong passages of a question. Hard negatives are drawn anew in each epoch;
+            other negatives stand in for those that a question lacks.
+        val_av_rank_hard_neg: Hard negatives of a question in evaluations.
+        val_av_rank_other_neg: Other negatives of a question in evaluations.
+        eval_micro_batch_size: Questions whose passages are ranked together in evaluations. Default:
+            --micro-batch-size.
+    """
+
+    train_with_neg: bool = False
+    train_hard_neg: int = flag(0, unit="passages", at_least=0)
+    val_av_rank_hard_neg: int = flag(30, unit="passages", at_least=0)
+    val_av_rank_other_neg: int = flag(30, unit="passages", at_least=0)
+    eval_micro_batch_size: int | None = flag(None, unit="questions", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverTextConfig:
+    """Texts of a bi-encoder (RET-FINETUNE-NQ and RETRIEVER-EVAL).
+
+    Attributes:
+        retriever_seq_length: Longest question or passage in tokens. Longer ones are cut.
+    """
+
+    retriever_seq_length: int = flag(256, unit="tokens", at_least=3)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetrieverTaskConfig:
     """Retrieval (ORQA).
 
@@ -128,7 +161,6 @@ class RetrieverTaskConfig:
         qa_data_test: Questions of the test set, in the same form.
         embedding_path: File for the vectors of the passages. If it holds those of this checkpoint
             and these passages, they are not computed again. By default they are not kept.
-        retriever_seq_length: Longest question or passage in tokens. Longer ones are cut.
         indexer_batch_size: Passages that each process embeds at a time.
         indexer_log_interval: Batches of passages between two lines of progress.
         faiss_use_gpu: Search on GPUs.
@@ -141,7 +173,6 @@ class RetrieverTaskConfig:
     qa_data_dev: str | None = None
     qa_data_test: str | None = None
     embedding_path: str | None = None
-    retriever_seq_length: int = flag(256, unit="tokens", at_least=3)
     indexer_batch_size: int = flag(128, unit="passages", at_least=1)
     indexer_log_interval: int = flag(1000, unit="batches", at_least=1)
     faiss_use_gpu: bool = False

@@ -144,7 +144,9 @@ class Retrieval(NamedTuple):
     places: Tensor
 
 
-def compare_all(vectors: Vectors, data: Axis, *, scale: float) -> Retrieval:
+def compare_all(
+    vectors: Vectors, data: Axis, *, scale: float, counted: Tensor | None = None
+) -> Retrieval:
     """Score the queries of all ranks against the contexts of all ranks, and return the loss.
 
     Context i of a rank is the right one for its query i. A rank may have more contexts than
@@ -157,10 +159,14 @@ def compare_all(vectors: Vectors, data: Axis, *, scale: float) -> Retrieval:
         vectors: The vectors of this rank.
         data: The data-parallel ranks.
         scale: Factor applied to the scores.
+        counted: bool [c], False for contexts that are only padding; `None` counts all.
     """
     queries = gather_rows_to(vectors.queries.float(), data)
     contexts = gather_rows_to(vectors.contexts.float(), data)
     scores = queries @ contexts.t() * scale
+    if counted is not None:
+        present = gather_rows_to(counted.float()[:, None], data)[:, 0] > 0
+        scores = scores.masked_fill(~present, -torch.inf)
     own, count = len(vectors.queries), len(vectors.contexts)
     right = torch.arange(len(queries), device=scores.device)
     right = right // own * count + right % own

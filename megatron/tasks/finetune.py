@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -227,7 +227,7 @@ class Finetuning(Extras):
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Return the evaluation at the end of each epoch."""
-        return [_AtEpochsEnd(self)] if self._valid and self._epoch_ends else []
+        return [AtEpochsEnd(self._epoch_ends, self.evaluate)] if self._valid else []
 
     def end(self, run: Run) -> None:
         """Write the final results."""
@@ -246,11 +246,6 @@ class Finetuning(Extras):
         if run.layout.world.rank == 0:
             say(self._table(run, self.last))
         self._keep_if_best(run, self.last)
-
-    @property
-    def epoch_ends(self) -> Set[int]:
-        """The updates after which an epoch has ended."""
-        return self._epoch_ends
 
     def _iteration(self, run: Run) -> int:
         """Return the iteration that made the weights."""
@@ -318,21 +313,27 @@ class Finetuning(Extras):
         report_results(path, content)
 
 
-class _AtEpochsEnd(Callback):
-    """Evaluation after each epoch."""
+class AtEpochsEnd(Callback):
+    """Evaluation after each epoch.
 
-    def __init__(self, finetuning: Finetuning) -> None:
-        self._finetuning = finetuning
+    Args:
+        ends: The updates after which an epoch has ended.
+        evaluate: The evaluation. Collective.
+    """
+
+    def __init__(self, ends: Set[int], evaluate: Callable[[Run], object]) -> None:
+        """Store the arguments."""
+        self._ends, self._evaluate = ends, evaluate
 
     def interrupts(self, run: Run) -> bool:
         """Return whether the coming update ends an epoch."""
-        return run.progress.iteration + 1 in self._finetuning.epoch_ends
+        return run.progress.iteration + 1 in self._ends
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Evaluate at the end of an epoch, unless the run ends at once."""
-        at_end = run.progress.iteration in self._finetuning.epoch_ends
+        at_end = run.progress.iteration in self._ends
         if at_end and not (leave is not None and leave.at_once):
-            self._finetuning.evaluate(run)
+            self._evaluate(run)
 
 
 def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:

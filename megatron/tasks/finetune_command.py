@@ -41,13 +41,13 @@ from megatron.training.pretrain import dry_run, pretrain
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # The rules that need the length of the run, which is known after the data was read.
-_LATE: tuple[Rule, ...] = (
+LATE_RULES: tuple[Rule, ...] = (
     rules_model.some_length,
     rules_training.samples,
     rules_training.length,
     rules_training.warm_up,
 )
-_OF_PRETRAINING: tuple[Rule, ...] = (
+PRETRAINING_RULES: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
@@ -181,9 +181,9 @@ def parse(
             extra=(TaskConfig, FinetuneConfig),
             find_start=find_start or partial(_pretrained, target=find_target(task)[0]),
             rules=[
-                *(rule for rule in RULES if rule not in (*_LATE, *_OF_PRETRAINING)),
+                *(rule for rule in RULES if rule not in (*LATE_RULES, *PRETRAINING_RULES)),
                 _required,
-                _own_order,
+                own_order,
             ],
             reads=_reads,
             check_extra=check,
@@ -247,7 +247,7 @@ def with_length(
         config.training, train_iters=iterations, train_samples=None, train_tokens=None
     )
     config = replace(config, training=training)
-    problems = find_problems(config, world_size, rules=_LATE)
+    problems = find_problems(config, world_size, rules=LATE_RULES)
     if problems:
         raise ConfigError(problems)
     return config, used or None
@@ -261,13 +261,22 @@ def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
-def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
-    """Return the settings that flags override: the pretrained checkpoint's, or those of --load."""
+def refuse_lengths(given: Mapping[str, Any]) -> None:
+    """Refuse flags that set the length of a run, which --epochs does.
+
+    Raises:
+        ConfigError: There is one.
+    """
     lengths = ("train_iters", "train_samples", "train_tokens")
     named = {flag: given[flag] for flag in lengths if flag in given}
     if named:
         flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
         raise ConfigError(f"{flags}: --epochs sets the length of training: drop it")
+
+
+def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
+    """Return the settings that flags override: the pretrained checkpoint's, or those of --load."""
+    refuse_lengths(given)
     flag, folder = next(
         (
             (f"--{name.replace('_', '-')}", given[name])
@@ -341,8 +350,13 @@ def _required(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from rules_data.tokenizer(config, world_size)
 
 
-def _own_order(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield errors in flags that belong to pretraining: sample order, lengths, perplexities."""
+def own_order(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield errors in flags that belong to pretraining: sample order, lengths, perplexities.
+
+    Args:
+        config: The resolved run.
+        world_size: The number of processes.
+    """
     if config.data.dataloader_type == "cyclic":
         yield "--dataloader-type cyclic: a task shuffles each epoch anyway: drop it"
     if config.training.rampup_batch_size is not None:

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
                 from megatron.tasks.dialogue import run
             case "finetuning":
                 from megatron.tasks.finetune_command import run
+            case "towers":
+                from megatron.tasks.towers import run
             case "retrieval":
                 from megatron.tasks.retrieval import run
         return run(task, arguments, launch)

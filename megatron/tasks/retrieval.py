@@ -25,7 +25,7 @@ from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.command import say
 from megatron.config import ParsedRun, Program, RunConfig, parse_config
 from megatron.config.run import RunOptions
-from megatron.config.tasks import RetrieverTaskConfig, TaskConfig
+from megatron.config.tasks import RetrieverTaskConfig, RetrieverTextConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import EXIT_OK, ConfigError
 from megatron.extras import packages_of
@@ -82,7 +82,9 @@ def parse(
         CheckpointError: --load names no checkpoint of a bi-encoder.
     """
 
-    def check(options: TaskConfig, own: RetrieverTaskConfig) -> Iterator[str]:
+    def check(
+        options: TaskConfig, own: RetrieverTaskConfig, texts: RetrieverTextConfig
+    ) -> Iterator[str]:
         if own.evidence_data_path is None:
             yield f"--task {task} needs --evidence-data-path: give the file of passages"
         if not _question_files(own) and own.embedding_path is None:
@@ -105,7 +107,7 @@ def parse(
         architecture="ict",
         program=Program(
             name=PROGRAM,
-            extra=(TaskConfig, RetrieverTaskConfig),
+            extra=(TaskConfig, RetrieverTaskConfig, RetrieverTextConfig),
             find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kinds=("ict",)),
             rules=SAVED_MODEL_RULES,
             reads=lambda given: SAVED_MODEL_READS | _READS,
@@ -129,7 +131,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
     if launch.rank == 0:
-        options, own = parsed.extra
+        options, own, _ = parsed.extra
         check_results(options, [own.evidence_data_path, *_question_files(own).values()])
     with processes(parsed.config, launch) as (device, layout):
         evaluate(task, parsed, device, layout)
@@ -216,8 +218,8 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     Returns:
         The numbers, on rank 0; nothing on the others.
     """
-    config, own = parsed.config, parsed.extra[1]
-    loaded = load_towers(config, own.retriever_seq_length, device, layout)
+    config, (_, own, texts) = parsed.config, parsed.extra
+    loaded = load_towers(config, texts.retriever_seq_length, device, layout)
     is_main, exchange = layout.world.rank == 0, JsonExchange(layout.world)
     started = time.monotonic()
     found = _passage_vectors(loaded, config, own)
@@ -233,7 +235,11 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
         exchange.on_main(score)
     if is_main:
         seconds = round(time.monotonic() - started, 3)
-        details = {"options": asdict(own), "seconds": seconds, "layout": layout.describe()}
+        details = {
+            "options": {**asdict(own), **asdict(texts)},
+            "seconds": seconds,
+            "layout": layout.describe(),
+        }
         _publish(task, parsed, loaded, numbers, details)
     return numbers
 

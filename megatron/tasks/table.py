@@ -16,21 +16,28 @@ from megatron.config.tasks import (
     HarnessConfig,
     LanguageModelTaskConfig,
     RetrieverTaskConfig,
+    RetrieverTextConfig,
     TaskConfig,
+    TowersConfig,
 )
 from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
-Kind = Literal["language model", "harness", "dialogue", "finetuning", "retrieval"]
+Kind = Literal["language model", "harness", "dialogue", "finetuning", "towers", "retrieval"]
 # The flags of each kind of task, and the names of its tasks for messages.
 _OWN: dict[Kind, tuple[type, str]] = {
     "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
     "harness": (HarnessConfig, "LM_EVAL"),
     "dialogue": (DialogueConfig, "MSDP-PROMPT and MSDP-EVAL-F1"),
     "finetuning": (FinetuneConfig, "GLUE and RACE"),
+    "towers": (TowersConfig, "RET-FINETUNE-NQ"),
     "retrieval": (RetrieverTaskConfig, "RETRIEVER-EVAL"),
 }
-OPTIONS = (TaskConfig, *(config for config, _ in _OWN.values()))  # in addition to a run's
+OPTIONS = (
+    TaskConfig,
+    RetrieverTextConfig,
+    *(config for config, _ in _OWN.values()),
+)  # in addition to a run's
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,10 @@ TASKS: dict[str, Task] = {
     "QNLI": Task("finetuning", "does a sentence answer the question?"),
     "RTE": Task("finetuning", "does one text follow from the other?"),
     "RETRIEVER-EVAL": Task("retrieval", "passages that answer questions (a bi-encoder)"),
+    "RET-FINETUNE-NQ": Task("towers", "finetune a bi-encoder on questions and their passages"),
     "ICT-ZEROSHOT-NQ": Task("retrieval", "the same, under its other name"),
     "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
 }
-# Megatron-LM's task that is not supported.
-_FINETUNES_TOWERS = "RET-FINETUNE-NQ"
 
 
 def flags_elsewhere(task: str) -> dict[str, str]:
@@ -102,8 +108,6 @@ def find_task(arguments: Sequence[str]) -> str:
     if len(set(names)) > 1:
         raise ConfigError(f"{' and '.join(shown)} name different tasks: give only one of them")
     name: str = names[0]
-    if name == _FINETUNES_TOWERS:
-        raise ConfigError(f"--task {name}: bi-encoders are not finetuned with labels: drop it")
     if name not in TASKS:
         spelled = {_letters(task): task for task in TASKS}
         near = spelled.get(_letters(name))

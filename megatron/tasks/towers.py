@@ -1,0 +1,576 @@
+"""Finetuning of a bi-encoder on questions with labeled passages (RET-FINETUNE-NQ)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.compatibility import check_network
+from megatron.checkpoint.reader import PaddedReader
+from megatron.command import say
+from megatron.config import ParsedRun, Program, RunConfig, parse_config
+from megatron.config.checks import RULES
+from megatron.config.fields import fields_of
+from megatron.config.model import ModelOptions
+from megatron.config.rules_retriever import titles
+from megatron.config.run import RunOptions
+from megatron.config.stages import ModelPart
+from megatron.config.tasks import FinetuneConfig, RetrieverTextConfig, TaskConfig, TowersConfig
+from megatron.data.sample import Sample
+from megatron.errors import ConfigError, DataError
+from megatron.inference.load import open_existing, saved_config
+from megatron.models.biencoder import BiEncoderModel, accuracy_among, compare_all
+from megatron.models.build import build_model
+from megatron.models.plan import RETRIEVAL_HEAD
+from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.processes.process import show_notices
+from megatron.tasks.classify import Epochs
+from megatron.tasks.finetune import AtEpochsEnd
+from megatron.tasks.finetune_command import (
+    LATE_RULES,
+    PRETRAINING_RULES,
+    epoch_ends,
+    own_order,
+    refuse_lengths,
+    resumed_folder,
+    with_length,
+)
+from megatron.tasks.passages import ids_of_passage
+from megatron.tasks.results import (
+    Numbers,
+    check_results,
+    format_number,
+    report_results,
+    results_path,
+)
+from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.texts import find_missing, find_mistakes
+from megatron.tokenizer import Tokenizer
+from megatron.training.callbacks.base import Callback
+from megatron.training.checkpointing import take_weights
+from megatron.training.from_bert import StartFromBert
+from megatron.training.pretrain import dry_run, pretrain
+from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.run import Run
+
+_READ = 1 << 20  # characters
+_AT_A_TIME = 64  # passages that are embedded together in evaluations
+
+
+@dataclass(frozen=True)
+class LabeledQuestion:
+    """A question, a passage that answers it, and passages that do not, as (title, text).
+
+    Attributes:
+        text: The question, without its question mark.
+        right: The passage that answers it.
+        hard: Wrong passages that look right, for example those that BM25 finds.
+        others: Further wrong passages.
+    """
+
+    text: str
+    right: tuple[str, str]
+    hard: tuple[tuple[str, str], ...]
+    others: tuple[tuple[str, str], ...]
+
+
+def read_labeled(path: str, flag: str, hard: int | None, others: int) -> list[LabeledQuestion]:
+    """Return the questions of a file in the JSON format of DPR.
+
+    Args:
+        path: A list of objects with `question`, `positive_ctxs`, `hard_negative_ctxs` and
+            `negative_ctxs`, whose passages have a `title` and a `text`.
+        flag: The flag that names the file.
+        hard: The number of hard negatives of a question to keep; `None` keeps all.
+        others: The number of further negatives to keep.
+
+    Raises:
+        DataError: The file cannot be read, or an entry lacks something.
+    """
+    found = []
+    for number, entry in enumerate(_entries(path, flag), 1):
+        where = f"{flag} {path}: entry {number}"
+        fields = entry if isinstance(entry, dict) else {}
+        question = fields.get("question")
+        if not isinstance(question, str) or not question.strip():
+            raise DataError(f'{where} has no "question": fix or remove it')
+        right = _passages(fields, "positive_ctxs", 1, where)
+        if not right:
+            raise DataError(f'{where} has no passage in "positive_ctxs": fix or remove it')
+        found.append(
+            LabeledQuestion(
+                question.removesuffix("?"),
+                right[0],
+                _passages(fields, "hard_negative_ctxs", hard, where),
+                _passages(fields, "negative_ctxs", others, where),
+            )
+        )
+    if not found:
+        raise DataError(f"{flag} {path}: the file has no questions: give another")
+    return found
+
+
+def _passages(
+    fields: Mapping[str, Any], name: str, most: int | None, where: str
+) -> tuple[tuple[str, str], ...]:
+    listed = fields.get(name, [])
+    chosen = listed[:most] if isinstance(listed, list) else [None]
+    texts = [one if isinstance(one, dict) else {} for one in chosen]
+    pairs: list[tuple[str, str]] = []
+    for one in texts:
+        title, text = one.get("title", ""), one.get("text")
+        if not isinstance(title, str) or not isinstance(text, str):
+            raise DataError(
+                f'{where}: "{name}" is not a list of passages with "title" and "text": fix it'
+            )
+        pairs.append((title, text))
+    return tuple(pairs)
+
+
+def _entries(path: str, flag: str) -> Iterator[Any]:
+    """Yield the entries of a JSON list, with one of them in memory. DPR's file has 7 GB."""
+    decoder, text, begun = json.JSONDecoder(), "", False
+    broken = f"{flag} {path}: not a JSON list of questions in the format of DPR"
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            while True:
+                text = text.lstrip() if not begun else text.lstrip(", \t\r\n")
+                if begun and text.startswith("]"):
+                    return
+                if text and not begun:
+                    if text[0] != "[":
+                        raise DataError(f"{broken}: give such a file")
+                    begun, text = True, text[1:]
+                    continue
+                try:
+                    entry, end = decoder.raw_decode(text)
+                except ValueError:
+                    more = file.read(max(_READ, len(text)))
+                    if not more:
+                        raise DataError(f"{broken}, or cut off: fix the file") from None
+                    text += more
+                    continue
+                yield entry
+                text = text[end:]
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{flag} {path}: cannot be read ({error}): give a JSON file") from error
+
+
+class TextRows:
+    """What turns texts into rows of equal length.
+
+    Args:
+        tokenizer: A BERT's tokenizer.
+        length: The number of tokens of a row.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, length: int) -> None:
+        """Store the tokenizer and the length."""
+        self._tokenizer, self._length = tokenizer, length
+
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of a question."""
+        return self._tokenizer.tokenize_spelled(text)
+
+    def passage(self, one: tuple[str, str]) -> list[int]:
+        """Return the tokens of a title and a text."""
+        return ids_of_passage(*one, self._tokenizer)
+
+    def stacked(self, texts: Sequence[Sequence[int]], rows: int) -> tuple[Any, Any]:
+        """Return tokens and masks, int64 `[rows, s]` each. Rows without a text are masked."""
+        tokens = np.full((rows, self._length), self._tokenizer.pad, np.int64)
+        mask = np.zeros_like(tokens)
+        for i, text in enumerate(texts):
+            ids = [self._tokenizer.cls, *text[: self._length - 2], self._tokenizer.sep]
+            tokens[i, : len(ids)], mask[i, : len(ids)] = ids, 1
+        return tokens, mask
+
+
+class TrainingQuestions:
+    """Questions in the order of training, each with its passage and some wrong ones.
+
+    Sample k is a pure function of seed and k. In each epoch, other hard negatives are drawn.
+
+    Args:
+        questions: The questions.
+        rows: What makes rows of texts.
+        order: The index of the question of each sample.
+        negatives: The number of wrong passages of a question. Those that a question lacks are
+            masked.
+        seed: The seed of the draws.
+    """
+
+    def __init__(
+        self,
+        questions: Sequence[LabeledQuestion],
+        rows: TextRows,
+        order: Epochs,
+        *,
+        negatives: int,
+        seed: int,
+    ) -> None:
+        """Store the arguments."""
+        self._questions, self._rows, self._order = questions, rows, order
+        self._negatives, self._seed = negatives, seed
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._order)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return a question, its passage, and wrong passages, as tokens and masks."""
+        number: Any = self._order[i]
+        question, rows = self._questions[number], self._rows
+        drawn = np.random.default_rng((self._seed, i)).permutation(len(question.hard))
+        wrong = [question.hard[place] for place in drawn[: self._negatives].tolist()]
+        wrong += question.others[: self._negatives - len(wrong)]
+        tokens, mask = rows.stacked([rows.question(question.text)], 1)
+        texts = [rows.passage(one) for one in (question.right, *wrong)]
+        passages, passage_mask = rows.stacked(texts, 1 + self._negatives)
+        return {
+            "query_tokens": tokens[0],
+            "query_pad_mask": mask[0],
+            "context_tokens": passages,
+            "context_pad_mask": passage_mask,
+            "id": i,
+        }
+
+
+class TowersRecipe:
+    """A question must find its passage among those of all questions and wrong ones."""
+
+    program = PROGRAM
+    architecture = "ict"
+    head = RETRIEVAL_HEAD
+
+    def __init__(self, train: Sequence[LabeledQuestion], used: int | None, negatives: int) -> None:
+        """Store the questions, the number of them per epoch, and that of wrong passages."""
+        self._train, self._used, self._negatives = train, used, negatives
+
+    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the name of the loss and of the share of questions that find their passage."""
+        return ("lm loss", "correct predictions")
+
+    def build_part(
+        self, config: RunConfig, context: BuildContext, padded_vocab_size: int, part: ModelPart
+    ) -> BiEncoderModel:
+        """Build the towers."""
+        return build_model(BiEncoderModel, config, context, padded_vocab_size, part, self.head)
+
+    def describe_kernels(self, part: BiEncoderModel) -> str:
+        """Name the form of attention and say why it was chosen."""
+        choice = part.attention_choice
+        return f"{choice.name} attention with padding masks ({choice.reason})"
+
+    def build_datasets(
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
+    ) -> Splits:
+        """Return the training samples of all epochs."""
+        if not self._train:
+            return None, None, None
+        seed = config.training.seed
+        numbers: Any = range(len(self._train))
+        order = Epochs(numbers, seed=seed, length=samples[0], used=self._used)
+        rows = TextRows(tokenizer, config.data.seq_length)
+        train = TrainingQuestions(self._train, rows, order, negatives=self._negatives, seed=seed)
+        return train, None, None
+
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Return ones, because every question counts."""
+        return torch.ones(len(batch["query_tokens"]), device=batch["query_tokens"].device)
+
+    def forward(
+        self,
+        part: BiEncoderModel,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> Mapping[str, Tensor]:
+        """Run one micro-batch, and return the loss over all ranks."""
+        # The right passages come first, as in Megatron-LM.
+        passages, mask = (
+            batch[f"context_{name}"].transpose(0, 1).flatten(0, 1)
+            for name in ("tokens", "pad_mask")
+        )
+        vectors = part(batch["query_tokens"], batch["query_pad_mask"].bool(), passages, mask.bool())
+        found = compare_all(
+            vectors, layout.data, scale=score_scale(config), counted=mask[:, 0].bool()
+        )
+        return {"lm loss": found.loss, "correct predictions": accuracy_among(found.places, 1)}
+
+
+def score_scale(config: RunConfig) -> float:
+    """Return the factor of the scores, which --retriever-score-scaling decides."""
+    return config.model.hidden_size**-0.5 if config.retriever.retriever_score_scaling else 1.0
+
+
+class TowersFinetuning(StartFromBert):
+    """The start from pretrained towers or a BERT, and the evaluation after each epoch.
+
+    Args:
+        options: The flags that say where results are written.
+        pretrained: The folder of a pretrained bi-encoder, or `None`.
+        valid: The questions to evaluate on, by file, with the negatives that count.
+        ends: The updates after which an epoch has ended.
+        group: The number of questions whose passages are compared with each other.
+    """
+
+    def __init__(
+        self,
+        options: TaskConfig,
+        pretrained: str | None,
+        valid: Mapping[str, Sequence[LabeledQuestion]],
+        ends: Set[int],
+        group: int,
+    ) -> None:
+        """Store the arguments."""
+        self._options, self._pretrained, self._valid = options, pretrained, valid
+        self._ends, self._group = ends, group
+
+    def begin(self, run: Run) -> None:
+        """Load the weights to start from. Without --save-interval, save after each epoch."""
+        if run.config.checkpoint.save_interval is None:
+            run.save_at = self._ends
+        if self._pretrained is None:
+            super().begin(run)
+        elif run.progress.iteration == 0:
+            allow_foreign = run.config.checkpoint.allow_foreign_checkpoints
+            flag = "--pretrained-checkpoint"
+            reader = open_existing(
+                self._pretrained, flag=flag, layout=run.layout, allow_foreign=allow_foreign
+            )
+            check_network(run.config, reader, flag)
+            entries = run.tokenizer.text_vocab_size
+            rows = run.plan.embedding.vocabulary
+            take_weights(run, PaddedReader(reader, rows=rows, entries=entries), fresh=())
+            run.pretrained = str(reader.path)
+
+    def callbacks(self, run: Run) -> list[Callback]:
+        """Return the evaluation after each epoch but the last, after which `end` evaluates."""
+        return [AtEpochsEnd(self._ends - {max(self._ends)}, self.evaluate_all)]
+
+    def end(self, run: Run) -> None:
+        """Evaluate, and write the results."""
+        if not self._valid:
+            return
+        numbers = self.evaluate_all(run)
+        save, asked = run.config.checkpoint.save, self._options.results
+        if run.layout.world.rank or (asked is None and save is None):
+            return
+        iteration = run.progress.iteration
+        path = results_path(asked, save or "", "RET-FINETUNE-NQ", iteration)
+        content = {"task": "RET-FINETUNE-NQ", "iteration": iteration, "results": numbers}
+        content |= {"layout": run.layout.describe()}
+        if save is not None:  # a later run that continues this one may replace the file
+            content["save"] = str(Path(save).resolve())
+        report_results(path, content)
+
+    def evaluate_all(self, run: Run) -> dict[str, Numbers]:
+        """Return the numbers of `evaluate` for each file. Collective."""
+        return {path: self.evaluate(run, path) for path in self._valid}
+
+    @torch.no_grad()
+    def evaluate(self, run: Run, path: str) -> Numbers:
+        """Return the mean rank of the right passages and the accuracies, and say them. Collective.
+
+        As in Megatron-LM, a question's passage is ranked among all passages of its group.
+        """
+        run.optimizer.wait_for_weights()
+        (part,), config, data = run.parts, run.config, run.layout.data
+        assert isinstance(part, BiEncoderModel), "towers are one part"
+        part.eval()
+        rows = TextRows(run.tokenizer, config.data.seq_length)
+        questions, tops = self._valid[path], config.retriever.retriever_report_topk_accuracies
+        sums = torch.zeros(1 + len(tops), device=run.device.torch_device)
+        groups = range(0, len(questions), self._group)
+        for first in groups[data.rank :: data.size]:
+            group = questions[first : first + self._group]
+            wrong = [one for question in group for one in (*question.others, *question.hard)]
+            passages = [rows.passage(one) for one in [question.right for question in group] + wrong]
+            vectors = _embed(run, part.contexts.encode, rows, passages)
+            asked = [rows.question(question.text) for question in group]
+            scores = _embed(run, part.queries.encode, rows, asked) @ vectors.t()
+            places = (scores > scores.diagonal()[:, None]).sum(1)
+            sums += torch.stack([places.sum(), *((places < k).sum() for k in tops)])
+        rank, *hits = (all_reduce(sums, data) / len(questions)).tolist()
+        numbers: Numbers = {"rank": rank}
+        numbers |= {f"top{k}_acc": 100 * hit for k, hit in zip(tops, hits, strict=True)}
+        if run.layout.world.rank == 0:
+            shown = " | ".join(f"{name} {format_number(n)}" for name, n in numbers.items())
+            say(f"RET-FINETUNE-NQ at iteration {run.progress.iteration}: {path}: {shown}")
+        return numbers
+
+
+def _embed(
+    run: Run,
+    encode: Callable[[Tensor, Tensor], Tensor],
+    rows: TextRows,
+    texts: Sequence[Sequence[int]],
+) -> Tensor:
+    """Return the vectors of texts, fp32 `[n, e]`."""
+    parts = []
+    for first in range(0, len(texts), _AT_A_TIME):
+        some = texts[first : first + _AT_A_TIME]
+        tokens, mask = (
+            torch.from_numpy(part).to(run.device.torch_device)
+            for part in rows.stacked(some, len(some))
+        )
+        parts.append(encode(tokens, mask.bool()).float())
+    return torch.cat(parts)
+
+
+def run(task: str, arguments: list[str], launch: Launch) -> int:
+    """Finetune and evaluate, and return the exit code. Collective.
+
+    Raises:
+        UserError: A flag, a checkpoint or the data must be changed.
+    """
+    started = time.monotonic()
+    parsed = parse(task, arguments, launch.world_size)
+    show_notices(parsed.notices, launch)
+    training = parsed.config.training
+    pretended = training.dry_run_world_size if training.dry_run else None
+    config, recipe, extras = prepare(parsed, pretended or launch.world_size)
+    if training.dry_run:
+        return dry_run(config, recipe, launch)
+    if launch.rank == 0:
+        options, tuning = parsed.extra[:2]
+        data = (*(tuning.train_data or ()), *(options.valid_data or ()))
+        check_results(options, data, resumed_folder(config))
+    return pretrain(config, recipe, launch, started, extras)
+
+
+def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe, TowersFinetuning]:
+    """Read the data, which decides the run's length, and return the arguments of `pretrain`.
+
+    Raises:
+        ConfigError: A flag does not fit that length.
+        DataError: A file is not in DPR's format.
+    """
+    options, tuning, own, texts = parsed.extra
+    negatives = own.train_hard_neg if own.train_with_neg else 0
+    train = [
+        one
+        for path in tuning.train_data or ()
+        for one in read_labeled(path, "--train-data", None if negatives else 0, negatives)
+    ]
+    hard, others = own.val_av_rank_hard_neg, own.val_av_rank_other_neg
+    valid = {
+        path: read_labeled(path, "--valid-data", hard, others) for path in options.valid_data or ()
+    }
+    length = texts.retriever_seq_length
+    config = replace(
+        parsed.config,
+        data=replace(parsed.config.data, seq_length=length),
+        evaluation=replace(parsed.config.evaluation, eval_iters=0),
+    )
+    config, used = with_length(config, tuning, len(train), world_size)
+    batch = config.training.global_batch_size
+    ends = epoch_ends(tuning.epochs or 0, used or len(train), batch)
+    group = own.eval_micro_batch_size or config.training.micro_batch_size
+    extras = TowersFinetuning(options, tuning.pretrained_checkpoint, valid, ends, group)
+    return config, TowersRecipe(train, used, negatives), extras
+
+
+def parse(
+    task: str,
+    arguments: list[str],
+    world_size: int,
+    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
+) -> ParsedRun:
+    """Parse a command line, which overrides the settings of the pretrained checkpoint.
+
+    Raises:
+        ConfigError: One or more flags are wrong. The message names all of them.
+    """
+
+    def check(
+        options: TaskConfig,
+        tuning: FinetuneConfig,
+        own: TowersConfig,
+        texts: RetrieverTextConfig,
+    ) -> Iterator[str]:
+        if not tuning.epochs or tuning.epochs < 0:
+            yield f"--task {task} needs --epochs: give a number of at least 1"
+        if not tuning.train_data:
+            yield f"--task {task} needs --train-data: give a file of questions in DPR's format"
+        if own.train_with_neg and not own.train_hard_neg:
+            yield "--train-with-neg needs --train-hard-neg: give the wrong passages per question"
+        if own.train_hard_neg and not own.train_with_neg:
+            yield f"--train-hard-neg {own.train_hard_neg}: add --train-with-neg, or drop it"
+        if options.results is not None and not options.valid_data:
+            yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
+        yield from find_missing("--train-data", tuning.train_data)
+        yield from find_mistakes(options)
+
+    own_flags = {flag for field in fields_of(FinetuneConfig) for flag in field.spellings}
+    elsewhere = {
+        flag: text for flag, text in flags_elsewhere(task).items() if flag not in own_flags
+    }
+    late = (*LATE_RULES, *PRETRAINING_RULES, titles)
+    parsed = parse_config(
+        arguments,
+        world_size=world_size,
+        architecture="ict",
+        program=Program(
+            name=PROGRAM,
+            extra=(TaskConfig, FinetuneConfig, TowersConfig, RetrieverTextConfig),
+            find_start=find_start or _start,
+            rules=[*(rule for rule in RULES if rule not in late), own_order],
+            check_extra=check,
+            elsewhere=elsewhere,
+        ),
+    )
+    model, texts = parsed.config.model, parsed.extra[3]
+    most, length = model.max_position_embeddings, texts.retriever_seq_length
+    if model.position_embedding_type == "learned_absolute" and most and length > most:
+        raise ConfigError(
+            f"--retriever-seq-length {length}: the model has {most} positions: give at most that"
+        )
+    tensor = parsed.config.parallel.tensor_model_parallel_size
+    if parsed.config.parallel.sequence_parallel and length % tensor:
+        raise ConfigError(
+            f"--retriever-seq-length {length}: --sequence-parallel needs a multiple of {tensor}"
+        )
+    batches = parsed.config.evaluation.eval_iters
+    ignored = f"--eval-iters {batches} changes nothing: each epoch ends with an evaluation"
+    return replace(parsed, notices=(*parsed.notices, *([ignored] if batches else [])))
+
+
+def _start(given: Mapping[str, Any]) -> RunOptions:
+    """Return the settings that flags override: those of the towers, or of the BERT."""
+    refuse_lengths(given)
+    for name, kind in (("pretrained_checkpoint", "ict"), ("load", "ict"), ("bert_load", "bert")):
+        folder = given.get(name)
+        if folder is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        allow_foreign = given.get("allow_foreign_checkpoints", False)
+        reader = open_existing(folder, flag=flag, verify=False, allow_foreign=allow_foreign)
+        start: RunOptions = saved_config(reader, folder, kind, flag=flag)
+        break
+    else:
+        raise ConfigError(
+            "--pretrained-checkpoint is required: give the folder of a bi-encoder, or that of a "
+            "BERT as --bert-load"
+        )
+    model: ModelOptions = replace(start.model, architecture="ict", bert_binary_head=True)
+    return replace(
+        start,
+        model=model,
+        training=replace(start.training, skip_train=False),
+        evaluation=replace(start.evaluation, eval_iters=0),
+    )

@@ -1,0 +1,236 @@
+"""RET-FINETUNE-NQ: questions learn to find their passages among wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.config import parse_config
+from megatron.device import Device
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.tasks import towers
+from megatron.tasks.classify import Epochs
+from megatron.tasks.retrieval import load_towers
+from megatron.tasks.towers import TextRows, TrainingQuestions, read_labeled
+from megatron.tokenizer import build_tokenizer
+from megatron.training.build import build_run
+from megatron.training.checkpointing import save_run
+from pretrain_bert import BertRecipe
+from pretrain_ict import ICTRecipe
+from tests.distributed import run_distributed
+from tests.tasks.toy import BERT, SAVING, WORDS
+
+QUESTIONS, LENGTH = 12, 16
+
+
+def entries(count: int = QUESTIONS) -> list[dict]:
+    """A question is the first words of its passage. The third has no hard negatives."""
+    random = np.random.RandomState(5)
+    texts = [" ".join(random.choice(WORDS, 9)) for _ in range(count + 6)]
+    passages = [{"title": f"w{i}", "text": text, "score": 1.5} for i, text in enumerate(texts)]
+    return [
+        {
+            "question": " ".join(texts[i].split()[:4]) + "?",
+            "answers": ["none"],
+            "positive_ctxs": [passages[i], passages[-1]],
+            "hard_negative_ctxs": [] if i == 2 else [passages[count + i % 3], passages[count + 3]],
+            "negative_ctxs": [passages[count + 4], passages[count + 5]],
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(name="toy", scope="module")
+def make_toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("towers")
+    (folder / "train.json").write_text(json.dumps(entries(), indent=4))
+    vocabulary = folder / "vocab.txt"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary.write_text("\n".join([*special, *WORDS, "?"]) + "\n")
+    for kind, recipe in (("ict", ICTRecipe()), ("bert", BertRecipe())):
+        words = [*BERT, *SAVING, "--save", str(folder / kind), "--vocab-file", str(vocabulary)]
+        config = parse_config(words, world_size=1, architecture=kind).config
+        save_run(build_run(config, recipe, Device.cpu(), Layout.single()))
+    return folder
+
+
+def words_of(toy: Path, *more: object) -> list[str]:
+    data = str(toy / "train.json")
+    words = ["--train-data", data, "--valid-data", data, "--epochs", 8, "--lr", "1e-2"]
+    words += ["--retriever-seq-length", LENGTH, "--micro-batch-size", 4, "--eval-iters", 0]
+    words += ["--retriever-report-topk-accuracies", 1, 3, "--log-interval", 1]
+    words += ["--lr-decay-style", "constant", "--no-exit-signal-handler", "--num-workers", 0]
+    return [*map(str, words), *map(str, more)]
+
+
+TASK = "RET-FINETUNE-NQ"
+
+
+def start(toy: Path) -> list[str]:
+    return ["--pretrained-checkpoint", str(toy / "ict")]
+
+
+NEGATIVES = ("--train-with-neg", "--train-hard-neg", 2)
+
+
+def test_a_stopped_run_ends_as_the_uninterrupted_one(toy, tmp_path):
+    words = [*words_of(toy, *NEGATIVES, "--epochs", 2), *start(toy)]
+    whole, resumed = tmp_path / "whole.json", tmp_path / "resumed.json"
+    assert towers.run(TASK, [*words, "--results", str(whole)], Launch()) == 0
+    save = ["--save", str(tmp_path / "run"), "--results", str(resumed)]
+    stop = ["--exit-interval", "4", "--save-interval", "4"]
+    assert towers.run(TASK, [*words, *save, *stop], Launch()) == 0
+    assert not resumed.exists()
+    assert towers.run(TASK, [*words, *save, "--load", str(tmp_path / "run")], Launch()) == 0
+    found = [json.loads(path.read_text())["results"] for path in (whole, resumed)]
+    assert found[0] == found[1]
+
+
+def test_it_learns_and_reports(toy, tmp_path, capsys):
+    results = tmp_path / "out.json"
+    words = words_of(toy, *NEGATIVES, "--results", results, "--save", tmp_path / "run")
+    assert towers.run(TASK, [*words, *start(toy)], Launch()) == 0
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith(TASK)]
+    assert [line.split(":")[0] for line in lines] == [
+        f"{TASK} at iteration {3 * epoch}" for epoch in range(1, 9)
+    ]
+    (found,) = json.loads(results.read_text())["results"].values()
+    assert found.keys() == {"rank", "top1_acc", "top3_acc"}
+    first = float(lines[0].split("rank ")[1].split()[0])
+    assert found["rank"] < 0.7 * first
+    assert "correct predictions" in said
+    # What was saved is a bi-encoder like any other.
+    parsed = towers.parse(TASK, [*words_of(toy), "--load", str(tmp_path / "run")], 1)
+    loaded = load_towers(parsed.config, LENGTH, Device.cpu(), Layout.single())
+    assert loaded.iteration == 24
+
+
+def test_the_towers_start_from_a_bert(toy, tmp_path, capsys):
+    words = words_of(toy, *NEGATIVES, "--bert-load", toy / "bert", "--epochs", 1)
+    assert towers.run(TASK, words, Launch()) == 0
+    assert "the towers start from" in capsys.readouterr().out
+
+
+def _one_step(layout, words):
+    """The loss and a gradient's norm of the first update."""
+    parsed = towers.parse(TASK, words, layout.world.size)
+    config, recipe, extras = towers.prepare(parsed, layout.world.size)
+    run = build_run(config, recipe, Device.cpu(), layout)
+    extras.begin(run)
+    numbers = extras.evaluate_all(run)
+    batch = 8 // layout.data.size
+    dataset = recipe.build_datasets(config, run.tokenizer, (24, 0, 0), layout)[0]
+    mine = range(layout.data.rank * batch, (layout.data.rank + 1) * batch)
+    samples = [dataset[i] for i in mine]
+    tensors = {name: torch.tensor(np.stack([s[name] for s in samples])) for name in samples[0]}
+    (part,) = run.parts
+    part.eval()
+    loss = recipe.forward(part, tensors, None, config, run.tokenizer, layout)["lm loss"]
+    return loss.item(), numbers
+
+
+def test_the_loss_is_that_of_every_pair_in_any_layout(toy):
+    words = [*words_of(toy, *NEGATIVES, "--train-with-neg", "--global-batch-size", 8), *start(toy)]
+    loss, numbers = _one_step(Layout.single(), words)
+    for tensor in (1, 2):
+        split = [*words, "--tensor-model-parallel-size", str(tensor)]
+        other, same = run_distributed(2, _one_step, split, tensor=tensor)[0]
+        assert other == pytest.approx(loss, rel=1e-5)
+        assert same == numbers
+    # By hand: each question against the passages of all, and all wrong ones.
+    parsed = towers.parse(TASK, words, 1)
+    config, recipe, extras = towers.prepare(parsed, 1)
+    run = build_run(config, recipe, Device.cpu(), Layout.single())
+    extras.begin(run)
+    dataset = recipe.build_datasets(config, run.tokenizer, (24, 0, 0), Layout.single())[0]
+    (part,) = run.parts
+    part.eval()
+    right, wrong, queries = [], [], []
+    with torch.no_grad():
+        for i in range(8):
+            sample = {name: torch.tensor(value) for name, value in dataset[i].items()}
+            query = (sample["query_tokens"][None], sample["query_pad_mask"][None].bool())
+            queries.append(part.queries.encode(*query)[0])
+            for place, mask in enumerate(sample["context_pad_mask"]):
+                if mask.any():
+                    one = (sample["context_tokens"][place][None], mask[None].bool())
+                    (wrong if place else right).append(part.contexts.encode(*one)[0])
+    scores = torch.stack(queries) @ torch.stack([*right, *wrong]).t()
+    assert F.cross_entropy(scores, torch.arange(8)).item() == pytest.approx(loss, rel=1e-4)
+
+
+def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
+    config = towers.parse(TASK, [*words_of(toy), *start(toy)], 1).config
+    tokenizer = build_tokenizer(config.tokenizer)
+    questions = read_labeled(str(toy / "train.json"), "--train-data", None, 1)
+    assert not questions[0].text.endswith("?")
+    assert [len(questions[i].hard) for i in (0, 2)] == [2, 0]
+    assert len(questions[0].others) == 1
+    rows = TextRows(tokenizer, LENGTH)
+    order = Epochs(range(QUESTIONS), seed=1, length=200)
+    dataset = TrainingQuestions(questions, rows, order, negatives=2, seed=1)
+    drawn = set()
+    for i in range(200):
+        sample, question = dataset[i], questions[order[i]]
+        tokens = sample["context_tokens"]
+        texts = [tokenizer.detokenize(row[row != tokenizer.pad].tolist()) for row in tokens]
+        assert texts[0] == f"[CLS] {question.right[0]} [SEP] {question.right[1]} [SEP]"
+        if order[i] == 2:
+            assert texts[1] == f"[CLS] {question.others[0][0]} [SEP] {question.others[0][1]} [SEP]"
+            assert sample["context_pad_mask"].any(1).tolist() == [True, True, False]
+        else:
+            drawn.add((order[i], texts[1]))
+    assert len(drawn) == 2 * (QUESTIONS - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "not a JSON list of questions in the format of DPR: give such a file"),
+        ("[]", "the file has no questions"),
+        ("[{]", "or cut off: fix the file"),
+        ('[{"question": "a"}', r'entry 1 has no passage in "positive_ctxs"'),
+        ('[{"positive_ctxs": []}]', 'entry 1 has no "question"'),
+        ("[3]", 'entry 1 has no "question"'),
+        ('[{"question": "a", "positive_ctxs": [{"title": "b"}]}]', 'entry 1: "positive_ctxs" is'),
+        ('[{"question": "a", "positive_ctxs": 3}]', 'entry 1: "positive_ctxs" is not a list'),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_broken_files_are_told_by_entry(tmp_path, text, said):
+    path = tmp_path / "nq.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=f"--train-data .*nq.json.*{said}"):
+        read_labeled(str(path), "--train-data", None, 0)
+    with pytest.raises(DataError, match="no.json: cannot be read"):
+        read_labeled(str(tmp_path / "no.json"), "--train-data", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epochs", "0"], "needs --epochs: give a number of at least 1"),
+        (["--train-with-neg"], "--train-with-neg needs --train-hard-neg"),
+        (["--train-hard-neg", "3"], "--train-hard-neg 3: add --train-with-neg"),
+        (["--train-data", "no"], "--train-data no: no such file"),
+        (["--retriever-seq-length", "25"], "--retriever-seq-length 25: the model has 24 positions"),
+        (["--qa-data-dev", "x"], "--qa-data-dev belongs to RETRIEVER-EVAL"),
+        (["--train-iters", "9"], "--epochs sets the length of training: drop it"),
+    ],
+)
+def test_mistakes_are_told_by_flag(toy, words, said):
+    with pytest.raises(ConfigError, match=said):
+        towers.parse(TASK, [*words_of(toy), *start(toy), *words], 1)
+
+
+def test_a_start_is_required(toy):
+    with pytest.raises(ConfigError, match="--pretrained-checkpoint is required"):
+        towers.parse(TASK, words_of(toy), 1)
