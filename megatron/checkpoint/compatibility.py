@@ -67,6 +67,8 @@ def check_network(
         or_else = ""
         if flag == "--load":
             or_else = ", or --use-checkpoint-args to take them from the checkpoint"
+            if model.lora_rank is not None and saved.get("lora_rank") is None:
+                or_else += "; --finetune adds adapters to its weights, from iteration 0"
             if speeds and not finetunes:
                 or_else += "; --finetune adapts to other rotary frequencies, from iteration 0"
         raise CheckpointError(

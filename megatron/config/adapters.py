@@ -43,14 +43,14 @@ class AdapterOptions:
 
     freeze: tuple[str, ...] | None = flag(None, only_for=("gpt", "bert", "t5", "retro"))
     lora_rank: int | None = flag(None, at_least=1, at_most=1 << 16, only_for=_GPT)
-    lora_alpha: float | None = flag(None, above=0, needs=_ADAPTERS, only_for=_GPT)
+    lora_alpha: float | None = flag(None, above=0, requires=_ADAPTERS, only_for=_GPT)
     lora_dropout: float = flag(
-        0.0, unit="0 to 1", at_least=0, below=1, needs=_ADAPTERS, only_for=_GPT
+        0.0, unit="0 to 1", at_least=0, below=1, requires=_ADAPTERS, only_for=_GPT
     )
-    lora_target_modules: tuple[str, ...] | None = flag(None, needs=_ADAPTERS, only_for=_GPT)
+    lora_target_modules: tuple[str, ...] | None = flag(None, requires=_ADAPTERS, only_for=_GPT)
     load_adapter: str | None = flag(None, requires=_BASE, only_for=_GPT)
-    use_rslora: bool = flag(False, names="--use-rslora", needs=_ADAPTERS, only_for=_GPT)
-    use_dora: bool = flag(False, names="--use-dora", needs=_ADAPTERS, only_for=_GPT)
+    use_rslora: bool = flag(False, names="--use-rslora", requires=_ADAPTERS, only_for=_GPT)
+    use_dora: bool = flag(False, names="--use-dora", requires=_ADAPTERS, only_for=_GPT)
 
     @property
     def lora_scale(self) -> float:

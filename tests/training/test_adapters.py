@@ -108,7 +108,9 @@ def test_adapters_of_a_trained_model(tmp_path):
     torch.testing.assert_close(magnitude, up.norm(dim=1))
     for masters in run.optimizer.named_tensors():
         assert is_of_adapter(masters)
-    with pytest.raises(CheckpointError, match="--lora-rank is 4 here and unset"):
+    with pytest.raises(
+        CheckpointError, match="(?s)--lora-rank is 4 here.*--finetune adds adapters"
+    ):
         build_toy(Layout.single(), flags)
 
 
@@ -126,6 +128,20 @@ def test_layers_without_adapters():
     queries = {f"layers.{i}.attention.qkv.adapter.query" for i in range(4)}
     gates = {f"layers.{i}.mlp.up.adapter.gate" for i in (1, 2)}
     assert made == queries | gates | {"layers.3.mlp.down.adapter.weight"}
+
+
+def test_a_mixture_has_adapters_outside_its_experts():
+    mixture = "--num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 48"
+    flags = f"{LORA} {mixture} --lora-target-modules linear_qkv *.mlp.shared"
+    begun = {n: p.detach().clone() for n, p in _build(flags).named_parameters()}
+    _, run = train_toy(Layout.single(), flags.split())
+    changed = {n for n, p in run.named_parameters() if not p.equal(begun[n])}
+    assert changed == {n for n in begun if is_of_adapter(n)}
+    assert "layers.0.mlp.shared.up.adapter.gate.b" in changed
+
+
+def _build(flags):
+    return build_toy(Layout.single(), flags.split())
 
 
 @pytest.mark.parametrize(
@@ -154,3 +170,11 @@ def test_patterns_that_cannot_be_meant_are_refused(flags, told):
 def test_what_adapters_cannot_be_combined_with(flags, told):
     lines = problems("--lora-rank 4", flags, world_size=1)
     assert any(line.startswith(told) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "flags", ["--use-dora", "--lora-alpha 8", "--lora-target-modules q_proj", "--load-adapter x"]
+)
+def test_without_a_rank_nothing_is_trained_by_mistake(flags):
+    (line,) = problems(flags, world_size=1)
+    assert line.startswith(f"{flags} requires --lora-rank")
