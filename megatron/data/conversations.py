@@ -15,7 +15,7 @@ import resource
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from megatron.data.conversation_records import (
     parse_record,
     read_examples,
 )
-from megatron.data.preprocess import LESS_MEMORY, choose_workers, map_in_order
+from megatron.data.preprocess import choose_workers, map_in_order
 from megatron.data.text_input import BadLine, TextBlock, find_inputs, parquet_columns, read_blocks
 from megatron.errors import ConfigError, DataError, shortage_errors, warn
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -52,6 +52,7 @@ _FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
 _COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
 _RENDER_SECONDS = 10.0  # in which a template must write one record
 _MEMORY = 2 << 30  # bytes that a process may need in addition to the library's
+_LESS_MEMORY = "Shorten records of many megabytes, or use a machine with more memory"
 _BLOCK_BYTES = 1 << 19
 _TOLD = 3  # bad lines of a file that are reported one by one
 
@@ -177,8 +178,7 @@ class ConversationEncoder:
         for number, line in enumerate(lines):
             if line and not line.isspace():
                 try:
-                    with _limited_time(_RENDER_SECONDS):
-                        found += self.encode_record(line, counts)
+                    found += self.encode_record(line, counts)
                 except (ValueError, DataError, _TooSlowError) as error:
                     bad.append(BadLine(number, offset, str(error)))
                 except MemoryError:
@@ -229,7 +229,10 @@ class ConversationEncoder:
                 )
             assert self.options.template is not None
             chat = for_template(example, knows_developers="developer" in self.options.template)
-            text, spans = trained_text(self._template, chat, last_only=self.options.last_turn_only)
+            with _limited_time(_RENDER_SECONDS) if self._is_limited else nullcontext():
+                text, spans = trained_text(
+                    self._template, chat, last_only=self.options.last_turn_only
+                )
             if example.prompt is None:
                 tokens, trained = encode(self.tokenizer, text, spans)
             else:
@@ -313,7 +316,7 @@ def _packed(
 
 @contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    """Interrupt the body after some time, if this process is a limited one."""
+    """Interrupt the body after some time, once `_limit_process` has prepared it."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -472,8 +475,8 @@ def _build(
     told: Counter[str] = Counter()
     number = max(1, choose_workers(files) if workers is None else workers)
     with (
-        shortage_errors(LESS_MEMORY),
-        map_in_order(encoder, partial(_blocks, files), number, LESS_MEMORY) as results,
+        shortage_errors(_LESS_MEMORY),
+        map_in_order(encoder, partial(_blocks, files), number, _LESS_MEMORY) as results,
     ):
         for encoded in results:
             path = encoded.block.path
