@@ -2,7 +2,7 @@
 
     build, base                             construction from flags, and the common interface
     files                                   vocabulary files, and entries appended to them
-    chat_template                           conversations as the texts that chat models read
+    chat_template, turn_end                 conversations as the texts that chat models read
     library                                 calls to libraries, whose errors become DataError
     gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
     huggingface, sentencepiece, tiktoken    the other kinds

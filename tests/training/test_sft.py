@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config import RunConfig, parse_config
+from megatron.config.data import TokenizerConfig
 from megatron.config.finetuning import finetuning_words
 from megatron.parallel.layout import Layout
 from megatron.recipes.derive import derive_flags
 from megatron.tokenizer import build_tokenizer
+from megatron.tools.checkpoint.util import main as convert
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from pretrain_gpt import GPTRecipe
@@ -25,6 +27,7 @@ from tests.training.trl import (
     MANY,
     RECORDED,
     STEPS,
+    TEMPLATE,
     write_conversations,
     write_model,
 )
@@ -90,3 +93,23 @@ def test_two_processes_have_the_same_losses(axis: str, folder: Path) -> None:
 def _split(layout: Layout, folder: Path, flag: str) -> list[float]:
     flag = flag.replace("context-model", "context")
     return _losses(layout, folder, FEW, ["--train-epochs", "4", flag, "2"])
+
+
+def test_the_export_has_the_template_and_the_end_of_turns(folder: Path, tmp_path: Path) -> None:
+    template, saved, exported = (tmp_path / name for name in ("t.jinja", "saved", "exported"))
+    text = TEMPLATE.replace("<|endoftext|>", "<|system|>")
+    template.write_text(text)
+    words = ["--train-iters", "1", "--chat-template", str(template), "--eval-iters", "0"]
+    words += ["--save", str(saved), "--save-interval", "1"]
+    _losses(Layout(), folder, FEW, words)
+    where = ["--load-dir", str(saved), "--save-dir", str(exported)]
+    assert convert(["--loader", "native", "--saver", "hf", "--model-type", "GPT", *where]) == 0
+    assert (exported / "chat_template.jinja").read_text() == text
+    tokenizer = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(exported))
+    )
+    settings = json.loads((exported / "generation_config.json").read_text())
+    assert [tokenizer.detokenize([end]) for end in settings["eos_token_id"]] == [
+        "<|endoftext|>",
+        "<|system|>",
+    ]

@@ -15,6 +15,7 @@ from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 COMPANION_FOLDER = "huggingface"  # the subfolder in which an import puts a model's small files
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,7 +30,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that are copied along with a model: text, never code.
 COMPANIONS = (
     *(CONFIG, GENERATION_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE),
     *(VOCAB, MERGES, WORDPIECES, SPIECE),
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have about ten million

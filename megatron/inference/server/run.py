@@ -32,6 +32,7 @@ from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer.chat_template import ChatTemplate, find_template, special_tokens
+from megatron.tokenizer.turn_end import find_turn_end
 
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -83,12 +84,16 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         # The model of runs/demo/checkpoints is called `demo`.
         name = real.parent.name if real.name.startswith("checkpoint") else real.name
         longest = min(server.out_seq_length or limits.max_length, limits.max_length)
+        ends = _stop_tokens(real, limits.vocab_size)
+        if template is not None:
+            end = find_turn_end(template, special_tokens(tokenizer_model), loaded.tokenizer)
+            ends += () if end is None else (end,)
         settings = FrontSettings(
             model=server.served_model_name or name,
             tokenizer=parsed.config.tokenizer,
             engine=replace(limits, max_length=longest),
             server=server,
-            stop_tokens=_stop_tokens(real, limits.vocab_size),
+            stop_tokens=ends,
             chat_template=template,
             token=token,
             created=int(time.time()),

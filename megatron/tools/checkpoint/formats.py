@@ -46,6 +46,8 @@ from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.models.adapters import adapted_layers
 from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.build import padded_vocab_size
+from megatron.tokenizer.chat_template import find_template, special_tokens
+from megatron.tokenizer.turn_end import find_turn_end
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
@@ -454,9 +456,32 @@ def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> P
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {key: written[key] for key in keys if written.get(key) is not None}
         companions[files.GENERATION_CONFIG] = files.json_bytes(ids)
+    _add_chat(companions, source.config.tokenizer)
     most = parse_bytes(options.max_shard_size)
     write_folder(options.save_dir, export, companions, max_shard_bytes=most, check=check)
     return Path(options.save_dir)
+
+
+def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
+    """Add the run's chat template, and the token that ends its turns to those that end answers."""
+    source = find_template(config.chat_template, config.tokenizer_model)
+    if source is None or _entries_if_there(config) is None:
+        return
+    if config.chat_template is not None:
+        companions[files.CHAT_TEMPLATE] = source.encode()
+    special = special_tokens(config.tokenizer_model)
+    end = find_turn_end(source, special, build_tokenizer(config))
+    try:
+        settings = json.loads(companions[files.GENERATION_CONFIG])
+    except ValueError:
+        return  # the model's own file, which is copied as it is
+    if not isinstance(settings, dict):
+        return
+    ends = settings.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+    if end is not None and end not in ends:
+        settings["eos_token_id"] = [*ends, end] if ends else end
+        companions[files.GENERATION_CONFIG] = files.json_bytes(settings)
 
 
 def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:

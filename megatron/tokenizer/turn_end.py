@@ -1,0 +1,58 @@
+"""The token with which a chat template ends the assistant's turn, where an answer stops."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import cast
+
+from megatron.errors import UserError
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.chat_template import TRAINING_DATE, Chat, ChatTemplate, trained_text
+
+_SECONDS = 5.0  # in which a template must write two messages
+_ANSWER = "Yes"
+_MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content": _ANSWER}]
+
+
+def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that ends the assistant's turn, or `None` if no single one does.
+
+    The template is not trusted: it is rendered in a process of its own, for a limited time.
+
+    Args:
+        source: The text of the template.
+        special: Texts of special tokens such as eos_token, by name.
+        tokenizer: The tokenizer.
+    """
+    processes = multiprocessing.get_context("fork")
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(
+        target=_send_turn_end, args=(sender, source, special, tokenizer), daemon=True
+    )
+    process.start()
+    sender.close()
+    try:
+        return cast("int | None", receiver.recv()) if receiver.poll(_SECONDS) else None
+    except EOFError:  # the process has died
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_turn_end(
+    sender: Connection, source: str, special: Mapping[str, str], tokenizer: Tokenizer
+) -> None:
+    end = None
+    try:
+        template = ChatTemplate(source, special, TRAINING_DATE)
+        text, spans = trained_text(template, Chat(_MESSAGES))
+        start, stop = spans[-1]
+        rest = text[text.index(_ANSWER, start) + len(_ANSWER) : stop].strip()
+        ids = tokenizer.tokenize_spelled(rest) if rest else ()
+        end = int(ids[0]) if len(ids) == 1 else None
+    except (UserError, ValueError, IndexError, MemoryError):
+        pass  # such a template is reported where conversations are written with it
+    sender.send(end)
