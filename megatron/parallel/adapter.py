@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce, copy_to, gather_rows_to
@@ -130,32 +131,47 @@ class Adapter(nn.ModuleDict):
             for name, width in zip(held.names, held.widths, strict=True)
         }
 
-    def forward(self, x: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-        """Add the adapter's output to that of the frozen weight, or with DoRA scale their sum.
+    def project_down(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply the layer's input by the A's.
 
         Args:
-            x: The layer's input, as `Linear.forward` takes it.
-            out: The product with the frozen weight, without a bias. It may be changed in place.
-            weight: The frozen weight.
+            x: The layer's input [s, b, in], as `Linear.forward` takes it.
+
+        Returns:
+            The input for the product with the frozen weight, and the low-rank product [s, b,
+            ranks] for `add_product`.
         """
         plan, tensor = self.plan, self.layout.tensor
-        a, b = self._joined()
+        a = self._joined_a()
         if plan.dropout > 0 and self.training:
             # What a rank has of x is its own, unless it is all of the sequence and its features.
             axis = tensor if self.split == "row" else self.layout.sequence
             with split_region(axis, x.device, self.site):
-                x = F.dropout(x, plan.dropout)
-        low = F.linear(x, a) * plan.scale  # [s, b, ranks]
+                low = F.linear(F.dropout(x, plan.dropout), a)
+        else:
+            x, low = _DownProduct.apply(x, a)
+        low = low * plan.scale
         if self.split == "row" and tensor.size > 1:
             low = sum_over_ranks(low, self.layout)
         elif self.split == "column":
             gather = gather_rows_to if self.layout.sequence_parallel else copy_to
             low = gather(low, tensor)
+        return x, low
+
+    def add_product(self, low: Tensor, out: Tensor, weight: Tensor) -> Tensor:
+        """Add the adapter's output to that of the frozen weight, or with DoRA scale their sum.
+
+        Args:
+            low: The low-rank product of `project_down`.
+            out: The product with the frozen weight, without a bias. It may be changed in place.
+            weight: The frozen weight.
+        """
+        b = self._joined_b()
         out = _AddProduct.apply(out, low, b)
-        if not plan.is_dora:
+        if not self.plan.is_dora:
             return out
         with torch.no_grad():
-            lengths = self._lengths(weight, a, b)
+            lengths = self._lengths(weight, self._joined_a(), b)
         return out * (self._magnitudes(lengths) / lengths).to(out.dtype)
 
     @torch.no_grad()
@@ -175,7 +191,7 @@ class Adapter(nn.ModuleDict):
         Args:
             weight: The frozen weight.
         """
-        a, b = self._joined()
+        a, b = self._joined_a(), self._joined_b()
         matrix = weight.float().flatten(0, -2) + self.plan.scale * (b.float() @ a.float())
         if self.plan.is_dora:
             lengths = self._lengths(weight, a, b)
@@ -187,11 +203,16 @@ class Adapter(nn.ModuleDict):
         assert isinstance(factors, Factors)
         return factors
 
-    def _joined(self) -> tuple[Tensor, Tensor]:
-        """Return all A's [ranks, in], and all B's as blocks of a matrix [out, ranks]."""
+    def _joined_a(self) -> Tensor:
+        """Return all A's, one below the other: [ranks, in]."""
+        adapted: list[Tensor] = [self._factors(name).a for name in self]
+        return adapted[0] if len(adapted) == 1 else torch.cat(adapted)
+
+    def _joined_b(self) -> Tensor:
+        """Return all B's as blocks of a matrix [out, ranks]."""
         adapted = [self._factors(name) for name in self]
         if len(self.rows) == 1:
-            return adapted[0].a, adapted[0].b
+            return adapted[0].b
         rank, blocks = self.plan.rank, []
         for name, rows in self.rows.items():
             if name not in self:
@@ -201,7 +222,7 @@ class Adapter(nn.ModuleDict):
             after = (len(adapted) - 1) * rank - before
             by_group = self._factors(name).b.unflatten(0, (self.groups, rows))
             blocks.append(F.pad(by_group, (before, after)))
-        return torch.cat([one.a for one in adapted]), torch.cat(blocks, dim=1).flatten(0, 1)
+        return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def _by_projection(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views [groups, rows] of the parts of a vector with an element for each row."""
@@ -247,6 +268,28 @@ def _projections(linear: Linear) -> Projections:
     return linear.projections or Projections((WHOLE,), (linear.out_features,))
 
 
+class _DownProduct(torch.autograd.Function):
+    """Return x for the product with the frozen weight, and x A^T.
+
+    The gradient of the first is complete when the backward pass arrives, so that of the second is
+    added to it in the product's own pass over memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, a)
+        return x, F.linear(x, a)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, a = ctx.saved_tensors
+        needs_x, needs_a = ctx.needs_input_grad
+        rows = low_grad.flatten(0, -2)
+        x_grad = grad.flatten(0, -2).addmm_(rows, a).view(grad.shape) if needs_x else None
+        return x_grad, rows.t() @ x.flatten(0, -2) if needs_a else None
+
+
 class _AddProduct(torch.autograd.Function):
     """Add low B^T to `out` in place, in the product's own pass over memory."""
 
@@ -258,6 +301,7 @@ class _AddProduct(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         low, b = ctx.saved_tensors
         rows = grad.flatten(0, -2)

@@ -130,15 +130,18 @@ class Linear(nn.Module):
         cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
         bias = self.bias if self.adds_bias else None
         added = bias if self._sums_over is None and self.adapter is None else None
+        low = None
+        if self.adapter is not None:
+            x, low = self.adapter.project_down(x)
         call = LinearCall(x, self.weight, added, self.training)
         slot, transport = self._gradient.slot, cut or self._transport
         queue = self._queue if self.weight.requires_grad else None
         out = linear.parallel_linear(call, transport, queue, slot, self.products)
         if self._sums_over is not None and cut is None:
             out = sum_over_ranks(out, self._sums_over)
-        if self.adapter is not None:
+        if self.adapter is not None and low is not None:
             # It adds in place. An exchange's result is a view, which autograd would not allow.
-            out = self.adapter(x, out if cut is None else out.clone(), self.weight)
+            out = self.adapter.add_product(low, out if cut is None else out.clone(), self.weight)
         return out if bias is None or bias is added else out + bias.flatten()
 
 
