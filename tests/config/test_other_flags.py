@@ -111,7 +111,7 @@ def test_flags_of_commands_are_suggested_to_scripts(given: str, meant: str) -> N
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--lora-rank", "adapters (LoRA) are not supported: drop it"),
+        ("--lora-r", "use --lora-rank"),
         ("--model-path", "use --load"),
         ("--test-tokens", "--help-all lists all flags"),
         ("--no-tensor-parallel", "drop it: --tensor-model-parallel-size is 1 unless given"),
