@@ -118,6 +118,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.tokenizer,
     rules_data.sentinels,
     rules_finetuning.conversations,
+    rules_finetuning.samples,
     rules_finetuning.preferences,
     rules_retriever.towers,
     rules_retriever.titles,

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.config.arguments import split
 from megatron.config.fields import Need, flag
 
+_SAMPLES = Need(lambda run: run.finetuning.sample_prompts is not None, "--sample-prompts")
 _SFT = Need(lambda run: run.finetuning.sft, "--sft")
 
 TRUNCATIONS = ("error", "drop", "keep-start", "keep-end", "split")
@@ -28,6 +29,10 @@ class FinetuningConfig:
             several examples of it (split).
         packing: Pack several examples into a row of --seq-length tokens. Each attends only to
             itself. Off: one example per row, and padding.
+        sample_prompts: File with prompts, one per line, or JSON lines with a "prompt". The model in
+            training answers them greedily, in the log. With --sft they are a user's turns.
+        sample_interval: Iterations between these answers. Default: --eval-interval.
+        sample_tokens: Most tokens of such an answer.
         train_epochs: Length of the run: passes over the training examples.
     """
 
@@ -36,6 +41,9 @@ class FinetuningConfig:
     last_turn_only: bool = flag(False, requires=_SFT)
     truncation: str = flag("error", choices=TRUNCATIONS, requires=_SFT)
     packing: bool = flag(True, requires=_SFT)
+    sample_prompts: str | None = flag(None, only_for=("gpt",))
+    sample_interval: int | None = flag(None, unit="iterations", at_least=1, needs=_SAMPLES)
+    sample_tokens: int = flag(64, unit="tokens", at_least=1, at_most=2**20, needs=_SAMPLES)
     train_epochs: int | None = flag(
         None, unit="epochs", names="--train-epochs --num-train-epochs", at_least=1, requires=_SFT
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.rules_parallel import excluded
 from megatron.config.run import RunOptions, field_at, flatten
 
 # Flags that have no meaning for conversations, with the only value that they may have.
@@ -16,6 +17,25 @@ _NOT_WITH_SFT = {
     "data.dataloader_type": ("single", "the rows are shuffled in every epoch anyway"),
     "curriculum.curriculum_schedule": (None, "it would cut off the ends of rows"),
 }
+
+
+# Flags with which the model in training cannot generate, with the values that it can.
+_NOT_WITH_SAMPLES: dict[str, tuple[tuple[object, ...], str]] = {
+    "parallel.pipeline_model_parallel_size": ((1,), "the stages wait for training's messages"),
+    "parallel.context_parallel_size": ((1,), "an answer is not split over processes"),
+    "parallel.expert_model_parallel_size": ((1,), "copies of the model answer by themselves"),
+    "parallel.sequence_parallel": ((False,), "the tokens of a step do not divide over processes"),
+    "parallel.zero_stage": ((None, 0, 1, 2), "no process holds whole weights"),
+    "precision.fp8_format": ((None,), "a step's rows are too few for FP8"),
+    "training.cuda_graph_impl": (("none",), "recorded passes have fixed shapes"),
+}
+
+
+def samples(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each flag that cannot be combined with --sample-prompts."""
+    path = config.finetuning.sample_prompts
+    if path is not None:
+        yield from excluded(config, f"--sample-prompts {path}", _NOT_WITH_SAMPLES)
 
 
 def conversations(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -389,11 +389,15 @@ class SampleFile:
         keep_settings(self.path, settings, self.done, "samples were drawn")
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path, flag: str = "--sample-input-file") -> list[str]:
     """Return the prompts of a file, one per line.
 
     In a *.jsonl file, each line is an object with a "prompt" or, if it has none, a "text". A prompt
     may be an object with a "text", as in RealToxicityPrompts.
+
+    Args:
+        path: The file.
+        flag: The flag that names it, for messages.
 
     Raises:
         DataError: The file is missing, or a line is not a prompt.
@@ -403,14 +407,12 @@ def read_prompts(path: Path) -> list[str]:
         text = data.decode()
     except OSError as error:
         raise DataError(
-            f"--sample-input-file {path} cannot be read: {error.strerror}: give a file with one "
-            "prompt per line"
+            f"{flag} {path} cannot be read: {error.strerror}: give a file with one prompt per line"
         ) from error
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"--sample-input-file {path}: line {number} is not UTF-8 text: fix the line, or "
-            "convert the file"
+            f"{flag} {path}: line {number} is not UTF-8 text: fix the line, or convert the file"
         ) from error
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     lines = text.removesuffix("\n").split("\n") if text else []
@@ -424,7 +426,7 @@ def read_prompts(path: Path) -> list[str]:
             prompt = prompt.get("text")
         if not isinstance(prompt, str):
             raise DataError(
-                f"--sample-input-file {path}: line {number} is not an object with a "
+                f"{flag} {path}: line {number} is not an object with a "
                 '"prompt" or a "text": fix it, or rename the file if its lines are plain text'
             )
         prompts.append(prompt)

@@ -57,6 +57,10 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(Checkpoints(scalars))
     if config.evaluation.eval_iters:
         callbacks.append(Evaluation(scalars))
+    if config.finetuning.sample_prompts is not None:
+        from megatron.training.callbacks.samples import SampleAnswers  # few runs need an engine
+
+        callbacks.append(SampleAnswers(run, scalars))
     return callbacks, scalars
 
 

@@ -60,6 +60,13 @@ def test_a_chat_template_is_kept_for_the_server() -> None:
     assert parsed.config.tokenizer.chat_template == "x"
 
 
+@pytest.mark.parametrize("flag", ["--pipeline-model-parallel-size 2", "--context-parallel-size 2"])
+def test_answers_in_training_need_a_whole_model(flag: str) -> None:
+    words = [*_BASE, "--train-iters", "5", "--sample-prompts", "x", *flag.split()]
+    with pytest.raises(ConfigError, match=f"--sample-prompts x cannot be combined with {flag}"):
+        parse_config(words, world_size=2)
+
+
 def test_flags_of_megatron_core_are_answered() -> None:
     text = _problems("--sft", "--train-iters", "5", "--sft-tokenizer-prompt-format", "default")
     assert "--chat-template" in text

@@ -66,7 +66,11 @@ def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> l
     )
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
+    _events[:] = [text for _, kind, text in recorder.events if kind == "sample"]
     return recorder.values("lm loss")
+
+
+_events: list[str] = []  # the answers to --sample-prompts in the last run
 
 
 @pytest.mark.parametrize("packing", ["packed", "separate"])
@@ -88,6 +92,27 @@ def test_two_processes_have_the_same_losses(axis: str, folder: Path) -> None:
     recorded = json.loads(RECORDED.read_text())["few, packed"][:4]
     losses = run_distributed(2, _split, folder, f"--{axis}-model-parallel-size", **{axis: 2})
     assert losses[-1] == pytest.approx(recorded, rel=1e-5)
+
+
+def test_the_model_in_training_answers_prompts(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello world\nstop\n")
+    words = ["--train-epochs", "4", "--sample-prompts", str(prompts), "--sample-interval", "2"]
+    recorded = json.loads(RECORDED.read_text())["few, packed"][:4]
+    assert _losses(Layout(), folder, FEW, [*words, "--sample-tokens", "6"]) == pytest.approx(
+        recorded, rel=1e-5
+    )
+    alone = list(_events)
+    assert [text.partition(" -> ")[0] for text in alone] == ["Hello world", "stop"] * 2
+    assert alone[:2] != alone[2:], "the weights have changed"
+    words += ["--sample-tokens", "6", "--tensor-model-parallel-size", "2"]
+    for answers in run_distributed(2, _answers, folder, words, tensor=2):
+        assert answers == alone
+
+
+def _answers(layout: Layout, folder: Path, words: list[str]) -> list[str]:
+    _losses(layout, folder, FEW, words)
+    return _events
 
 
 def _split(layout: Layout, folder: Path, flag: str) -> list[float]:
