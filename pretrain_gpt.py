@@ -149,6 +149,8 @@ class GPTRecipe:
         mine, documents, counted = inputs = self.inputs(batch, config, tokenizer, layout)
         knowledge = None
         if config.distillation.is_on:
+            is_live = config.distillation.teacher_load is not None
+            assert is_live == (self.teacher is not None), "Distillation.begin loads the teacher"
             knowledge = knowledge_of(self.teacher, inputs, batch, layout.context)
         result = part(
             mine.tokens,
