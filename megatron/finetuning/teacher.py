@@ -42,6 +42,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.batches import BatchPlan, samples_needed
+from megatron.training.build import without_epochs
 from megatron.training.recipe import Batch
 from megatron.training.run import Progress
 
@@ -175,6 +176,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     assert source is not None, "a rule asks for it"
     teacher = load_teacher(source, config, tokenizer, device, layout, flag=flag)
     batches = BatchPlan.from_config(config, layout.data.size)
+    config = without_epochs(config, recipe, batches, tokenizer, layout)
     iterations = batches.iterations_of(config.training, Progress())
     counts = samples_needed(config, iterations, Progress())
     dataset = recipe.build_datasets(config, tokenizer, counts, layout)[0]

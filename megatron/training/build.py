@@ -32,7 +32,7 @@ from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
 from megatron.parallel.tied import unite_copies
 from megatron.processes.ending import ExitRequest
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
@@ -64,11 +64,8 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(config, layout.data.size)
-    if config.finetuning.train_epochs is not None:
-        assert isinstance(recipe, CountsEpochs), "a rule refuses --train-epochs"
-        of_epoch = recipe.epoch_samples(config, tokenizer, layout)
-        config = batches.in_iterations(config, config.finetuning.train_epochs * of_epoch)
-        training = config.training
+    config = without_epochs(config, recipe, batches, tokenizer, layout)
+    training = config.training
     start = checkpointing.progress_at_start(config, reader)
     train_iterations = batches.iterations_of(training, start)
     samples = samples_needed(config, train_iterations, start)
@@ -113,6 +110,17 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         consumed = run.progress.consumed_samples
         run.train_batches = batches_from(run, run.datasets[0], consumed=consumed)
     return run
+
+
+def without_epochs(
+    config: RunConfig, recipe: Recipe, batches: BatchPlan, tokenizer: Tokenizer, layout: Layout
+) -> RunConfig:
+    """Return the configuration of a run whose --train-epochs are iterations. Collective."""
+    if config.finetuning.train_epochs is None:
+        return config
+    assert isinstance(recipe, CountsEpochs), "a rule refuses --train-epochs"
+    of_epoch = recipe.epoch_samples(config, tokenizer, layout)
+    return batches.in_iterations(config, config.finetuning.train_epochs * of_epoch)
 
 
 def parallelize(
