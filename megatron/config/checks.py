@@ -162,6 +162,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     lines += rules_parallel.no_effect(config, world_size)
     lines += rules_curriculum.slow_lengths(config)
     lines += rules_training.range_test_only(config)
+    lines += rules_finetuning.dropout_of_preferences(config)
     lines += _no_effect(config, start)
     kind = config.tokenizer.tokenizer_type
     unread = {"vocab_file", "merge_file", "tokenizer_model", "vocab_size"} if kind else set()

@@ -88,3 +88,18 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{shown} cannot be combined with distillation: drop --teacher-load, --logits-load-dir "
             "and --logits-save-dir"
         )
+
+
+def dropout_of_preferences(config: RunOptions) -> Iterator[str]:
+    """Yield a notice if the policy drops out what the reference model does not."""
+    loss, model = config.preferences.preference_loss, config.model
+    given = {
+        "--hidden-dropout": model.hidden_dropout,
+        "--attention-dropout": model.attention_dropout,
+    }
+    for name, value in given.items() if config.preferences.needs_reference else ():
+        if value:
+            yield (
+                f"{name} {value:g} with --preference-loss {loss}: the reference model has no "
+                f"dropout, so that rewards are noisy: {name} 0 is what TRL does"
+            )

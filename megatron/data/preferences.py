@@ -47,6 +47,8 @@ class FittedPairs:
     Attributes:
         prefix: The path, as the flag names it.
         limits: The number of tokens that remain of the answers of each pair, `[P, 2]`.
+        dropped: The number of pairs that were left out.
+        shortened: The number of pairs that lost tokens.
 
     Raises:
         DataError: Pairs are too long for --truncation error, or none remains.
@@ -75,6 +77,8 @@ class FittedPairs:
                 f"{seq_length}: raise it, or choose --truncation keep-start"
             )
         self.limits = pair_limits(lengths, seq_length)[self._kept]
+        self.dropped = len(lengths) - len(self._kept)
+        self.shortened = len(long) - self.dropped
 
     def digest(self) -> str:
         """Return a digest of all answers, with what counts in them."""
@@ -234,3 +238,22 @@ def preference_members(dataset: SampleDataset | None) -> list[PreferenceDataset]
     if isinstance(dataset, BlendedDataset):
         return [member for each in dataset.datasets for member in preference_members(each)]
     return [dataset] if isinstance(dataset, PreferenceDataset) else []
+
+
+def describe_pairs(dataset: SampleDataset | None) -> str:
+    """Return how full the rows of a split are, and what was cut off, for the start-up panel."""
+    members = preference_members(dataset)
+    if not members:
+        return ""
+    pairs = sum(member.pairs for member in members)
+    rows = sum(member.packing.rows for member in members)
+    tokens = sum(int(member.packing.lengths.sum()) for member in members)
+    full = tokens / (rows * members[0].packing.seq_length)
+    text = f"{pairs:,} pairs in {rows:,} rows per epoch, {full:.1%} full"
+    sources = dict.fromkeys(member.source for member in members)
+    for count, what in (
+        (sum(source.dropped for source in sources), "left out (--truncation drop)"),
+        (sum(source.shortened for source in sources), "shortened (--truncation)"),
+    ):
+        text += f"; {count:,} longer pairs {what}" if count else ""
+    return text

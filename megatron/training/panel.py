@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
 from megatron.data.chat import describe_packing, packed_members
+from megatron.data.preferences import describe_pairs
 from megatron.data.text_stream import text_members
 from megatron.device import Device
 from megatron.kernels.library import find_library
@@ -61,7 +62,9 @@ def _describe_data(run: Run) -> str:
     source = "indexed files" if has_corpus else "the task's files"
     if any(text_members(split, 0) for split in run.datasets):
         source = "text, tokenized while training"
-    source = "conversations" if run.config.finetuning.sft else source
+    pairs = run.config.preferences.preference_loss is not None
+    what = "pairs of answers" if pairs else "conversations"
+    source = what if run.config.finetuning.sft else source
     source = "generated tokens (--mock-data)" if data.mock_data else source
     of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(
@@ -80,6 +83,9 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
     options, training = run.config.finetuning, run.config.training
     if not options.sft:
         return []
+    if run.config.preferences.preference_loss is not None:
+        how = f"{run.config.preferences.preference_loss}; all pairs of an update weigh the same"
+        return [("loss", how), ("packing", describe_pairs(run.datasets[0]))]
     counted = "every turn" if options.train_on_inputs else "what the assistant says"
     how = "all tokens of an update weigh the same (--calculate-per-token-loss)"
     if not training.calculate_per_token_loss:

@@ -1,0 +1,99 @@
+"""The file of the reference model's log-probabilities, and whole runs of finetune.py with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from finetune import FinetuningRecipe, choose
+from megatron.config.finetuning import finetuning_words
+from megatron.errors import EXIT_OK, CheckpointError
+from megatron.finetuning import reference
+from megatron.parallel.layout import Layout
+from megatron.training.pretrain import main
+from tests.distributed import run_sharing_memory
+from tests.finetuning.toy_pairs import FILE, build_pairs
+from tests.training.toy import TOY
+
+
+def values(layout: Layout, *words: str) -> list[float]:
+    """The reference log-probabilities of a run's first sample."""
+    run = build_pairs(layout, words)
+    assert run.datasets[0] is not None
+    found: list[float] = run.datasets[0][0]["reference"].tolist()
+    return found
+
+
+def test_the_file_is_read_by_runs_of_the_same_weights_and_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--reference-log-probs", str(tmp_path / "kept" / "file.npz")]
+    (tmp_path / "kept").mkdir()
+    first = values(Layout.single(), *words)
+    assert "computing the reference model's log-probabilities of 9 rows" in capsys.readouterr().out
+    assert any(first)
+    assert values(Layout.single(), *words) == first
+    assert "computing" not in capsys.readouterr().out
+    for changed in (["--seed", "5"], ["--preference-loss", "ipo", "--hidden-size", "16"]):
+        other = values(Layout.single(), *words, *changed)
+        assert "is for other data or weights: it is replaced" in capsys.readouterr().out
+        assert other != first
+    (tmp_path / "kept" / "file.npz").write_bytes(b"PK damaged")
+    assert values(Layout.single(), *words) == first
+    assert "not a file of log-probabilities" in capsys.readouterr().out
+
+
+def test_every_layout_computes_and_reads_the_same(tmp_path: Path) -> None:
+    expected = values(Layout.single())
+    words = ["--reference-log-probs", str(tmp_path / "file.npz")]
+    split = ["--tensor-model-parallel-size", "2"]
+    for found in run_sharing_memory(2, values, *words, *split, tensor=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+    before = (tmp_path / "file.npz").read_bytes()
+    values(Layout.single(), *words)  # its weights have the same checksum
+    assert (tmp_path / "file.npz").read_bytes() == before
+    for found in run_sharing_memory(2, values):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def run_program(folder: Path, *words: str) -> int:
+    toy = [word for word in TOY if word != "--mock-data"]
+    file = shutil.copy(FILE, folder.parent)  # its cache is beside it
+    given = [*toy, "--data-path", str(file), "--split", "80,20,0", "--preference-loss", "dpo"]
+    given += "--seq-length 32 --max-position-embeddings 32 --no-exit-signal-handler".split()
+    given += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    given += ["--save", str(folder), "--save-interval", "2", "--train-iters", "4", *words]
+    return main(FinetuningRecipe(), finetuning_words(given), choose=choose)
+
+
+def losses(capsys: pytest.CaptureFixture[str]) -> dict[int, str]:
+    lines = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line]
+    trained = [line for line in lines if "consumed samples" in line]
+    return {
+        int(line.split("/")[0].split()[-1]): line[line.index("loss:") : line.index("loss scale")]
+        for line in trained
+    }
+
+
+def test_an_interrupted_run_goes_on_with_its_reference_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(tmp_path / "run") == EXIT_OK
+    whole = losses(capsys)
+    assert whole[1].startswith("loss: 6.93147")
+    assert np.load(tmp_path / "run" / reference.FILE_NAME)["values"].shape == (12, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+    resume = ("--load", str(tmp_path / "resumed"), "--ckpt-step", "2")
+    assert run_program(tmp_path / "resumed", *resume) == EXIT_OK
+    assert losses(capsys) == {step: line for step, line in whole.items() if step > 2}
+    # In another folder the run has a copy of its own.
+    assert run_program(tmp_path / "moved", *resume, "--no-finetune") == EXIT_OK
+    capsys.readouterr()
+    assert (tmp_path / "moved" / reference.FILE_NAME).is_file()
+    (tmp_path / "resumed" / reference.FILE_NAME).unlink()
+    assert run_program(tmp_path / "resumed", *resume) == CheckpointError.exit_code
+    told = capsys.readouterr()
+    assert "cannot be computed from weights that are already trained" in told.out + told.err
