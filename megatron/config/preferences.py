@@ -38,8 +38,8 @@ class PreferenceConfig:
             in SimPO (TRL's simpo_gamma).
         reference_log_probs: File that keeps the log-probabilities that the reference model, which
             has the run's initial weights, gives to all answers. They are computed if the file is
-            missing or belongs to other data or weights. If unset: reference_log_probs.npz in
-            --save.
+            missing or belongs to other data or weights. Without a name it is
+            reference_log_probs.npz in --save.
     """
 
     preference_loss: str | None = flag(

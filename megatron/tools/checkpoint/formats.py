@@ -54,7 +54,7 @@ _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
 # By `Reader.format`.
-_LOADERS = {"native": "native"} | dict.fromkeys(("legacy", "core", "deepspeed"), "megatron")
+LOADER_OF = {"native": "native"} | dict.fromkeys(("legacy", "core", "deepspeed"), "megatron")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -143,7 +143,7 @@ def load_hf(options: argparse.Namespace) -> SourceModel:
 
 def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"--loader {options.loader}: {path} has another format: use --loader {_LOADERS[kind]}"
+        f"--loader {options.loader}: {path} has another format: use --loader {LOADER_OF[kind]}"
     )
 
 
@@ -158,7 +158,7 @@ def load_own(options: argparse.Namespace) -> SourceModel:
         if (folder / files.CONFIG).is_file():
             why = "it is a Hugging Face folder: use --loader hf"
         raise CheckpointError(f"--load-dir {folder}: {why}")
-    if _LOADERS[reader.format] != options.loader:
+    if LOADER_OF[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
     if options.saver != "peft":
         reader = without_adapters(reader, adapted_layers)

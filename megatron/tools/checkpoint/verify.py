@@ -51,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         trust = options.allow_foreign_checkpoints
         found = open_any(options.checkpoint, verify=False, allow_foreign=trust).format
-        loader = {"native": "native", "legacy": "megatron", "hf": "hf"}[found]
+        loader = formats.LOADER_OF.get(found, found)
         load = argparse.Namespace(
             load_dir=options.checkpoint,
             loader=loader,
+            saver="hf",
             hf_files=None,
             allow_foreign_checkpoints=trust,
         )
