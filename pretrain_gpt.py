@@ -22,6 +22,7 @@ if __name__ == "__main__":
     # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
     gc.disable()
 
+import torch
 from torch import Tensor
 
 from megatron.config import RunConfig
@@ -37,7 +38,8 @@ from megatron.finetuning.distillation import (
     Distillation,
     GPTInputs,
     GPTTeacher,
-    knowledge_of,
+    known_of_files,
+    split_message,
     student_losses,
 )
 from megatron.kernels.attention import Segments
@@ -45,7 +47,7 @@ from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.parallel.build import BuildContext
-from megatron.parallel.distillation import VocabularyPart
+from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -85,6 +87,8 @@ class GPTRecipe:
         splits = self._open_datasets(config, tokenizer, samples, layout)
         if config.distillation.logits_load_dir is None or splits.train is None:
             return splits
+        if not layout.pipeline.is_last:
+            return splits  # only the last stage has a loss
         return splits._replace(train=with_logits(splits.train, config, tokenizer))
 
     def _open_datasets(
@@ -147,11 +151,16 @@ class GPTRecipe:
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model; at its end return the loss."""
         mine, documents, counted = inputs = self.inputs(batch, config, tokenizer, layout)
-        knowledge = None
-        if config.distillation.is_on:
-            is_live = config.distillation.teacher_load is not None
-            assert is_live == (self.teacher is not None), "Distillation.begin loads the teacher"
-            knowledge = knowledge_of(self.teacher, inputs, batch, layout.context)
+        is_taught = config.distillation.is_on and config.distillation.teacher_load is not None
+        assert is_taught == (self.teacher is not None), "Distillation.begin loads the teacher"
+        theirs: Tensor | None = None  # the teacher's hidden states; at the end, its logits
+        if self.teacher is not None:
+            if hidden is not None:
+                hidden, theirs = split_message(hidden, self.teacher.hidden)
+            theirs = self.teacher.run_beside(part, inputs, theirs)
+        knowledge: Tensor | TopLogProbs | None = theirs
+        if config.distillation.logits_load_dir is not None and part.part.head:
+            knowledge = known_of_files(batch, layout.context)
         result = part(
             mine.tokens,
             mine.position_ids,
@@ -161,7 +170,7 @@ class GPTRecipe:
             loss_mask=mine.loss_mask,
         )
         if not part.part.head:
-            return result
+            return result if theirs is None else torch.cat((result, theirs), -1)
         losses = {"lm loss": result}
         if knowledge is not None:
             vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)

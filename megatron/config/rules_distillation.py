@@ -8,16 +8,16 @@ from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions
 
 _NOT_WITH_TEACHER: Exclusions = {
-    "parallel.pipeline_model_parallel_size": (
-        (1,),
-        "a teacher is not divided into stages (tensor parallelism divides it)",
-    ),
     "training.cuda_graph_impl": (("none",), "a teacher's passes are not recorded"),
     "curriculum.curriculum_schedule": ((None,), "logits are those of whole samples"),
 }
 # Each data-parallel process computes its own files.
 _NOT_WITH_SAVING: Exclusions = {
     "parallel.expert_model_parallel_size": ((1,), "processes compute different files"),
+    "parallel.pipeline_model_parallel_size": (
+        (1,),
+        "a writing teacher is not divided into stages (tensor parallelism divides it)",
+    ),
 }
 
 

@@ -126,6 +126,12 @@ def with_layout(config: Parallel, text: str) -> Parallel:
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
+def even_layout(num_layers: int, parts: int) -> str:
+    """Return a layout string with almost equally many layers in each part, fewer in the last."""
+    counts = [(num_layers + parts - 1 - i) // parts for i in range(parts)]
+    return f"E{'|'.join('t' * count for count in counts)}L"
+
+
 def _shown(config: ParallelOptions, names: Collection[str]) -> list[str]:
     """Return the flags among these that were given, as written on a command line."""
     given = [(one, getattr(config, one.name)) for one in fields_of(ParallelOptions)]

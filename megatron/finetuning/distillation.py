@@ -7,10 +7,11 @@ by --kd-loss-alpha.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.command import say
 from megatron.config import RunConfig
@@ -24,12 +25,14 @@ from megatron.parallel.context.split import split_sequence
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart, distillation_losses
 from megatron.parallel.layout import Axis, Layout
 from megatron.tokenizer import Tokenizer
+from megatron.training.log_line import DIVERGENCE
+from megatron.training.passes import message_shape
 from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch, Recipe
 from megatron.training.run import Run
 
 # The names in the log: the cross entropy of the data, and the divergence from the teacher.
-LOSS_NAMES = ("lm loss", "logits distillation loss")
+LOSS_NAMES = ("lm loss", DIVERGENCE)
 
 
 class GPTInputs(NamedTuple):
@@ -49,22 +52,48 @@ class GPTInputs(NamedTuple):
 class GPTTeacher(NamedTuple):
     """A trained model in evaluation mode, split over the same processes as its student.
 
+    In a pipeline, each part of the teacher computes in the same forward pass as a part of the
+    student, and their hidden states travel side by side in one message. So the schedule is that of
+    the student alone, and at most one micro-batch's logits exist at a time.
+
     Attributes:
-        model: The model, without gradients.
+        parts: This process's parts of the model, without gradients.
         name: The checkpoint, for messages.
         description: Its size, for messages.
+        students: The part of the student beside each part; empty if there is no student.
     """
 
-    model: GPTModel
+    parts: list[GPTModel]
     name: str
     description: str
+    students: Sequence[nn.Module] = ()
+
+    @property
+    def hidden(self) -> int:
+        """The width of the teacher's hidden states."""
+        return self.parts[0].plan.hidden
 
     @torch.no_grad()
-    def logits(self, inputs: GPTInputs) -> Tensor:
-        """Return the logits of this context rank's tokens, [b, s, v/t]."""
+    def run(self, part: GPTModel, inputs: GPTInputs, hidden: Tensor | None = None) -> Tensor:
+        """Run a part on this context rank's tokens.
+
+        Args:
+            part: One of the parts.
+            inputs: This context rank's tokens.
+            hidden: The previous part's output [s, b, h]; `None` for the first part.
+
+        Returns:
+            Hidden states [s, b, h], or from the last part logits [b, s, v/t].
+        """
         mine = inputs.mine
-        result: Tensor = self.model(mine.tokens, mine.position_ids, None, inputs.documents)
+        result: Tensor = part(mine.tokens, mine.position_ids, None, inputs.documents, hidden)
         return result
+
+    def run_beside(
+        self, student: nn.Module, inputs: GPTInputs, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Run the part beside a part of the student. The arguments are otherwise those of `run`."""
+        return self.run(self.parts[list(self.students).index(student)], inputs, hidden)
 
 
 class LearningRecipe(Recipe, Protocol):
@@ -106,30 +135,34 @@ class Distillation(Extras):
             return
         from megatron.finetuning.teacher import load_teacher  # few runs load a second model
 
-        self._recipe.teacher = load_teacher(
-            folder, run.config, run.tokenizer, run.device, run.layout
-        )
+        teacher = load_teacher(folder, run.config, run.tokenizer, run.device, run.layout)
+        self._recipe.teacher = teacher._replace(students=run.parts)
+        if run.channel is not None:
+            *rows, hidden = message_shape(run.config, run.layout, run.config.data.seq_length, 1)
+            shape = (*rows, hidden + teacher.hidden)
+            run.channel = run.channel.with_shapes(lambda micro_batch: shape)
         if run.layout.world.rank == 0:
-            say(f"  teacher: {self._recipe.teacher.name}, {self._recipe.teacher.description}")
+            say(f"  teacher: {teacher.name}, {teacher.description}")
 
 
-def knowledge_of(
-    teacher: GPTTeacher | None, inputs: GPTInputs, batch: Batch, context: Axis
-) -> Tensor | TopLogProbs | None:
-    """Return what is known of the teacher's distributions of a micro-batch.
+def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
+    """Return the student's and the teacher's hidden states [s, b, h] of a pipeline's message.
+
+    The student's gradient leaves zeros where the teacher's states were.
 
     Args:
-        teacher: The teacher on the same processes, or `None`.
-        inputs: This context rank's tokens.
-        batch: The micro-batch, which may hold the teacher's top k.
-        context: The context axis.
-
-    Returns:
-        The teacher's logits [b, s, v/t], or its top k for [b, s] tokens, or `None`: held-out
-        samples have no files of logits.
+        message: Both side by side.
+        theirs: The width of the teacher's.
     """
-    if teacher is not None:
-        return teacher.logits(inputs)
+    student, teacher = message.split((message.shape[-1] - theirs, theirs), dim=-1)
+    return student.contiguous(), teacher.detach().contiguous()
+
+
+def known_of_files(batch: Batch, context: Axis) -> TopLogProbs | None:
+    """Return the teacher's top k for this context rank's [b, s] tokens.
+
+    Held-out samples have no files of logits: the result is `None`.
+    """
     if TOP_IDS not in batch:
         return None
     parts = (batch[name] for name in (TOP_IDS, TOP_VALUES, TOP_REST))

@@ -16,6 +16,13 @@ from megatron.command import say
 from megatron.config import RunConfig, rules_model, rules_parallel
 from megatron.config.checks import find_problems
 from megatron.config.data import TokenizerConfig
+from megatron.config.stages import (
+    even_layout,
+    parts_of_stage,
+    plan_model,
+    possible_plan,
+    with_layout,
+)
 from megatron.data.loader import build_loader
 from megatron.data.logits import (
     TOP_IDS,
@@ -58,9 +65,11 @@ def load_teacher(
     *,
     flag: str = "--teacher-load",
 ) -> GPTTeacher:
-    """Load a GPT beside the run's own, split over tensor and context ranks in the same way.
+    """Load a GPT beside the run's own, split over the same processes.
 
-    The network is that of the checkpoint. Number format and attention kernels are those of the run,
+    Tensor and context ranks split it as they split the run's model. It has as many pipeline parts,
+    with equally many layers in each as far as possible, whatever the student's stages hold. The
+    network is that of the checkpoint. Number format and attention kernels are those of the run,
     without FP8. Each process holds its whole tensor shard, even if the run shards its weights over
     replicas. Collective.
 
@@ -87,7 +96,17 @@ def load_teacher(
     )
     saved = saved_config(reader, folder, "gpt", flag=flag)
     _check_tokenizer(reader, saved.tokenizer, tokenizer, f"{flag} {folder}")
-    ours = config.model
+    ours, parallel = config.model, replace(config.parallel, zero_stage=0)
+    if layout.pipeline.size > 1:
+        parts = len(plan_model(ours, parallel))
+        layers, stages = saved.model.num_layers, layout.pipeline.size
+        parallel = with_layout(parallel, even_layout(layers, parts))
+        if not possible_plan(saved.model, parallel):
+            raise ConfigError(
+                f"{flag} {folder}: the teacher's {layers} layers leave a stage of "
+                f"--pipeline-model-parallel-size {stages} empty: use fewer stages, or a teacher "
+                "with more layers"
+            )
     theirs = replace(
         config,
         model=replace(
@@ -96,7 +115,7 @@ def load_teacher(
             masked_softmax_fusion=ours.masked_softmax_fusion,
         ),
         precision=config.precision.without_fp8(),
-        parallel=replace(config.parallel, zero_stage=0),
+        parallel=parallel,
         training=replace(config.training, recompute_granularity=None),
     )
     rules = (rules_parallel.layout, rules_parallel.tensor_parallel, rules_model.positions)
@@ -114,12 +133,16 @@ def load_teacher(
         tokenizer.vocab_size, ours.make_vocab_size_divisible_by, layout.tensor.size
     )
     padded = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
-    model = build_model(GPTModel, theirs, run_context(theirs, layout, device), rows)
-    restore(padded, model_state([model]), prefixes=("model.",), cast=True)
+    context, pipeline = run_context(theirs, layout, device), layout.pipeline
+    held = parts_of_stage(plan_model(theirs.model, parallel), pipeline.rank, pipeline.size)
+    models = [build_model(GPTModel, theirs, context, rows, part) for part in held]
+    whole = ("model.",) if pipeline.size == 1 else ()
+    restore(padded, model_state(models), prefixes=whole, cast=True)
     kind = str(config.precision.weight_dtype).removeprefix("torch.")
     size = f"{saved.model.num_layers} layers, hidden size {saved.model.hidden_size}, {kind}"
-    model.requires_grad_(False).eval()
-    return GPTTeacher(model, f"{folder}, iteration {reader.iteration}", size)
+    for model in models:
+        model.requires_grad_(False).eval()
+    return GPTTeacher(models, f"{folder}, iteration {reader.iteration}", size)
 
 
 def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, shown: str) -> None:
@@ -212,7 +235,7 @@ class _Writer(NamedTuple):
         asked = self.config.distillation
         assert asked.logits_save_top_k is not None
         inputs = self.recipe.inputs(batch, self.config, self.tokenizer, self.layout)
-        logits = self.teacher.logits(inputs)  # [b, s, v/t]
+        logits = self.teacher.run(self.teacher.parts[0], inputs)  # [b, s, v/t]
         top = top_log_probs(
             logits.flatten(0, 1),
             VocabularyPart(self.layout.tensor, self.tokenizer.vocab_size),
@@ -232,7 +255,8 @@ def _write_missing(
     folder: Path, header: LogitsHeader, dataset: SampleDataset, writer: _Writer
 ) -> None:
     """Write this data-parallel process's share of the files that are not there yet. Collective."""
-    layout, config, device = writer.layout, writer.config, next(writer.teacher.model.parameters())
+    layout, config = writer.layout, writer.config
+    device = next(writer.teacher.parts[0].parameters())
     files = header.files()
     here = {samples.start for samples in missing_files(folder, header)}
     # All go by what the first process sees, because those of a tensor group work together.

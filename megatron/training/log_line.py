@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 Figures = Mapping[str, float | None]
 """Figures by TensorBoard tag. Those that are `None` are not shown."""
 
+# The log name of the divergence from a teacher, which is no negative log likelihood.
+DIVERGENCE = "logits distillation loss"
+
 # The fields of a log line around the losses: label, tag of the figure, format.
 _BEFORE_LOSSES = (
     ("consumed samples", "consumed-samples", "12d"),
@@ -94,6 +97,11 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
     )
 
 
+def is_likelihood(name: str) -> bool:
+    """Return whether the loss of this name in a language model's log has a perplexity."""
+    return not name.startswith(DIVERGENCE)
+
+
 def perplexity(loss: float) -> float:
     """Return exp(loss), limited to exp(20) as in Megatron."""
     return math.exp(min(20.0, loss))
@@ -108,12 +116,12 @@ def validation_lines(
         where: "iteration N" or "the end of training ...".
         losses: Losses by name.
         has_perplexity: Whether the losses are per token (`Recipe.head`), so that exp(loss) is a
-            perplexity.
+            perplexity, except for a divergence's.
     """
     text = f" validation loss at {where} | "
     for name, value in losses.items():
         text += f"{name} value: {value:.6E} | "
-        if has_perplexity:
+        if has_perplexity and is_likelihood(name):
             text += f"{name} PPL: {perplexity(value):.6E} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"

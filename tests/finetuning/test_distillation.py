@@ -23,6 +23,7 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_losses
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
+from megatron.tokenizer import build_tokenizer
 from megatron.training.build import build_run
 from megatron.training.evaluation import evaluate
 from megatron.training.loop import standard_callbacks, train
@@ -34,7 +35,12 @@ from tests.training.toy import TOY, Recorder, train_toy
 
 _TEACHER = "--num-layers 3 --hidden-size 48 --train-iters 30 --save-interval 30".split()
 _PLAIN = "--hidden-dropout 0 --attention-dropout 0".split()
-_SIZES = {"--tensor-model-parallel-size": "tensor", "--context-parallel-size": "context"}
+_SIZES = {
+    "--tensor-model-parallel-size": "tensor",
+    "--context-parallel-size": "context",
+    "--pipeline-model-parallel-size": "pipeline",
+}
+_DEEP = ["--num-layers", "4"]  # of a student in a pipeline; its teacher has 3
 
 
 def parsed(layout: Layout, words: Sequence[str]) -> RunConfig:
@@ -104,6 +110,34 @@ def test_layouts_learn_as_one_process(
     sizes = {_SIZES[flags[0]]: 2} if flags[0] in _SIZES else {}
     results = run_distributed(2, _both, teacher, saved, flags, **sizes)
     for ours, expected in zip(results[-1], alone, strict=True):
+        for values, wanted in zip(ours, expected, strict=True):
+            assert len(values) == 6
+            assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def deep(teacher: str, saved: str) -> list[list[list[float]]]:
+    return _both(Layout.single(), teacher, saved, _DEEP)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--pipeline-schedule zero-bubble",
+        "--pipeline-model-parallel-layout Et|tttL --sequence-parallel "
+        "--tensor-model-parallel-size 2",
+    ],
+)
+def test_pipelines_learn_as_one_process(
+    words: str, teacher: str, saved: str, deep: list[list[list[float]]]
+) -> None:
+    """The teacher's 3 layers are on other stages than the student's, of another width."""
+    flags = ["--pipeline-model-parallel-size", "2", *words.split(), *_DEEP]
+    sizes = {axis: 2 for flag, axis in _SIZES.items() if flag in flags}
+    results = run_distributed(2 ** len(sizes), _both, teacher, saved, flags, **sizes)
+    for ours, expected in zip(results[-1], deep, strict=True):
         for values, wanted in zip(ours, expected, strict=True):
             assert len(values) == 6
             assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6)
@@ -235,6 +269,40 @@ def test_held_out_samples_have_no_files(saved: str) -> None:
     assert list(losses) == ["lm loss"]
 
 
+def test_evaluation_reports_the_perplexity_of_labels_and_the_divergence_beside_it(
+    teacher: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--teacher-load", teacher, "--log-validation-ppl-to-tensorboard"]
+    words += ["--train-iters", "3", "--kd-loss-alpha", "0.9"]
+    run, recorder = begin(Layout.single(), words), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    ce, ppl, kl = (
+        recorder.values(f"{name} validation{kind}")
+        for name, kind in ((LOSS_NAMES[0], ""), (LOSS_NAMES[0], " ppl"), (LOSS_NAMES[1], ""))
+    )
+    assert recorder.values(f"{LOSS_NAMES[1]} validation ppl") == []
+    said = capsys.readouterr().out
+    assert f"lm loss PPL: {ppl[0]:.6E} | {LOSS_NAMES[1]} value: {kl[0]:.6E} | \n" in said
+    run.recipe = GPTRecipe()  # the same weights without a teacher
+    run.config = parsed(Layout.single(), [])
+    assert run.datasets[1] is not None
+    plain = evaluate(run, run.datasets[1], skip=0)
+    assert plain is not None
+    assert plain["lm loss"] == pytest.approx(ce[0], rel=1e-6)
+    assert ppl[0] == pytest.approx(np.exp(ce[0]))
+
+
+def test_only_the_last_stage_reads_files(saved: str, tmp_path: Path) -> None:
+    words = ["--logits-load-dir", saved, "--pipeline-model-parallel-size", "2"]
+    for stage, kind in enumerate((MockDataset, files.TeacherLogitsDataset)):
+        layout = Layout.at(stage, 2, pipeline=2)
+        config = parse_config([*TOY, "--train-iters", "6", *words], world_size=2).config
+        tokenizer = build_tokenizer(config.tokenizer)
+        splits = GPTRecipe().build_datasets(config, tokenizer, (24, 0, 0), layout)
+        assert type(splits[0]) is kind
+
+
 def test_the_teacher_is_no_part_of_the_run(teacher: str) -> None:
     run = begin(Layout.single(), ["--teacher-load", teacher])
     plain = begin(Layout.single(), [])
@@ -242,8 +310,8 @@ def test_the_teacher_is_no_part_of_the_run(teacher: str) -> None:
         name for name, _ in plain.named_parameters()
     ]
     known = run.recipe.teacher  # type: ignore[attr-defined]
-    assert not known.model.training
-    assert not any(parameter.requires_grad for parameter in known.model.parameters())
+    assert not known.parts[0].training
+    assert not any(parameter.requires_grad for parameter in known.parts[0].parameters())
 
 
 @pytest.mark.parametrize("source", ["model", "files"])

@@ -18,7 +18,7 @@ from megatron.durable import writing_to
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.expert_load import ExpertLoad
-from megatron.training.log_line import perplexity, update_figures
+from megatron.training.log_line import is_likelihood, perplexity, update_figures
 from megatron.training.run import Run
 from megatron.training.run_start import RunStart
 from megatron.training.step import StepOutcome
@@ -322,7 +322,7 @@ class Scalars(Callback):
         scalars = {}
         for name, value in losses.items():
             scalars[f"{name} {split}"] = value
-            if run.config.logging.log_validation_ppl_to_tensorboard:
+            if run.config.logging.log_validation_ppl_to_tensorboard and is_likelihood(name):
                 scalars[f"{name} {split} ppl"] = perplexity(value)
         self._write(run, scalars, at_end_of_training=at_end_of_training)
 
